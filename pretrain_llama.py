@@ -146,6 +146,7 @@ def run(
 
     resumed = resume(config, training, copies, log)
     state = resumed.state or start_state(config)
+    config.batches.check_from(state.consumed_train_samples)
     loaded = None if resumed.recovery is not None else resumed.state
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint

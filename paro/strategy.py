@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
@@ -70,6 +71,11 @@ def check_group_size(world_size: int, group_size: int) -> None:
             f"--paro-group-size {group_size} does not divide the {count_text(world_size, 'rank')}; "
             f"choose one of {_divisors(world_size)}"
         )
+
+
+def fitting_group_size(group_size: int, world_size: int) -> int:
+    """The largest size that divides both, or all ranks where they were or are one group."""
+    return world_size if group_size >= world_size else math.gcd(group_size, world_size)
 
 
 def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:

@@ -254,9 +254,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "others still hold all when they are lost at once: --paro-strategy auto chooses only such "
         "strategies, and others are refused; 0: no demand")
     add("--paro-elastic", action="store_true",
-        help="a restart may have fewer or more nodes (torchrun --nnodes MIN:MAX): degrees that do "
-        "not fit are replaced by the finest that do and that --paro-survive accepts, which then "
-        "concerns the nodes that are left; turns local copies on, as --paro-survive does")
+        help="a restart may have fewer or more nodes (torchrun --nnodes MIN:MAX): degrees and "
+        "groups that do not fit become the nearest that do and that --paro-survive accepts, "
+        "which then concerns the nodes that are left; the global batch stays, so it must be given; "
+        "turns local copies on, as --paro-survive does")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
     add_inter_bits_args(parser, trains=True)

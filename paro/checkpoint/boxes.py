@@ -10,14 +10,14 @@ and a strategy: others begin without it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paro.layout import Shape, rectangles
-from paro.sharding.buffers import FlatShard
+from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
 
 PARAM = "param"
 
@@ -61,6 +61,25 @@ def boxed_states(
                     assert corner not in mine, f"{piece.box.name} is held twice at {corner}"
                     mine[corner] = values
     return states
+
+
+def may_be_missing(name: str) -> bool:
+    """Whether runs with other flags, ranks or strategies hold no state of this name."""
+    return name.startswith((f"{SENT}.", f"{GRAD_ERRORS}."))
+
+
+def begin_without(states: Mapping[str, BoxedState], missing: Collection[str]) -> None:
+    """Fills states that were read nowhere, from those that were; parameters stay as they are.
+
+    A run that held no parameters as sent computed with the rounded masters. All else begins at 0.
+    """
+    for name in missing:
+        kind, _, parameter = name.partition(".")
+        for corner, values in states[name].rectangles.items():
+            if kind == SENT:
+                values.copy_(states[f"{PARAM}.{parameter}"].rectangles[corner])
+            elif kind != PARAM:  # maybe filled from a damaged checkpoint
+                values.zero_()
 
 
 def _items(corner: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:

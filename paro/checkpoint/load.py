@@ -14,7 +14,13 @@ from model.lora_config import LoraConfig, is_adapter
 from paro.checkpoint.adapters import has_adapters
 from paro.checkpoint.agreement import Ranks, with_one_folder
 from paro.checkpoint.base import open_base
-from paro.checkpoint.boxes import PARAM, BoxedState, boxed_states
+from paro.checkpoint.boxes import (
+    PARAM,
+    BoxedState,
+    begin_without,
+    boxed_states,
+    may_be_missing,
+)
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.checkpoint.metadata import read_metadata
@@ -36,6 +42,7 @@ class Loading:
     model: Mapping[str, Any] | None = None  # fields that must equal `common["model"]`
     base: str | None = None  # where the base is, if not where the checkpoint says
     lora: LoraConfig | None = None  # of the model's adapters; a checkpoint without any has a base's
+    as_sent: bool = False  # parameters as all ranks compute with them, not the masters
 
 
 def load_checkpoint(
@@ -130,7 +137,7 @@ def _load_iteration(
         present = {
             name: state
             for name, state in present.items()
-            if not _may_be_missing(name) or _fits(state, metadata.state_dict_metadata.get(name))
+            if not may_be_missing(name) or _fits(state, metadata.state_dict_metadata.get(name))
         }
         if common.get("has_moments") is False and len(_parameters(present)) < len(present):
             raise UserError(
@@ -138,29 +145,25 @@ def _load_iteration(
             )
         stored = metadata.state_dict_metadata
         own = {name: state for name, state in present.items() if name in stored}
+        read_as = {_source(name, stored, wanted): state for name, state in own.items()}
         base = open_base(common.get("base"), wanted.base, f"{directory}")
         if base is None:
             check_states(present, stored)
-            reads = [_planned(directory, manifest, metadata, own, ranks)]
+            reads = [_planned(directory, manifest, metadata, read_as, ranks)]
         else:
             base_metadata = read_metadata(base[0])
             theirs = _parameters(base_metadata.state_dict_metadata)
             check_states(present, theirs | stored)
             rest = {name: present[name] for name in present.keys() - own.keys()}
             reads = [
-                _planned(directory, manifest, metadata, own, ranks),
+                _planned(directory, manifest, metadata, read_as, ranks),
                 _planned(*base, base_metadata, rest, ranks),
             ]
     # From here on shards are overwritten: only after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
         for reader, plan, planner in reads:
             reader.read_data(plan, planner).wait()
-    for name in states.keys() - present.keys():
-        for corner, values in states[name].rectangles.items():
-            if _is_sent(name):  # the run that saved sent its parameters exactly
-                values.copy_(states[PARAM + name.removeprefix(SENT)].rectangles[corner])
-            elif name not in _parameters(states):  # moments, maybe filled from a damaged one
-                values.zero_()
+    begin_without(states, states.keys() - present.keys())
     if _has_errors(states) and not _has_errors(present):
         log("  error feedback of gradients begins anew: none was saved by such ranks and strategy")
     return common
@@ -186,17 +189,14 @@ def _parameters(states: dict[str, State]) -> dict[str, State]:
     return {name: state for name, state in states.items() if name.startswith(kinds)}
 
 
-def _is_sent(name: str) -> bool:
-    return name.startswith(f"{SENT}.")
+def _source(name: str, stored: Mapping[str, object], wanted: Loading) -> str:
+    """The name under which the checkpoint has the values of a state."""
+    sent = SENT + name.removeprefix(PARAM)
+    return sent if wanted.as_sent and sent in stored else name
 
 
 def _has_errors(names: Iterable[str]) -> bool:
     return any(name.startswith(f"{GRAD_ERRORS}.") for name in names)
-
-
-def _may_be_missing(name: str) -> bool:
-    """Whether runs with other flags save checkpoints without this state."""
-    return _is_sent(name) or _has_errors([name])
 
 
 def _fits(state: BoxedState, saved: object) -> bool:

@@ -62,6 +62,11 @@ class BatchSchedule:
                 )
 
     @property
+    def changes(self) -> bool:
+        """Whether the batch changes in the course of the run."""
+        return self.rampup_batch_size is not None or self.step_batch_size_schedule is not None
+
+    @property
     def samples_per_micro_batch(self) -> int:
         """Samples of one micro-batch on all ranks together."""
         return self.micro_batch_size * self.data_parallel_size
@@ -136,11 +141,17 @@ class BatchSchedule:
     def check_from(self, consumed_samples: int) -> None:
         """`UserError` unless all batch sizes from here on divide into micro-batches on all ranks.
 
-        Earlier sizes of a step schedule need not be: the number of ranks may have changed since.
+        Earlier sizes need not: the number of ranks may have changed since.
         """
-        for begin, size in self.step_batch_size_schedule or ():
-            if begin > consumed_samples or size == self.batch_size_at(consumed_samples):
-                self._check_multiple(f"{_STEPS_FLAG}: the size", size)
+        size = self.batch_size_at(consumed_samples)
+        if self.rampup_batch_size is not None and size < self.global_batch_size:
+            start, increment, samples = self.rampup_batch_size
+            flag = f"--rampup-batch-size {start} {increment} {samples}"
+            self._check_multiple(f"{flag}: {'START' if size == start else 'the size'}", size)
+            self._check_multiple(f"{flag}: INCREMENT", increment)
+        for begin, later in self.step_batch_size_schedule or ():
+            if begin > consumed_samples or later == size:
+                self._check_multiple(f"{_STEPS_FLAG}: the size", later)
 
     def _equal_from(self, consumed: int) -> tuple[int, int | None]:
         """The batch size after `consumed`, and for how many iterations; None: to the end."""
@@ -171,9 +182,6 @@ class BatchSchedule:
                 f"{flag} cannot reach --global-batch-size {self.global_batch_size} from {start} "
                 f"in steps of {increment}"
             )
-        self._check_multiple(f"{flag}: START", start)
-        if start != self.global_batch_size:
-            self._check_multiple(f"{flag}: INCREMENT", increment)
 
     def _check_eval(self) -> None:
         at_once = self.eval_micro_batch * self.data_parallel_size

@@ -1,19 +1,23 @@
-"""Checks of the bits that cross groups: what has no effect under a strategy, and what would."""
+"""The bits that cross groups: what has no effect on one group or a strategy, and what would."""
 
 from __future__ import annotations
 
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
+from paro.quantities import count_text
 from paro.quantization.formats import EXACT_BITS
 from paro.strategy import Strategy, effective_letters
 
 AUTO = "auto"
 
 
-def check_inter_bits(
+def take_inter_bits(
     inter_bits: str | None, precision: PrecisionConfig, group_size: int, world_size: int
-) -> None:
-    """`UserError` for bits that contradict other flags, or if nothing crosses groups at all."""
+) -> tuple[str | None, PrecisionConfig, tuple[str, ...]]:
+    """Whether bits are to be chosen, and those given; on one group 16, and a log line about it.
+
+    `UserError` for bits that contradict other flags.
+    """
     given = _given(precision)
     if inter_bits == AUTO and given:
         raise UserError(f"--paro-inter-bits auto and {given[0]} contradict each other: give one")
@@ -22,12 +26,15 @@ def check_inter_bits(
             "--accumulate-allreduce-grads-in-fp32 and --paro-inter-bits auto contradict each "
             "other: give one of them"
         )
-    if group_size == world_size and (given or inter_bits == AUTO):
-        flags = given[0] if given else "--paro-inter-bits auto"
-        raise UserError(
-            f"{flags}: all {world_size} ranks are one group, so nothing crosses groups: "
-            "leave it out, or give a smaller --paro-group-size"
-        )
+    if inter_bits == AUTO:
+        given = ("--paro-inter-bits auto",)
+    if group_size < world_size or not given:
+        return inter_bits, precision, ()
+    line = (
+        f"{' and '.join(given)} without effect, 16 bits in use: with one group, of "
+        f"{count_text(world_size, 'rank')}, nothing crosses groups (--paro-group-size)"
+    )
+    return None, precision.with_inter_bits(EXACT_BITS), (line,)
 
 
 def _given(precision: PrecisionConfig) -> tuple[str, ...]:

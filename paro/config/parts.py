@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from data.config import DataConfig
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS
-from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule, parse_steps
-from paro.config.checkpoint import resumed_samples, with_checkpoint_schedule
+from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.train import TrainConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -29,7 +28,7 @@ def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
     return config_type(**{name: getattr(args, name) for name in named}, **derived)
 
 
-def take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) -> BatchSchedule:
+def take_batches(args: Namespace, world: World) -> BatchSchedule:
     global_batch_size, steps = args.global_batch_size, None
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
@@ -42,8 +41,13 @@ def take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) ->
         global_batch_size = steps[-1][1]
     elif global_batch_size is None:
         global_batch_size = args.micro_batch_size * world.size
+        if args.paro_elastic:
+            raise UserError(
+                "--paro-elastic keeps the global batch where the ranks change: give it, such as "
+                f"--global-batch-size {global_batch_size}, a multiple for every number of ranks"
+            )
     rampup = args.rampup_batch_size
-    batches = take(
+    return take(
         BatchSchedule,
         args,
         global_batch_size=global_batch_size,
@@ -51,9 +55,6 @@ def take_batches(args: Namespace, world: World, checkpoint: CheckpointConfig) ->
         rampup_batch_size=None if rampup is None else tuple(rampup),
         step_batch_size_schedule=steps,
     )
-    if steps is not None:
-        batches.check_from(resumed_samples(checkpoint))
-    return batches
 
 
 def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
+from paro.config.elastic import fitted_to_ranks, nodes_line
+from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -29,18 +32,24 @@ from paro.planning.search.search_space import (
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
-from paro.quantities import count_text
-from paro.strategy import FLAG, Strategy, check_group_size, degrees_of, parse_strategy
+from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
 
-AUTO = "auto"
 DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
 def take_sharding(
-    args: Namespace, world: World
+    args: Namespace, world: World, model: LlamaConfig
 ) -> tuple[ShardingConfig, Strategy | None, tuple[str, ...]]:
     """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
+    given = text = args.paro_strategy
+    if text is None:
+        zero1 = args.use_distributed_optimizer
+        text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
+    lines: tuple[str, ...] = ()
+    if args.paro_elastic:
+        args, lines = fitted_to_ranks(args, world, model, text)
+        text = args.paro_strategy
     machine: Machine | None = None
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
@@ -50,29 +59,16 @@ def take_sharding(
             world_size=world.size,
             ranks_per_node=world.ranks_per_node,
             group_size=args.paro_group_size,
-        )
-    text = args.paro_strategy
-    if text is None:
-        zero1 = args.use_distributed_optimizer
-        text = DISTRIBUTED_OPTIMIZER_STRATEGY if zero1 else DEFAULT_STRATEGY
-    survive: int = args.paro_survive
-    lines: tuple[str, ...] = ()
-    if args.paro_elastic:
-        text, survive, lines = adapt_to_nodes(
-            text,
-            survive,
-            world_size=world.size,
-            group_size=group_size,
-            ranks_per_node=world.ranks_per_node,
+            any_ranks=args.paro_elastic,
         )
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
     degrees = strategy.degrees if strategy else None
-    if args.use_distributed_optimizer and degrees != (1, 1, world.size):
+    if args.use_distributed_optimizer and given and degrees != (1, 1, world.size):
         raise UserError(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
-            f"and contradicts --paro-strategy {args.paro_strategy}: give one of them"
+            f"and contradicts --paro-strategy {given}: give one of them"
         )
     sharding = ShardingConfig(
         group_size=group_size,
@@ -81,7 +77,7 @@ def take_sharding(
         prefetch_units=args.paro_prefetch_units,
         materialize=args.paro_materialize,
         rotate_in_place=args.paro_rotate_in_place,
-        survive=survive,
+        survive=args.paro_survive,
         elastic=args.paro_elastic,
         inter_bits=args.paro_inter_bits,
         machine=machine,
@@ -89,11 +85,26 @@ def take_sharding(
     return sharding, strategy, lines
 
 
+def machine_of(sharding: ShardingConfig, flag: str) -> Machine:
+    """The machine that `flag` auto plans for; `UserError` without --paro-machine."""
+    if sharding.machine is None:
+        raise UserError(
+            f"{flag} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
+            "that tools/bench_collectives.py --machine-file wrote"
+        )
+    return sharding.machine
+
+
 class RankDevice(NamedTuple):
     """The device of a rank."""
 
     type: str
     memory_gb: float | None = None  # None: the machine's own
+
+    @classmethod
+    def of(cls, backend: str, memory_gb: float | None) -> RankDevice:
+        """The device that a backend sends from."""
+        return cls("cpu" if backend == "gloo" else "cuda", memory_gb)
 
 
 def case_of(
@@ -107,15 +118,9 @@ def case_of(
     device: RankDevice,
 ) -> Workload:
     """The planner's workload for this run; `UserError` without --paro-machine."""
-    if sharding.machine is None:
-        flag = FLAG if sharding.inter_bits is None else "--paro-inter-bits"
-        raise UserError(
-            f"{flag} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
-            "that tools/bench_collectives.py --machine-file wrote"
-        )
     return Workload(
         model=model,
-        machine=sharding.machine,
+        machine=machine_of(sharding, FLAG),
         group_size=sharding.group_size,
         seq_length=seq_length,
         micro_batch_size=batches.micro_batch_size,
@@ -157,42 +162,35 @@ def choose(
     return found.best.candidate.strategy, found.best.precision, describe(found)
 
 
-def adapt_to_nodes(
-    text: str, survive: int, *, world_size: int, group_size: int, ranks_per_node: int
-) -> tuple[str, int, tuple[str, ...]]:
-    """For --paro-elastic: strategy and survival for the nodes there are, and log lines about them.
-
-    Letters stay. Degrees that do not fit, or do not survive, become the finest that do and keep
-    those of parameters and gradients at most as they were; more than all nodes but one cannot be
-    lost.
-    """
-    num_nodes = -(-world_size // ranks_per_node)
-    lines, possible = [], min(survive, num_nodes - 1)
-    if possible < survive:
-        lines.append(
-            f"--paro-elastic: with {count_text(num_nodes, 'node')} left, --paro-survive "
-            f"{survive} is {possible}"
-        )
-    degrees = degrees_of(text)
-    if degrees is None:
-        return text, possible, tuple(lines)
-
-    def kept(strategy: Strategy) -> int:
-        found = survival(strategy, world_size=world_size, ranks_per_node=ranks_per_node)
-        return min(found.nodes, possible)
-
-    fitting = [
-        strategy
-        for strategy in legal_strategies(world_size, group_size)
-        if strategy.params <= degrees[0] and strategy.grads <= degrees[1]
-    ]
-    as_given = any(s.degrees == degrees and kept(s) == possible for s in fitting)
-    if not as_given:
-        best = max(fitting, key=lambda s: (kept(s), s.optim, s.grads, s.params))
-        text_now = ",".join(map(str, best.degrees))
-        lines.append(f"--paro-elastic: {FLAG} {text} is {text_now} on {world_size} ranks")
-        text = text_now
-    return text, possible, tuple(lines)
+def take_states(
+    args: Namespace,
+    world: World,
+    model: LlamaConfig,
+    batches: BatchSchedule,
+    trainable: Trainable,
+    precision: PrecisionConfig,
+    device: RankDevice,
+) -> tuple[ShardingConfig, Strategy, PrecisionConfig, tuple[str, ...]]:
+    """How states are sharded and sent, chosen where a flag says auto, and log lines about it."""
+    sharding, strategy, notices = take_sharding(args, world, model)
+    if sharding.elastic:
+        notices += nodes_line(batches, world)
+    group_size = sharding.group_size
+    bits, precision, lines = take_inter_bits(sharding.inter_bits, precision, group_size, world.size)
+    notices += lines
+    if sharding.inter_bits is not None:
+        machine_of(sharding, "--paro-inter-bits")
+    sharding = replace(sharding, inter_bits=bits)
+    if strategy is None or bits is not None:
+        workload = case_of(
+            model, batches, sharding, precision, trainable,
+            seq_length=args.seq_length, device=device,
+        )  # fmt: skip
+        strategy, precision, reasons = choose(workload, strategy)
+        notices += tuple(reasons)
+    if bits is None:
+        notices += inter_bits_notices(precision, group_size, strategy, world.size)
+    return sharding, strategy, precision, notices
 
 
 def check_survival(

@@ -17,10 +17,7 @@ from paro.arguments.needed import missing_flags
 from paro.arguments.parser import check_flags
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.checkpoint import (
-    saved_common,
-    with_checkpoint_args,
-)
+from paro.config.checkpoint import resumed_samples, saved_common, with_checkpoint_args
 from paro.config.checks import (
     check_collective,
     check_compile,
@@ -35,7 +32,6 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
-from paro.config.inter_bits import check_inter_bits, inter_bits_notices
 from paro.config.model import take_model
 from paro.config.parts import (
     take,
@@ -48,13 +44,7 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import (
-    RankDevice,
-    case_of,
-    check_survival,
-    choose,
-    take_sharding,
-)
+from paro.config.plan import RankDevice, check_survival, take_states
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -121,29 +111,22 @@ class RunConfig:
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices += lines
-        sharding, strategy, adapted = take_sharding(args, world)
-        notices += adapted
-        batches = take_batches(args, world, checkpoint)
+        batches = take_batches(args, world)
         train = take_train(args, batches)
         data, tokenizer = take_data(args), take_tokenizer(args)
         built = build_tokenizer(tokenizer)
-        model, precision = take_model(args, built.vocab_size), take_precision(args)
+        model = take_model(args, built.vocab_size)
         trainable = Trainable.of_flag(args.trainable)
         trainable.names(model)  # refuses patterns that match no parameter
         runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
-        check_inter_bits(sharding.inter_bits, precision, sharding.group_size, world.size)
-        if strategy is None or sharding.inter_bits is not None:
-            device = RankDevice(
-                "cpu" if runtime.distributed_backend == "gloo" else "cuda", launch.device_memory_gb
-            )
-            workload = case_of(
-                model, batches, sharding, precision, trainable,
-                seq_length=data.seq_length, device=device,
-            )  # fmt: skip
-            strategy, precision, reasons = choose(workload, strategy)
-            notices += tuple(reasons)
-        if sharding.inter_bits is None:
-            notices += inter_bits_notices(precision, sharding.group_size, strategy, world.size)
+        as_given = take_precision(args)
+        sharding, strategy, precision, lines = take_states(
+            args, world, model, batches, trainable, as_given,
+            RankDevice.of(runtime.distributed_backend, launch.device_memory_gb),
+        )  # fmt: skip
+        notices += lines
+        # Not what one group makes of the bits: a restart may have more groups.
+        check_local_copies(checkpoint, sharding, as_given)
         config = cls(
             model=model,
             trainable=trainable,
@@ -180,11 +163,13 @@ class RunConfig:
         check_survival(
             self.sharding, self.strategy, self.model, self.trainable, self.precision, world.size
         )
+        if self.batches.changes and (self.launch.dry_run or self.local_copies_interval is None):
+            # Else the run may continue from local copies, and checks it when it knows where.
+            self.batches.check_from(resumed_samples(self.checkpoint))
         check_sequence(self.model, self.data)
         check_compile(self.model)
         check_fp8(self.model, self.data, self.batches.micro_batch_size)
         check_intervals(self.train, self.checkpoint)
-        check_local_copies(self.checkpoint, self.sharding, self.precision)
         check_profile(self.profile, self.report, self.checkpoint)
         if not self.launch.dry_run:  # they concern the machine that trains
             check_load(self.checkpoint)

@@ -36,14 +36,8 @@ class _Use:
     recomputed: bool = False
 
 
-def rotation_infeasible_reason(
-    strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
-) -> str | None:
-    """Why a model's weights cannot rotate under a strategy, and what to change; None if they can.
-
-    They rotate only inside groups, and only if every rank of the ring gets a slice of each matrix.
-    """
-    degree = strategy.params
+def rotation_conflict(config: LlamaConfig) -> str | None:
+    """Why a model's weights cannot rotate on any ranks; None if they can on some."""
     if config.fp8_format is not None:
         return (
             "--paro-materialize rotate has no fp8, whose scales are those of whole weights: leave "
@@ -54,6 +48,19 @@ def rotation_infeasible_reason(
             "--paro-materialize rotate computes blocks in slices, which are not compiled: leave "
             "--torch-compile out, or gather parameters"
         )
+    return None
+
+
+def rotation_infeasible_reason(
+    strategy: Strategy, config: LlamaConfig, *, world_size: int, group_size: int
+) -> str | None:
+    """Why a model's weights cannot rotate under a strategy, and what to change; None if they can.
+
+    They rotate only inside groups, and only if every rank of the ring gets a slice of each matrix.
+    """
+    degree = strategy.params
+    if (conflict := rotation_conflict(config)) is not None:
+        return conflict
     if not 1 < degree == strategy.grads <= group_size:
         return (
             "--paro-materialize rotate needs params and grads sharded over the same 2 or more "

@@ -109,7 +109,7 @@ def plan_run(config: RunConfig, world: World) -> PlannedRun:
         workload=workload,
         launch=launch,
         other_bits=other_bits,
-        consumed=resumed_samples(config.checkpoint) if batches.step_batch_size_schedule else 0,
+        consumed=resumed_samples(config.checkpoint) if batches.changes else 0,
     )
 
 

@@ -30,7 +30,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.quantities import size_text
 from paro.report.log import Log
-from paro.training.resume import common_record, state_of
+from paro.training.resume import check_schedule, common_record, state_of
 from paro.training.resumed import Recovery, Resumed
 from paro.training.step import Training, TrainState
 
@@ -82,6 +82,7 @@ class LocalCopies:
             f"{size_text(found.other_nodes_bytes)} from other nodes, in {seconds:.2f} s"
         )
         state = state_of(found.common, self._config, self._log, "local copies")
+        check_schedule(found.common, self._config, "local copies")
         recovery = Recovery(seconds, found.own_node_bytes, found.other_nodes_bytes)
         rows = unpadded_vocab_size(found.common)
         ids = found.common.get("token_ids")

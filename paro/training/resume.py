@@ -32,6 +32,7 @@ from paro.distributed.control import Control
 from paro.errors import RunError, StorageError, UserError, reading
 from paro.optim.finite import not_finite
 from paro.optim.loss_scale import start_loss_scale
+from paro.quantities import count_text
 from paro.report.log import Log
 from paro.report.progress import ProgressFile
 from paro.training.changed_flags import order_changes, schedule_change
@@ -291,6 +292,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
             model=_model_fields(config),
             base=flags.base,
             lora=config.model.lora,
+            as_sent=config.train.skip_train,
         ),
         log=log.log0,
     )
@@ -325,7 +327,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
     elif flags.finetune:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
-        state = state_of(common, config, log, f"--load {flags.load}")
+        state = _state_of_load(common, config, log)
     rows = unpadded_vocab_size(common)
     return Resumed(state, base, token_ids=common.get("token_ids"), unpadded_vocab_size=rows)
 
@@ -340,11 +342,13 @@ def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: L
 
 
 def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str) -> TrainState:
-    """The state to continue from; --no-load-optim restarts the schedule and the loss scale."""
+    """The state to continue from, whose `source` is named in lines about what changed."""
     saved: TrainState = conform(common.get("state"), TrainState, f"{source}: state in common.json")
     if not (config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)):
         saved = replace(saved, loss_scale=start_loss_scale(config.loss_scale))
-    config.batches.check_from(saved.consumed_train_samples)
+    before, now = common.get("world_size"), config.given["world_size"]
+    if before not in (None, now):
+        log.log0(f"{source}: saved by {count_text(before, 'rank')}, continued by {now}")
     batch_size = common.get("global_batch_size", config.batches.global_batch_size)
     if batch_size != config.batches.global_batch_size:
         log.log0(
@@ -358,19 +362,26 @@ def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str
             f"NullTokenizer had {entries} entries and has {config.vocab_size} now, the end of "
             f"documents counted: give --vocab-size {entries} to continue with the same data"
         )
-    if config.checkpoint.no_load_optim:
-        return replace(saved, loss_scale=start_loss_scale(config.loss_scale), scheduled_samples=0)
-    _check_schedule(common, config)
     return saved
 
 
-def _check_schedule(common: Mapping[str, Any], config: RunConfig) -> None:
+def _state_of_load(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
+    """The same for --load; with --no-load-optim the schedule and the loss scale begin anew."""
+    source = f"--load {config.checkpoint.load}"
+    state = state_of(common, config, log, source)
+    if config.checkpoint.no_load_optim:
+        return replace(state, loss_scale=start_loss_scale(config.loss_scale), scheduled_samples=0)
+    check_schedule(common, config, source)
+    return state
+
+
+def check_schedule(common: Mapping[str, Any], config: RunConfig, source: str) -> None:
     """Raises `UserError` for a changed schedule, unless a flag says which one to use."""
     change = schedule_change(common, config)
     if change is not None and not config.checkpoint.override_opt_param_scheduler:
         raise UserError(
-            f"--load {config.checkpoint.load}: the schedule changed: {change}: give "
-            "--override-opt_param-scheduler to take the flags', or "
+            f"{source}: the schedule changed: {change}: give --override-opt_param-scheduler to "
+            "take the flags', or "
             "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
         )
 

@@ -38,11 +38,12 @@ def start(
     root: Path, *flags: object, ranks: int = 4, nodes: tuple[int, ...] = (0, 1), exits: str = "3"
 ) -> list[Ended]:
     """One start of the run; with local copies it leaves unsaved after every third iteration."""
-    words = [*RUN, "--train-iters", 8, "--paro-group-size", 2, "--exit-interval", exits]
+    per_node = ranks // len(nodes)
+    words = [*RUN, "--train-iters", 8, "--exit-interval", exits]
     words += ["--non-persistent-local-ckpt-dir", root / "memory", *flags]
     words += ["--metrics-file", root / "metrics.jsonl"]
     command = [str(word) for word in words]
-    return run_ranks(run_on_nodes, ranks, command, 2, nodes, init=False)
+    return run_ranks(run_on_nodes, ranks, command, per_node, nodes, init=False)
 
 
 def results(path: Path) -> list[tuple[Any, ...]]:
@@ -118,6 +119,44 @@ def test_nodes_leave_and_return_and_the_batches_stay_the_same(tmp_path: Path) ->
     scalars = read_tensorboard(run / "board")
     assert scalars["recovery/seconds"].keys() == {3, 6}
     assert scalars["recovery/bytes-from-other-nodes"][6] > 0.0
+
+
+# Wide enough for codes of gradients and of updated parameters in nodes of one rank.
+CODES = "--bf16 --hidden-size 64 --ffn-hidden-size 151 --paro-inter-bits-warmup-iters 0"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("flags", "before", "after", "line"),
+    [
+        # A node is back, and with it updates that are sent as codes, which no copy holds.
+        ("--paro-strategy 1,1,2 --paro-inter-param-bits 4", (0, 1, 2), (0, 1, 2, 3), ""),
+        # One node is left, where nothing crosses groups.
+        (
+            "--paro-strategy 1,1,1 --paro-inter-grad-bits 4",
+            (0, 1),
+            (1,),
+            "--paro-inter-grad-bits 4 without effect, 16 bits in use: with one group, of 1 rank",
+        ),
+        # A size of the ramp-up that is past does not divide.
+        ("--paro-strategy III --rampup-batch-size 2 2 4", (0, 1), (0, 1, 2), ""),
+    ],
+)
+def test_nothing_is_lost_where_fewer_bits_or_other_batches_meet_other_nodes(
+    tmp_path: Path, flags: str, before: tuple[int, ...], after: tuple[int, ...], line: str
+) -> None:
+    batch = 6 if "rampup" in flags else 12
+    words = f"{CODES} {flags} --paro-survive 1 --paro-elastic --global-batch-size {batch}".split()
+    (first, *_) = start(tmp_path, *words, ranks=len(before), nodes=before, exits="4")
+    assert first.mistake is None
+    (ended, *_) = start(tmp_path, *words, ranks=len(after), nodes=after, exits="4")
+    assert ended.mistake is None
+    assert line in ended.printed
+    assert "recovered iteration 4 from local copies" in ended.printed
+    ranks = f"saved by {len(before)} ranks, continued by {len(after)}"
+    assert f"local copies: {ranks}" in ended.printed
+    iterations = [result[0] for result in results(tmp_path / "metrics.jsonl")]
+    assert iterations == list(range(1, 9))
 
 
 @pytest.mark.ranks

@@ -139,6 +139,21 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("sender", ["IIG", "IIG --paro-materialize rotate"])
+def test_skip_train_evaluates_what_was_computed_with(tmp_path: Path, sender: str) -> None:
+    """Updates that are sent as codes leave a part of the masters behind."""
+    flags = [*RUN, "--train-iters", "4", "--eval-iters", "2", "--eval-interval", "4", "--bf16"]
+    flags += ["--hidden-size", "64", "--ffn-hidden-size", "152", "--paro-group-size", "2"]
+    flags += ["--paro-inter-param-bits", "4", "--paro-inter-bits-warmup-iters", "0"]
+    flags += ["--paro-strategy", *sender.split(), "--load", tmp_path]
+    trained = on_ranks([*flags, "--save", tmp_path], 4)
+    skipped = on_ranks([*flags, "--skip-train"], 4)
+    (on_the_way,) = re.findall(r"validation loss at iteration 4 \| lm loss value: (\S+)", trained)
+    assert evaluations(skipped)["validation"] == float(on_the_way)
+    assert evaluations(skipped)["test"] == evaluations(trained)["test"]
+
+
 def test_skip_train_without_held_out_data_is_a_mistake(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", list(range(100)) * 10)
     data = ["--data-path", tmp_path / "corpus", "--split", "1,0,0"]

@@ -295,7 +295,7 @@ DECIDES = {
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
     "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig.from_args",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
-    "sharding.inter_bits": "paro.config.run.RunConfig.from_args",
+    "sharding.inter_bits": "paro.config.plan.take_states",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",

@@ -17,7 +17,7 @@ from paro.arguments.model import (
     add_recompute_args,
 )
 from paro.collectives.schedule import COLLECTIVES
-from paro.config.inter_bits import check_inter_bits
+from paro.config.inter_bits import take_inter_bits
 from paro.config.model import take_model
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine, machine_of_launch
@@ -142,8 +142,9 @@ def case_of(args: Namespace) -> Workload:
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
-    precision = precision_of(args)
-    check_inter_bits(args.paro_inter_bits, precision, group_size, world_size)
+    inter_bits, precision, _ = take_inter_bits(
+        args.paro_inter_bits, precision_of(args), group_size, world_size
+    )
     return Workload(
         model=model,
         machine=machine,
@@ -158,7 +159,7 @@ def case_of(args: Namespace) -> Workload:
         trainable=Trainable.of_flag(args.trainable),
         memory_bytes=memory_of(args),
         survive=args.paro_survive,
-        chooses_bits=args.paro_inter_bits is not None,
+        chooses_bits=inter_bits is not None,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",
     )
 

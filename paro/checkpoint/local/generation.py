@@ -77,6 +77,11 @@ class Generation:
     path: Path  # of the data
     record: Record
 
+    @property
+    def start(self) -> int:
+        """Which start of the run wrote it; a later one is greater."""
+        return int(self.path.name.split("-")[2].split(".")[0], 16)
+
     @classmethod
     def read(cls, path: Path) -> Generation:
         """The generation whose record is at `path`; `UserError` if it is damaged."""

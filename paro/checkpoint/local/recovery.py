@@ -1,9 +1,11 @@
 """Recovers the states of all ranks from the local copies of all nodes."""
 
-# Ranks agree on the newest iteration of which every region that any rank needs is held by somebody.
+# Ranks agree on the newest iteration of which every region that any rank needs is held by somebody,
+# parameters as sent apart, which the run that wrote may not have had.
 # A rank takes what its own node holds; the rest comes point to point from the ranks of other nodes,
 # each from the holder that sends least. Holders are found by region: strategy, number of ranks and
-# nodes may differ from those of the run that wrote.
+# nodes may differ from those of the run that wrote. Only what one start of the run wrote is put
+# together: a node that was away may hold the same iteration as it was computed on other ranks.
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.boxes import BoxedState, begin_without, may_be_missing
 from paro.checkpoint.local.folder import LocalFolder
 from paro.checkpoint.local.generation import Generation
 from paro.checkpoint.local.regions import Region, overlap, remainder
@@ -76,27 +78,30 @@ def recover(
     every rank.
     """
     found, notes = _generations_here(folder, flags)
-    everyone = folder.control.gather((sorted({g.record.iteration for g in found}), notes))
+    everyone = folder.control.gather((sorted({_age(g) for g in found}), notes))
     for line in dict.fromkeys(line for _, lines in everyone for line in lines):
         log(line)
-    iterations = sorted({each for own, _ in everyone for each in own}, reverse=True)
-    for iteration in iterations:
+    ages = sorted({each for own, _ in everyone for each in own}, reverse=True)
+    for iteration, start in ages:
         if iteration <= newer_than:
-            log(f"local copies end at iteration {iterations[0]}: the checkpoint is as new")
+            log(f"local copies end at iteration {ages[0][0]}: the checkpoint is as new")
             break
-        holders = _Holders(folder, [g for g in found if g.record.iteration == iteration], log)
-        plan = _plan(folder, states, holders)
-        if isinstance(plan, Want):
+        holders = _Holders(folder, [g for g in found if _age(g) == (iteration, start)], log)
+        messages, lost = _plan(folder, states, holders)
+        needed = next((want for want in lost if not may_be_missing(want.state)), None)
+        if needed is not None:
             log(
                 f"  passing over iteration {iteration} of the local copies: no node that is left "
-                f"holds {plan.state} at {list(plan.region.corner)}"
+                f"holds {needed.state} at {list(needed.region.corner)}"
             )
             continue
         common = next(
             common for common in folder.control.gather(holders.common_of_node()) if common
         )
         own = _fill_from_node(states, holders)
-        other = _exchange(folder, states, holders, plan)
+        other = _exchange(folder, states, holders, messages)
+        # On all ranks alike: a file that is lost or damaged had the masters of these regions too.
+        begin_without(states, {want.state for want in lost})
         own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
         _keep_only(folder, holders.of_node)
         return Recovered(
@@ -105,11 +110,15 @@ def recover(
             own_node_bytes=int(own_bytes),
             other_nodes_bytes=int(other_bytes),
         )
-    if iterations and iterations[0] > newer_than:
+    if ages and ages[0][0] > newer_than:
         log("no iteration of the local copies is whole: the run continues from --load")
     folder.control.barrier()  # all have read
     _keep_only(folder, ())
     return None
+
+
+def _age(generation: Generation) -> tuple[int, int]:
+    return generation.record.iteration, generation.start
 
 
 def _keep_only(folder: LocalFolder, generations: Sequence[Generation]) -> None:
@@ -217,8 +226,8 @@ def _wants(states: Mapping[str, BoxedState]) -> Iterator[tuple[Want, Tensor]]:
 
 def _plan(
     folder: LocalFolder, states: Mapping[str, BoxedState], holders: _Holders
-) -> list[Message] | Want:
-    """The messages of all ranks, the same on all of them; or a want that nobody can serve."""
+) -> tuple[list[Message], list[Want]]:
+    """The messages of all ranks, and what nobody holds; the same on all ranks."""
     missing = [
         Want(want.state, region)
         for want, _ in _wants(states)
@@ -239,14 +248,14 @@ def _plan(
 
 def assign(
     wants: Sequence[Sequence[Want]], offers: Sequence[Sequence[Offer]]
-) -> list[Message] | Want:
-    """Who sends what: each part of a want from the holder that sends least so far."""
+) -> tuple[list[Message], list[Want]]:
+    """Who sends what, each part of a want by whom sends least so far; and what nobody holds."""
     by_want: dict[tuple[int, int], list[tuple[int, Region]]] = defaultdict(list)
     for source, of_source in enumerate(offers):
         for offer in of_source:
             by_want[offer.wanted_by, offer.number].append((source, offer.region))
     load = [0] * len(offers)
-    messages = []
+    messages, lost = [], []
     for target, of_target in enumerate(wants):
         for index, want in enumerate(of_target):
             left = [want.region]
@@ -258,9 +267,8 @@ def assign(
                 for part in parts:
                     messages.append(Message(source, target, want.state, part))
                     load[source] += part.numel
-            if left:
-                return Want(want.state, left[0])
-    return messages
+            lost += [Want(want.state, region) for region in left]
+    return messages, lost
 
 
 def _fill_from_node(states: Mapping[str, BoxedState], holders: _Holders) -> int:

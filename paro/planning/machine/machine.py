@@ -20,6 +20,7 @@ from typing import Any
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
 from paro.planning.machine.rules import numbers, refuse, rule
+from paro.strategy import fitting_group_size
 from paro.topology import MOST_RANKS, Axes, Link
 
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -183,6 +184,13 @@ class Machine:
             )
         with about(f"{subject} {self.name} for {world_size} ranks: "):
             return replace(self, world_size=world_size, group_size=group_size)
+
+    def cut_to(self, world_size: int) -> Machine:
+        """The machine with other ranks, for which nothing was measured; its links stay."""
+        if world_size == self.world_size:
+            return self
+        group_size = fitting_group_size(self.group_size, world_size)
+        return replace(self, world_size=world_size, group_size=group_size, measured=(), uneven=())
 
     @property
     def num_groups(self) -> int:

@@ -84,9 +84,32 @@ def test_sizes_that_do_not_divide_are_refused(
     sizes: dict[str, int], rampup: tuple[int, int, int] | None, parts: list[str]
 ) -> None:
     with pytest.raises(UserError, match="--") as error:
-        make(rampup, **sizes)
+        make(rampup, **sizes).check_from(0)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rampup", "consumed", "told"),
+    [
+        ((12, 4, 80), 0, "START 12"),
+        ((12, 4, 80), 79, "the size 28"),
+        ((12, 4, 80), 80, None),  # the ramp-up is past
+        ((8, 12, 96), 0, "INCREMENT 12"),
+        ((8, 12, 96), 96, None),
+        ((8, 8, 96), 0, None),
+        ((32, 12, 96), 0, None),
+    ],
+)
+def test_sizes_of_a_ramp_that_are_past_need_not_divide(
+    rampup: tuple[int, int, int], consumed: int, told: str | None
+) -> None:
+    """The number of ranks may have changed since."""
+    if told is None:
+        make(rampup).check_from(consumed)
+        return
+    with pytest.raises(UserError, match=f": {told} is no multiple"):
+        make(rampup).check_from(consumed)
 
 
 # --step-batch-size-schedule: 8 samples at first, 24 after 40, 16 after 100.

@@ -234,13 +234,19 @@ def test_where_nothing_that_rotates_survives_it_is_said() -> None:
     ("ranks", "strategy", "survive", "degrees", "lines"),
     [
         (8, "2,2,4", 1, (2, 2, 4), ()),
-        (6, "2,2,4", 1, (2, 2, 2), ("2,2,4 is 2,2,2 on 6 ranks",)),
-        (4, "2,2,4", 1, (2, 2, 2), ("2,2,4 is 2,2,2 on 4 ranks",)),
-        (2, "2,2,4", 1, (2, 2, 2), ("1 node left", "2,2,4 is 2,2,2")),
+        (6, "2,2,4", 1, (2, 2, 2), ("on 6 ranks of 3 nodes ", "2,2,4 is 2,2,2")),
+        (4, "2,2,4", 1, (2, 2, 2), ("2,2,4 is 2,2,2",)),
+        (2, "2,2,4", 1, (2, 2, 2), ("of 1 node --paro-survive 1 is 0", "2,2,4 is 2,2,2")),
         (6, "1,1,4", 1, (1, 1, 2), ("1,1,4 is 1,1,2",)),
         (6, "2,2,4", 0, (2, 2, 6), ("2,2,4 is 2,2,6",)),
         (6, "NII", 2, (1, 2, 2), ()),
-        (2, "NII", 2, (1, 2, 2), ("with 1 node left, --paro-survive 2 is 0",)),
+        (2, "NII", 2, (1, 2, 2), ("--paro-survive 2 is 0",)),
+        # Letters that do not survive there any more.
+        (8, "III --paro-group-size 4", 1, (4, 4, 4), ()),
+        (4, "III --paro-group-size 4", 1, (2, 2, 2), ("--paro-strategy III is 2,2,2",)),
+        # Groups that do not divide the ranks.
+        (6, "IIG --paro-group-size 4", 0, (2, 2, 6), ("--paro-group-size 4 is 2",)),
+        (6, "III --paro-group-size 8", 0, (6, 6, 6), ("--paro-group-size 8 is 6",)),
     ],
 )
 def test_an_elastic_run_adapts_to_the_nodes(
@@ -251,10 +257,10 @@ def test_an_elastic_run_adapts_to_the_nodes(
     config = configured(f"{flags} --paro-elastic", world)
     assert config.strategy.degrees == degrees
     said = [line for line in config.notices if line.startswith("--paro-elastic: ")]
-    assert len(said) == len(lines)
-    assert all(part in line for part, line in zip(lines, said, strict=True))
+    assert len(said) == bool(lines)
+    assert all(part in said[0] for part in lines)
     assert config.local_copies_interval == 1
-    if lines and strategy != "NII":
+    if lines and not strategy.startswith("NII"):
         with pytest.raises(UserError):
             configured(flags, world)
 

@@ -119,11 +119,10 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
 @pytest.mark.parametrize(
     ("more", "group_size", "line"),
     [
-        (EIGHT, 8, "--paro-inter-grad-bits 8: all 8 ranks are one group"),
         (f"{EIGHT} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
         (f"{EIGHT} --paro-inter-bits auto", 2, "--paro-inter-grad-bits 8 contradict each other"),
         (AUTO, 2, "--paro-inter-bits auto plans for a machine: give --paro-machine"),
-        (AUTO, 8, "--paro-inter-bits auto: all 8 ranks are one group"),
+        (AUTO, 8, "--paro-inter-bits auto plans for a machine: give --paro-machine"),
         (f"{AUTO} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
         (FEEDBACK, 2, "give --paro-inter-grad-bits 8 or 4 too"),
         (
@@ -137,6 +136,23 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
 def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
     with pytest.raises(UserError, match=line):
         configured(more, group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"{EIGHT} {FEEDBACK}",
+        "--paro-inter-param-bits 4",
+        f"{AUTO} --paro-machine dgx-h100",
+    ],
+)
+def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
+    config = configured(more, group_size=8)
+    assert not config.precision.has_codes
+    assert not config.precision.inter_grad_error_feedback
+    (line,) = [line for line in config.notices if "without effect" in line]
+    assert line.startswith(f"{' '.join(more.split()[:2])} without effect, 16 bits in use: ")
+    assert "one group, of 8 ranks" in line
 
 
 def test_feedback_needs_one_scale_of_the_loss() -> None:

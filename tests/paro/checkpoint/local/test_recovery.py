@@ -28,7 +28,13 @@ GGG = Cut(world_size=4, group_size=4, degrees=(4, 4, 4))
 
 
 def write_nodes(
-    root: Path, cut: Cut, *, iterations: Sequence[int] = (5, 6), per_node: int = 2
+    root: Path,
+    cut: Cut,
+    *,
+    iterations: Sequence[int] = (5, 6),
+    start: str = "a",
+    is_true: bool = True,
+    per_node: int = 2,
 ) -> None:
     """The generations that all ranks of a run left, one folder for each node."""
     for rank in range(cut.world_size):
@@ -36,10 +42,9 @@ def write_nodes(
         folder = root / f"node{node}"
         folder.mkdir(parents=True, exist_ok=True)
         near = range(node * per_node, (node + 1) * per_node)
-        states = boxed_states(make_shards(cut, rank, filled=True), writers=near)
-        writer = GenerationWriter(
-            folder, name=f"rank-{rank:05d}-a", rank=rank, states=states, flags=FLAGS
-        )
+        states = boxed_states(make_shards(cut, rank, filled=is_true), writers=near)
+        name = f"rank-{rank:05d}-{start}"
+        writer = GenerationWriter(folder, name=name, rank=rank, states=states, flags=FLAGS)
         for iteration in iterations:
             writer.write(iteration, {"at": iteration}, Tensor.copy_)
 
@@ -153,6 +158,21 @@ def test_the_newest_iteration_that_all_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("iterations", [(5, 6), (6, 7)])
+def test_what_two_starts_computed_is_not_mixed(tmp_path: Path, iterations: Sequence[int]) -> None:
+    """A node that was away has copies of the start in which it left; the others went on."""
+    write_nodes(tmp_path, III)
+    write_nodes(tmp_path / "away", IIG, iterations=iterations, start="9", is_true=False)
+    shutil.rmtree(tmp_path / "node1")
+    shutil.move(tmp_path / "away" / "node1", tmp_path / "node1")
+    for outcome in run_ranks(recover_on, 4, tmp_path, III, (0, 0, 1, 1)):
+        assert outcome.found is not None
+        assert outcome.found.iteration == 6
+        assert outcome.found.other_nodes_bytes > 0
+        assert not any("-9." in name for name in outcome.left)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("kind", [DATA, RECORD])
 def test_damaged_files_are_named_and_replaced_by_another_holder(tmp_path: Path, kind: str) -> None:
     write_nodes(tmp_path, III)
@@ -195,19 +215,15 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
         [Offer(0, 0, whole), Offer(0, 1, row[0])],
         [Offer(0, 0, row[1]), Offer(0, 1, row[0])],
     ]
-    assert assign(wants, offers) == [
-        Message(1, 0, "a", whole),
-        Message(2, 0, "b", row[0]),
-    ]
+    messages = [Message(1, 0, "a", whole), Message(2, 0, "b", row[0])]
+    assert assign(wants, offers) == (messages, [])
 
 
-def test_parts_of_several_holders_make_a_whole_or_the_want_is_returned() -> None:
+def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
     wants = [[Want("a", Region((0, 0), (4, 4)))]]
     halves = [[Offer(0, 0, Region((0, 0), (4, 3)))], [Offer(0, 0, Region((1, 1), (3, 3)))]]
-    left = assign(wants, halves)
-    assert isinstance(left, Want)
-    assert left.region.numel == 1
+    _, lost = assign(wants, halves)
+    assert lost == [Want("a", Region((0, 3), (1, 1)))]
     halves[1].append(Offer(0, 0, Region((0, 3), (1, 1))))
-    messages = assign(wants, halves)
-    assert isinstance(messages, list)
-    assert sum(message.region.numel for message in messages) == 16
+    messages, lost = assign(wants, halves)
+    assert (sum(message.region.numel for message in messages), lost) == (16, [])
