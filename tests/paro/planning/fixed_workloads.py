@@ -1,0 +1,163 @@
+"""300 workloads drawn from a seed, and what the planner predicts of each, as recorded.
+
+`python -m tests.paro.planning.fixed_workloads` writes the record anew. Do that only where a value
+changes for a reason that a measurement supports, and say which in the commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.lora_config import LoraConfig, targets_of
+from paro.collectives.schedule import NCCL_COLLECTIVES
+from paro.errors import UserError
+from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import Machine
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.planner import plan
+from paro.planning.search.search_space import (
+    Candidate,
+    Materialize,
+    SearchSpace,
+    Workload,
+    legal_strategies,
+)
+from paro.planning.search.trainable import Trainable, TrainableKind
+from paro.precision import PrecisionConfig
+from tests.paro.planning.cases import DEVICE, machine
+
+RECORD = Path(__file__).with_name("fixed_workloads.json")
+NUMBER, PLANNED_EVERY = 300, 15
+WORLDS = ((8, 8), (16, 8), (32, 8), (8, 4), (24, 8), (64, 16))  # ranks, ranks of a group
+
+
+def drawn(index: int) -> tuple[Workload, Candidate]:
+    """The workload of a number and a candidate; the first drawn that is legal."""
+    for attempt in range(1000):
+        random = Random(f"{index}/{attempt}")
+        try:
+            workload = _workload(random)
+            return workload, _candidate(random, workload)
+        except UserError:
+            continue
+    raise AssertionError("nothing legal was drawn")
+
+
+def predicted(index: int) -> dict[str, Any]:
+    """What the planner says of a workload's candidate, and for some what it would choose."""
+    workload, candidate = drawn(index)
+    estimate = Estimator(workload).estimate(candidate)
+    found: dict[str, Any] = {
+        "candidate": candidate.describe(),
+        "memory": [estimate.memory.name, {k: v for k, v in estimate.memory.parts().items() if v}],
+        "seconds": estimate.seconds.hex(),
+        "sent": [estimate.sent.intra, estimate.sent.inter],
+    }
+    if index % PLANNED_EVERY == 0:
+        space = SearchSpace(
+            micro_batch_sizes=(workload.micro_batch_size,), collectives=(candidate.collective,)
+        )
+        best = plan(workload, space).best
+        found["best"] = None if best is None else [best.candidate.describe(), best.seconds.hex()]
+    return found
+
+
+def _workload(random: Random) -> Workload:
+    world_size, group_size = random.choice(WORLDS)
+    micro, count = random.choice((1, 1, 2, 4)), random.choice((1, 2, 3, 8))
+    compute = random.choice(("bf16", "bf16", "fp32", "fp16"))
+    bits = random.choice((16, 16, 4)) if compute == "bf16" else 16
+    model = _model(random)
+    return Workload(
+        model=model,
+        machine=_machine(random, world_size, group_size),
+        group_size=group_size,
+        seq_length=random.choice((128, 512, 2048)),
+        micro_batch_size=micro,
+        global_batch_size=micro * count * world_size,
+        precision=PrecisionConfig(
+            compute=compute,
+            grad_reduce_in_bf16=compute == "bf16" and random.random() < 0.4,
+            inter_param_bits=bits,
+            inter_grad_bits=bits,
+        ),
+        prefetch_units=random.choice((0, 1, 1, 2, 3)),
+        materialize=random.choice((Materialize.GATHER,) * 2 + (*Materialize,)),
+        trainable=_trainable(random) if model.lora is None else Trainable(),
+        device_type="cuda",
+    )
+
+
+def _machine(random: Random, world_size: int, group_size: int) -> Machine:
+    if group_size == 8 and random.random() < 0.4:
+        name = random.choice(("dgx-h100", "dgx-a100-roce100"))
+        return find_machine(name).for_world(world_size, subject="the record")
+    made = machine(intra=random.choice((200, 2000)), inter=random.choice((5, 100, 400)))
+    cores = random.choice((None, None, 4))
+    device = replace(DEVICE, cores=cores, piece_seconds=random.choice((0.0, 1e-5)))
+    return replace(made, world_size=world_size, group_size=group_size, device=device)
+
+
+def _model(random: Random) -> LlamaConfig:
+    heads, groups = random.choice(((8, 8), (16, 4), (32, 32)))
+    recompute = random.choice(
+        (
+            None,
+            None,
+            RecomputeConfig(granularity="selective"),
+            RecomputeConfig(granularity="full"),
+            RecomputeConfig(granularity="full", num_layers=random.choice((2, 3))),
+            RecomputeConfig(granularity="full", method="block", num_layers=random.choice((1, 3))),
+        )
+    )
+    lora = LoraConfig(rank=8, targets=targets_of(random.choice(("all-linear", "q_proj,v_proj"))))
+    return replace(
+        LLAMA_PRESETS["7B"],
+        num_layers=random.choice((1, 2, 4, 7)),
+        hidden_size=heads * 64,
+        ffn_hidden_size=random.choice((2, 3)) * heads * 64,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=64,
+        vocab_size=random.choice((1000, 32000)),
+        tie_embeddings_and_output_weights=random.random() < 0.3,
+        add_qkv_bias=random.random() < 0.2,
+        qk_layernorm=random.random() < 0.2,
+        recompute=recompute,
+        lora=lora if random.random() < 0.15 else None,
+    )
+
+
+def _trainable(random: Random) -> Trainable:
+    if random.random() < 0.7:
+        return Trainable()
+    if random.random() < 0.3:
+        return Trainable(kind=TrainableKind.NAMES, patterns=("*.wq", "*.mlp_norm", "head.*"))
+    return Trainable(kind=TrainableKind.LAST_BLOCKS, share=random.choice((0.25, 0.5)))
+
+
+def _candidate(random: Random, workload: Workload) -> Candidate:
+    strategies = [*legal_strategies(workload.world_size, workload.group_size)]
+    named = [strategy for strategy in strategies if "," not in strategy.name]
+    strategy = random.choice(random.choice((strategies, named)))
+    reason = workload.infeasible_reason(strategy, workload.materialize)
+    if reason is not None:
+        raise UserError(reason)
+    names = NCCL_COLLECTIVES if workload.machine.is_of_gpus else ("native", "ring", "ho-ring")
+    return replace(workload.candidate(strategy), collective=random.choice([*names]))
+
+
+def recorded() -> Iterator[tuple[int, dict[str, Any]]]:
+    for index, line in enumerate(RECORD.read_text(encoding="utf-8").splitlines()):
+        yield index, json.loads(line)
+
+
+if __name__ == "__main__":
+    rows = [json.dumps(predicted(index)) for index in range(NUMBER)]
+    RECORD.write_text("\n".join(rows) + "\n", encoding="utf-8")
