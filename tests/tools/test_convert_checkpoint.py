@@ -215,12 +215,12 @@ def test_what_a_configuration_says_is_still_said_after_training(tmp_path: Path) 
     stretched = {"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 4.0}}
     path.write_text(json.dumps({**fields, **ids, **stretched}))
     convert("hf", "paro", tmp_path / "hf", tmp_path / "0")
-    for load, save in (("0", "1"), ("1", "2")):
-        flags = ("--load", str(tmp_path / load), "--use-checkpoint-args")
+    for load, save, more in (("0", "1", ()), ("1", "2", ("--lora-rank", "2"))):
+        flags = ("--load", str(tmp_path / load), "--use-checkpoint-args", *more)
         config, training = trained(tmp_path / save, *flags)
         resumed = load_run(config, training, Log(rank=0, world_size=1))
         save_run(config, training, resumed)
-    out = convert("paro", "hf", tmp_path / "2", tmp_path / "out")
+    out = convert("paro", "hf", tmp_path / "2", tmp_path / "out", "--merge")
     written = json.loads((out / "config.json").read_text())
     assert {name: written[name] for name in ids} == ids
     assert open_hugging_face(out).config == open_hugging_face(tmp_path / "hf").config
