@@ -151,7 +151,13 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
         "vocab_size": source.config.vocab_size,
     }
     if moved_to is not None:
-        return build_tokenizer(moved_tokenizer(saved, moved_to))
+        tokenizer = build_tokenizer(moved_tokenizer(saved, moved_to))
+        if tokenizer.vocab_size > source.config.vocab_size:
+            raise UserError(
+                f"--tokenizer-model has {tokenizer.vocab_size} entries and the model "
+                f"{source.config.vocab_size}: give the tokenizer that it was trained with"
+            )
+        return tokenizer
     try:
         return build_tokenizer(TokenizerConfig(**saved))
     except UserError as error:
@@ -176,15 +182,8 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
     return TokenizerConfig(tokenizer_type=kind, tokenizer_model=moved_to)
 
 
-def load_model(
-    source: Source, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype
-) -> Llama:
+def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llama:
     """The model with its trained parameters."""
-    if tokenizer.vocab_size > source.config.vocab_size:
-        raise UserError(
-            f"--tokenizer-model has {tokenizer.vocab_size} entries and the model "
-            f"{source.config.vocab_size}: give the tokenizer that it was trained with"
-        )
     with torch.device("meta"):
         model = Llama(source.config)
     parameters = {name: tensor.whole(dtype).to(device) for name, tensor in source.tensors.items()}
@@ -273,7 +272,15 @@ def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]])
     prefix = tokenizer.text_prefix
     if not prefix and source.begins_with_bos and tokenizer.bos is not None:
         prefix = (tokenizer.bos,)
-    return [[*prefix, *text] for text in texts]
+    begun = [[*prefix, *text] for text in texts]
+    highest, rows = max(max(ids) for ids in begun), source.config.vocab_size
+    if highest >= rows:  # a folder's tokenizer may add tokens that its model does not have
+        token = " ".join(key for key, number in tokenizer.vocabulary.items() if number == highest)
+        raise UserError(
+            f"--prompt: the token {token!r} has the id {highest}, and the model has {rows} "
+            "vocabulary rows: leave it out"
+        )
+    return begun
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -289,10 +296,11 @@ def generate(args: argparse.Namespace) -> None:
         source = open_model(args.load, args.ckpt_step, args.base)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
     texts = encode(tokenizer, prompts)
-    model = load_model(source, tokenizer, device, dtype)
     begun = beginnings(source, tokenizer, texts)
+    model = load_model(source, device, dtype)
     ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
-    batch = continuations(model, begun, sampling, num_ids=tokenizer.vocab_size)
+    num_ids = min(tokenizer.vocab_size, source.config.vocab_size)
+    batch = continuations(model, begun, sampling, num_ids=num_ids)
     if len(prompts) == 1:
         print_line(prompts[0], end="", whole=True)
         tokens = until_end((row for (row,) in batch), ends=ends, at_most=at_most)

@@ -15,6 +15,7 @@ from tests.data.test_hugging_face_tokenizer import byte_level
 from tests.helpers.training import save_run
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.test_convert_checkpoint import convert, tensors_in, trained
+from tools.generate import main as generate
 
 
 def rows_in(folder: Path) -> int:
@@ -40,6 +41,26 @@ def test_rows_that_no_token_has_stay(tmp_path: Path) -> None:
         assert rows_in(convert("paro", "hf", there, tmp_path / f"{name}-hf")) == 320
     back = (tmp_path / "newer-hf" / "tokenizer_config.json").read_text()
     assert json.loads(back) == fields
+
+
+def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_folder(tmp_path / "hf", 0, vocab_size=279)
+    byte_level(["<s>"]).save(str(tmp_path / "hf" / "tokenizer.json"))
+    fields = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}  # 278 and 279
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(fields))
+    flags = ("--make-vocab-size-divisible-by", "1")
+    there = convert("hf", "paro", tmp_path / "hf", tmp_path / "paro", *flags)
+    assert rows_in(convert("paro", "hf", there, tmp_path / "back")) == 279
+    config, training = trained(tmp_path / "run", "--use-checkpoint-args", "--load", str(there))
+    assert (config.vocab_size, config.model.vocab_size) == (280, 280)
+    save_run(config, training, load_run(config, training, Log(rank=0, world_size=1)))
+    assert rows_in(convert("paro", "hf", tmp_path / "run", tmp_path / "trained")) == 280
+    words = ["--load", str(tmp_path / "hf"), "--max-new-tokens", "2", "--prompt"]
+    generate([*words, "def"])
+    with pytest.raises(UserError, match=r"token '<pad>' has the id 279, and the model has 279"):
+        generate([*words, "a<pad>"])
 
 
 def test_rows_by_a_flag_are_named_and_stay(tmp_path: Path) -> None:

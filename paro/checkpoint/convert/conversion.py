@@ -12,7 +12,8 @@ import torch
 
 from data.atomic_file import temporary_beside
 from data.hub import how_to_fetch
-from data.tokenizer import padded_vocab_size
+from data.tokenizer import build_tokenizer, padded_vocab_size
+from data.tokenizer_config import TokenizerConfig
 from paro.checkpoint.convert.hugging_face import (
     is_hugging_face,
     open_hugging_face,
@@ -125,10 +126,12 @@ class Conversion:
         return self.target_format == PEFT or (from_peft and not self.merge)
 
     def _rows(self, source: Source) -> int:
-        """The padded number of vocabulary rows of embedding and output layer."""
-        return padded_vocab_size(
-            source.config.vocab_size, self.divisible_by, self.padded_vocab_size
-        )
+        """The padded number of vocabulary rows of embedding and output layer.
+
+        Each id of the tokenizer gets one, also if the model has fewer, as its trainer wants them.
+        """
+        rows = max(source.config.vocab_size, _num_ids(source))
+        return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
 
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
         """Writes under a temporary name, then renames; a failure leaves nothing behind.
@@ -162,6 +165,16 @@ class Conversion:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return notes
+
+
+def _num_ids(source: Source) -> int:
+    """The ids of a source's tokenizer; 0 if it has none or one that cannot be used as it is."""
+    if source.tokenizer is None:
+        return 0
+    try:
+        return build_tokenizer(TokenizerConfig(**source.tokenizer)).vocab_size
+    except UserError:  # the first program that needs it says so
+        return 0
 
 
 def _cast(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[str, LazyTensor]:
