@@ -14,6 +14,7 @@ from data.waits import Wait
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, claimed
+from paro.config.mistakes import wrong_values
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig, take_watch, take_world
 from paro.config.settings import settings_of
@@ -66,7 +67,7 @@ def main() -> None:
     end_with_agent()
     with refusals_are_shared():
         with early_watchdog():
-            args = parse_args()
+            args = parse_args(wrong_values=wrong_values)
         world = take_world(args)
         watchdog = watchdog_of(args, world)
     with watchdog:

@@ -88,6 +88,15 @@ def ignored_lines(args: Namespace) -> tuple[str, ...]:
     )
 
 
+def rule_against(flag: str, args: Namespace) -> Rule | None:
+    """The rule by which a given flag is refused or has no effect; None if it may stay."""
+    for rule in RULES:
+        if rule.flag == flag:
+            stays = rule.outcome is not Outcome.IGNORED and _is_accepted(rule, args)
+            return None if stays else rule
+    return None
+
+
 def changed_parts(args: Namespace) -> tuple[str, ...]:
     """A line with the parts of the model that Megatron-LM would make differently; or none.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from paro.errors import listed
 
@@ -20,6 +21,16 @@ _DATA = (
     *("--train-data-path", "--valid-data-path", "--test-data-path"),
 )
 _TOKENIZER = ("--tokenizer-type", "--vocab-file", "--merge-file")
+# What stands in for a missing flag while the values of others are checked.
+_STAND_INS: dict[str, dict[str, object]] = {
+    "--seq-length": {"seq_length": 1},
+    "--micro-batch-size": {"micro_batch_size": 1},
+    "--lr": {"lr": 1.0},
+    "--train-iters": {"train_iters": 1},
+    "--data-path": {"mock_data": True},
+    "--tokenizer-type": {"tokenizer_type": "NullTokenizer", "vocab_size": 1},
+    "--world-size": {"world_size": 1},
+}
 _SIMPLE = {
     "--seq-length": "tokens per sample",
     "--micro-batch-size": "samples per rank and forward pass",
@@ -50,6 +61,23 @@ def missing_flags(
     if args.dry_run and not _any_given(args, named, "--world-size"):
         lines.append("--dry-run needs --world-size N: the ranks to plan for")
     return lines
+
+
+def flags_in(lines: Iterable[str]) -> set[str]:
+    """The flags that lines name."""
+    return set(re.findall(r"--[a-z][\w-]*", " ".join(lines)))
+
+
+def with_stand_ins(args: Namespace) -> tuple[Namespace, set[str]]:
+    """The arguments with values for missing flags, sizes apart, and the flags so treated.
+
+    A line that names one of these flags is about a value that nobody gave.
+    """
+    missing = flags_in(line.split(" missing")[0] for line in missing_flags(args, loaded=True))
+    filled = dict(vars(args))
+    for flag in missing & _STAND_INS.keys():
+        filled |= _STAND_INS[flag]
+    return Namespace(**filled), missing
 
 
 def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:

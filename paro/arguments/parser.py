@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
+from paro.arguments.corrected import corrected
 from paro.arguments.finite import finite
 from paro.arguments.inter_bits import add_inter_bits_args
 from paro.arguments.job import (
@@ -33,8 +34,9 @@ from paro.arguments.model import (
     add_regularization_args,
     add_training_args,
 )
-from paro.arguments.needed import EXAMPLE, missing_flags, nothing_needed_is_given
+from paro.arguments.needed import EXAMPLE, flags_in, missing_flags, nothing_needed_is_given
 from paro.arguments.unknown import hint_for
+from paro.arguments.words import by_flag
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
 from paro.errors import UserError
@@ -135,11 +137,24 @@ def _whole_number(text: str) -> int:
 _whole_number.__name__ = "int"  # argparse names it in its line about what is no number
 
 
-def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Namespace:
+class WrongValues(NamedTuple):
+    """Lines about values that are wrong, and arguments with values that would not be."""
+
+    lines: Sequence[str]
+    better: Mapping[str, object]
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    trains: bool = True,
+    wrong_values: Callable[[Namespace], WrongValues] | None = None,
+) -> Namespace:
     """Parses a command line (by default this process's own); `UserError` lists all mistakes.
 
     If there are mistakes, the error also lists refused and missing flags; otherwise `check_flags`
-    reports those. A program that does not train (`trains`) has neither.
+    reports those. A program that does not train (`trains`) has neither. With `wrong_values` an
+    error also lists these and ends with the flags to give instead.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
@@ -152,20 +167,31 @@ def parse_args(argv: Sequence[str] | None = None, *, trains: bool = True) -> Nam
         words = from_file + words
     args, unknown = parse_known(parser, words, mistakes)
     mistakes += _describe_unknown(unknown, parser)
-    if mistakes and not trains:
-        raise UserError(*mistakes)
-    if mistakes:
-        check_flags(args, mistakes)
+    if not trains:
+        if mistakes:
+            raise UserError(*mistakes)
+    elif wrong_values is None:
+        if mistakes:
+            check_flags(args, mistakes)
+    elif found := wrong_flags(args, mistakes):
+        if nothing_needed_is_given(args):
+            check_flags(args, mistakes)
+        lines, better = wrong_values(args)
+        example = corrected(words, args, parser, better)
+        raise UserError(*dict.fromkeys([*found, *lines]), example=example)
     return args
 
 
 def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
     """`UserError` lists every flag that is refused or missing, after other `mistakes`."""
-    named = set(re.findall(r"--[a-z][\w-]*", " ".join(mistakes)))
-    found = [*mistakes, *refusals(args), *missing_flags(args, named=named)]
-    if found:
+    if found := wrong_flags(args, mistakes):
         bare = not mistakes and nothing_needed_is_given(args)
         raise UserError(*found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else "")
+
+
+def wrong_flags(args: Namespace, mistakes: Sequence[str] = ()) -> list[str]:
+    """A line for every flag that is refused or missing, after other `mistakes`."""
+    return [*mistakes, *refusals(args), *missing_flags(args, named=flags_in(mistakes))]
 
 
 def parse_known(
@@ -186,18 +212,6 @@ def parse_known(
         kept = [word for group in groups for word in group]
         assert len(kept) < len(words), f"{wrong} names no word of {words}"
         words = kept
-
-
-def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words after it; words before the first flag form their own group."""
-    group: list[str] = []
-    for word in words:
-        if word.startswith("--") and group:
-            yield group
-            group = []
-        group.append(word)
-    if group:
-        yield group
 
 
 def given(arguments: Mapping[str, object]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from argparse import ArgumentParser
 
 from paro.arguments.megatron import RULES
@@ -20,3 +21,9 @@ def hint_for(flag: str, parser: ArgumentParser) -> str:
         return meaning
     close = difflib.get_close_matches(f"--{plain}", sorted(known), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "--help lists all flags"
+
+
+def known_as(flag: str, parser: ArgumentParser) -> str:
+    """The flag that the hint for an unknown one names, if it is all that the hint says."""
+    found = re.fullmatch(r"(?:give|did you mean) (--[\w-]+)\??", hint_for(flag, parser))
+    return found[1] if found else flag

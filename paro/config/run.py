@@ -32,6 +32,7 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
+from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
 from paro.config.parts import (
     take,
@@ -103,8 +104,21 @@ class RunConfig:
 
     @classmethod
     def from_args(cls, args: Namespace, world: World) -> RunConfig:
-        """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes."""
+        """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
+
+        It names all values that are wrong, as far as one does not hide another.
+        """
         check_flags(args)
+        try:
+            return cls._of_known_flags(args, world)
+        except UserError as error:
+            lines = distinct([*error.args, *value_mistakes(args, world)])
+            if len(lines) <= len(error.args) or args.use_checkpoint_args:
+                raise
+            raise UserError(*lines) from error
+
+    @classmethod
+    def _of_known_flags(cls, args: Namespace, world: World) -> RunConfig:
         notices = (*changed_parts(args), *ignored_lines(args), *flags_without_effect(args))
         checkpoint = take(CheckpointConfig, args)
         common = saved_common(checkpoint)

@@ -293,7 +293,7 @@ DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
     "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.local_copies_interval",
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
-    "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig.from_args",
+    "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig._of_known_flags",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
     "sharding.inter_bits": "paro.config.plan.take_states",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",

@@ -27,7 +27,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.atomic_file import replacing
 from paro.arguments.megatron import refused
-from paro.arguments.parser import build_parser, by_flag, parse_args, parse_known
+from paro.arguments.parser import build_parser, parse_args, parse_known
+from paro.arguments.words import by_flag
 from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
 from paro.training.dry_run import run_dry

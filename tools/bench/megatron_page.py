@@ -16,7 +16,11 @@ HEAD = """\
 A Megatron-LM launch script of a dense LLaMA starts here with the script's name changed. Flags that
 have a setting here keep their name, their default and their meaning, and are in `--help`. The
 others are below: accepted, without effect, or refused. One start names all flags that are refused,
-unknown or missing, each with what to do.
+unknown or missing and all values that are wrong, each with what to do. If flags are refused, it
+ends with those that are left, ready to paste: without what is refused, unknown or has no effect,
+with what replaces it (`--paro-strategy GGG` for tensor or pipeline parallelism,
+`--recompute-granularity full` for context parallelism), and with batch sizes that divide by the
+ranks, all of which take a part of the batch.
 
 The model is a LLaMA whether its flags are given or not: where a script leaves out `--swiglu`,
 `--normalization RMSNorm`, `--position-embedding-type rope`, `--disable-bias-linear` or the dropouts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.arguments.megatron_rules.rule import accepted, ignored, refused, values
+from paro.arguments.megatron_rules.rule import accepted, becoming, ignored, refused, values
 
 _KERNEL = "scaled-dot-product attention chooses its kernel by itself"
 _NO_FUSION = "there is no such fusion to turn off"
@@ -68,11 +68,14 @@ COMPUTE_RULES = (
         "master parameters are fp32",
         "master parameters are fp32: give fp32, and to spread them further --paro-strategy NNG",
     ),
-    *values(
-        "--main-grads-dtype",
-        "fp32",
-        "gradients are accumulated in fp32 unless --grad-reduce-in-bf16 is given",
-        "give fp32; --grad-reduce-in-bf16 accumulates gradients in bf16",
+    *becoming(
+        {"bf16": "--grad-reduce-in-bf16"},
+        values(
+            "--main-grads-dtype",
+            "fp32",
+            "gradients are accumulated in fp32 unless --grad-reduce-in-bf16 is given",
+            "give fp32; --grad-reduce-in-bf16 accumulates gradients in bf16",
+        ),
     ),
     *values(
         "--exp-avg-dtype",
@@ -97,9 +100,11 @@ COMPUTE_RULES = (
         "--fp8-format has a scale per tensor, from its own largest value",
         "give tensorwise, the only recipe",
     ),
+    *becoming("--fp8-format hybrid", refused(_NO_SUCH_FP8, "--fp8-hybrid")),
+    *becoming("--fp8-format e4m3", refused(_NO_SUCH_FP8, "--fp8-e4m3")),
     *refused(
         _NO_SUCH_FP8,
-        "--fp8-hybrid --fp8-e4m3 --fp8-param-gather --fp8-amax-history-len "
+        "--fp8-param-gather --fp8-amax-history-len "
         "--fp8-amax-compute-algo --fp8-quantizer-factory --fp8-margin --fp8-interval "
         "--no-fp8-wgrad --disable-fp8-wgrad --fp8-output-proj --first-last-layers-bf16 "
         "--num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16 --keep-fp8-transpose-cache "

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from paro.arguments.megatron_rules.rule import accepted, ignored, paired_with, refused, values
+from paro.arguments.megatron_rules.rule import (
+    accepted,
+    becoming,
+    ignored,
+    paired_with,
+    refused,
+    values,
+)
 
 _ADAMW = "the optimizer is AdamW: leave it out"
 _ONE_PASS = "samples are read in one pass"
@@ -108,8 +115,11 @@ JOB_RULES = (
         "the vocabulary is the tokenizer's",
         "the vocabulary is the tokenizer's: give 0",
     ),
-    *refused(
-        "give --make-vocab-size-divisible-by 1", "--no-pad-vocab-size --disable-pad-vocab-size"
+    *becoming(
+        "--make-vocab-size-divisible-by 1",
+        refused(
+            "give --make-vocab-size-divisible-by 1", "--no-pad-vocab-size --disable-pad-vocab-size"
+        ),
     ),
     *accepted("texts get no special tokens", "--tokenizer-hf-no-include-special-tokens"),
     *ignored("the ids are the same", "--tokenizer-hf-no-use-fast --use-gigatoken"),
@@ -175,8 +185,14 @@ JOB_RULES = (
         "--paro-survive N keeps every state on N more nodes, from which a run recovers",
         "--replication --replication-jump --replication-factor",
     ),
-    *refused("give it as --load, with --finetune", "--pretrained-checkpoint"),
-    *refused("--ckpt-step chooses the iteration to resume from", "--override-ckpt-iteration"),
+    *becoming(
+        "--load {value} --finetune",
+        refused("give it as --load, with --finetune", "--pretrained-checkpoint"),
+    ),
+    *becoming(
+        "--ckpt-step {value}",
+        refused("--ckpt-step chooses the iteration to resume from", "--override-ckpt-iteration"),
+    ),
     *refused(
         _CONVERT,
         "--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from paro.arguments.megatron_rules.rule import accepted, refused, values
+from paro.arguments.megatron_rules.rule import accepted, becoming, refused, values
 
 _SWIGLU = "LLaMA's MLP is SwiGLU: leave it out"
 _STRETCH = (
     "YaRN is not supported; --use-rope-scaling stretches as LLaMA-3.1 does, and "
     "--rotary-seq-len-interpolation-factor divides positions"
 )
+_NO_ENCODER = "give --num-layers and --seq-length: there is no encoder"
 _DENSE = "LLaMA is dense: leave it out"
 _ONE_ATTENTION = "LLaMA's attention is softmax over all earlier tokens: leave it out"
 
@@ -156,9 +157,8 @@ MODEL_RULES = (
         "--mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype "
         "--gdp-num-householder --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute",
     ),
-    *refused(
-        "give --num-layers and --seq-length: there is no encoder",
-        "--encoder-num-layers --decoder-num-layers --encoder-seq-length --decoder-seq-length",
-    ),
+    *becoming("--num-layers {value}", refused(_NO_ENCODER, "--encoder-num-layers")),
+    *becoming("--seq-length {value}", refused(_NO_ENCODER, "--encoder-seq-length")),
+    *refused(_NO_ENCODER, "--decoder-num-layers --decoder-seq-length"),
     *refused("--trainable says what trains: leave it out", "--freeze-all-layers"),
 )

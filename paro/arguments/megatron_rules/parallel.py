@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.arguments.megatron_rules.rule import accepted, ignored, refused, unless, values
+from paro.arguments.megatron_rules.rule import accepted, becoming, ignored, refused, unless, values
 
 _SHARD = (
     "give --paro-strategy GGG, or IIG with --paro-group-size {value}, which spread the parameters "
@@ -14,6 +14,12 @@ _FIT_LONG = (
 )
 _NO_TENSOR_PARALLELISM = "there is no tensor parallelism"
 _NO_PIPELINE = "there is no pipeline"
+_LETTERS = {
+    "no_shard": "--paro-strategy NNN",
+    "optim": "--paro-strategy NNG",
+    "optim_grads": "--paro-strategy NGG",
+    "optim_grads_params": "--paro-strategy GGG",
+}
 _GIVE_LETTERS = (
     "give --paro-strategy NNN, NNG, NGG or GGG for no_shard, optim, optim_grads or "
     "optim_grads_params"
@@ -23,9 +29,17 @@ _NCCL = "NCCL is set up by its own environment variables alone"
 _RECORDER = "--flight-recorder-dir turns the recorder on, as torch sets it up"
 
 PARALLEL_RULES = (
-    *values("--tensor-model-parallel-size", (1,), "blocks are not cut", _SHARD),
-    *values("--pipeline-model-parallel-size", (1,), "layers are not cut", _SHARD),
-    *values("--context-parallel-size", (1,), "sequences are not cut", _FIT_LONG),
+    *becoming(
+        "--paro-strategy GGG",
+        (
+            *values("--tensor-model-parallel-size", (1,), "blocks are not cut", _SHARD),
+            *values("--pipeline-model-parallel-size", (1,), "layers are not cut", _SHARD),
+        ),
+    ),
+    *becoming(
+        "--recompute-granularity full",
+        values("--context-parallel-size", (1,), "sequences are not cut", _FIT_LONG),
+    ),
     *values("--expert-model-parallel-size", (1,), "LLaMA is dense", "LLaMA is dense: give 1"),
     *values("--expert-tensor-parallel-size", (1,), "LLaMA is dense", "LLaMA is dense: give 1"),
     *unless(
@@ -80,15 +94,22 @@ PARALLEL_RULES = (
     *ignored("sequences are not cut", "--cp-comm-type"),
     *accepted("every rank holds a part of the data", "--use-tp-pp-dp-mapping"),
     # Sharded data parallelism.
-    *refused(
-        "give --paro-strategy GGG, or III to stay inside groups",
-        "--use-torch-fsdp2 --enable-full-sharding-in-hsdp",
+    *becoming(
+        "--paro-strategy GGG",
+        refused(
+            "give --paro-strategy GGG, or III to stay inside groups",
+            "--use-torch-fsdp2 --enable-full-sharding-in-hsdp",
+        ),
     ),
-    *refused(
-        "give --paro-strategy NGG, whose parameters stay whole between forward and backward",
-        "--torch-fsdp2-no-reshard-after-forward",
+    *becoming(
+        "--paro-strategy NGG",
+        refused(
+            "give --paro-strategy NGG, whose parameters stay whole between forward and backward",
+            "--torch-fsdp2-no-reshard-after-forward",
+        ),
     ),
-    *refused(_GIVE_LETTERS, "--use-megatron-fsdp --data-parallel-sharding-strategy"),
+    *refused(_GIVE_LETTERS, "--use-megatron-fsdp"),
+    *becoming(_LETTERS, refused(_GIVE_LETTERS, "--data-parallel-sharding-strategy")),
     *ignored("there is one implementation of sharding", "--megatron-fsdp-version"),
     *values(
         "--outer-dp-sharding-strategy",
@@ -164,7 +185,10 @@ PARALLEL_RULES = (
         "--distributed-timeout-minutes holds all the time",
         "--distributed-timeout-seconds-after-init",
     ),
-    *refused("give --flight-recorder-dir DIR", "--flight-recorder-dump-path"),
+    *becoming(
+        "--flight-recorder-dir {value}",
+        refused("give --flight-recorder-dir DIR", "--flight-recorder-dump-path"),
+    ),
     *ignored(
         _RECORDER,
         "--flight-recorder-trace-buffer-size --flight-recorder-include-stack-trace "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -21,7 +22,8 @@ class Rule:
     An accepted flag is a switch, or takes one of `values`; with `paired_with` it is a switch that
     requires that other flag, with `unless` one that may not go with a refused value of that other
     flag. Other uses of it are refused, and the error gives `instead`. Ignored and refused flags
-    take any values.
+    take any values. `becomes` has the words to give in place of a refused value, or of any under
+    an empty text.
     """
 
     flag: str
@@ -31,10 +33,23 @@ class Rule:
     paired_with: str = ""
     unless: str = ""
     instead: str = ""
+    becomes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dest(self) -> str:
         return self.flag.removeprefix("--").replace("-", "_")
+
+    def replacement(self, values: Sequence[str]) -> list[str]:
+        """The words to give instead of the flag with these values; none if it is to be left out."""
+        value = " ".join(values)
+        text = self.becomes.get(value, self.becomes.get("", ""))
+        return [word.format(value=value) for word in text.split()]
+
+
+def becoming(text: str | Mapping[str, str], rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules, of which any value becomes `text`, or each value that of its own."""
+    becomes = {"": text} if isinstance(text, str) else text
+    return tuple(replace(rule, becomes=becomes) for rule in rules)
 
 
 def accepted(why: str, flags: str) -> tuple[Rule, ...]:

@@ -1,0 +1,161 @@
+"""All values that are wrong, told together, and the batch sizes that would fit the ranks."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import gcd
+from typing import TypeVar
+
+from data.tokenizer import build_tokenizer
+from model.fusion import Fusions
+from paro.arguments.needed import flags_in, missing_sizes, with_stand_ins
+from paro.arguments.parser import WrongValues
+from paro.checkpoint.config import CheckpointConfig
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.checkpoint import resumed_samples
+from paro.config.checks import check_intervals, check_sequence
+from paro.config.model import take_model
+from paro.config.parts import (
+    take,
+    take_batches,
+    take_data,
+    take_loss_scale,
+    take_precision,
+    take_profile,
+    take_schedule,
+    take_tokenizer,
+    take_train,
+)
+from paro.config.plan import take_sharding
+from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.world import LaunchConfig, World
+from paro.errors import UserError
+from paro.optim.optimizer import OptimConfig
+from paro.optim.step_checks import StepChecksConfig
+from paro.report.config import ReportConfig
+from paro.report.watchdog import WatchConfig
+
+Part = TypeVar("Part")
+_MOST = 10**6  # samples in a batch, for which others are looked for
+_ALONE = (RuntimeConfig, Fusions, OptimConfig, StepChecksConfig, ReportConfig, WatchConfig)
+
+
+def wrong_values(args: Namespace) -> WrongValues:
+    """Every wrong value of flags that are all given, beside flags that are refused."""
+    filled, missing = with_stand_ins(args)
+    try:
+        world = take(LaunchConfig, filled).world()
+    except UserError as error:
+        return WrongValues(error.args, {})
+    lines = [line for line in value_mistakes(filled, world) if not missing & flags_in([line])]
+    better = {} if "--world-size" in missing else better_values(filled, world.size)
+    return WrongValues(lines, better)
+
+
+def distinct(lines: Iterable[str]) -> tuple[str, ...]:
+    """The first line about each value: one that two parts refuse is one mistake."""
+    found: dict[tuple[str, ...], str] = {}
+    for line in lines:
+        found.setdefault(tuple(line.split()[:2]), line)
+    return tuple(found.values())
+
+
+def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
+    """A line for each part of the configuration that cannot be made, as far as it is known."""
+    found: list[str] = []
+
+    def part(make: Callable[..., Part], *needs: object) -> Part | None:
+        if any(need is None for need in needs):
+            return None
+        try:
+            return make(*needs)
+        except UserError as error:
+            found.extend(error.args)
+            return None
+
+    checkpoint = part(partial(take, CheckpointConfig), args)
+    batches = part(take_batches, args, world)
+    if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
+        batches = part(take_batches, _with(args, {"global_batch_size": None}), world)
+    if batches is None:  # which others need
+        better = _with(args, better_values(args, world.size))
+        batches = part(take_batches, better, world)
+    part(_check_sizes, batches, checkpoint)
+    train, data = part(take_train, args, batches), part(take_data, args)
+    built = part(build_tokenizer, part(take_tokenizer, args))
+    if built is not None and data is not None and not missing_sizes(args):
+        model = part(take_model, args, built.vocab_size)
+        part(check_sequence, model, data)
+        part(take_sharding, args, world, model)
+    part(lambda sizes, whole: take_schedule(args, sizes, whole, None), batches, train)
+    part(check_intervals, train, checkpoint)
+    for make in (take_precision, take_loss_scale, take_profile):
+        part(make, args)
+    for config_type in _ALONE:
+        part(partial(take, config_type), args)
+    return distinct(found)
+
+
+def better_values(args: Namespace, num_ranks: int) -> dict[str, object]:
+    """What to give instead of batch sizes that do not divide into micro-batches on all ranks.
+
+    The micro-batch becomes smaller where that is enough; else sizes become larger. Negative
+    iterations of evaluation are none, as in Megatron-LM. None: the flag is to be left out.
+    """
+    found = {**_fitting_batches(args, num_ranks), "eval_iters": max(args.eval_iters, 0)}
+    return {name: value for name, value in found.items() if value != getattr(args, name)}
+
+
+def _check_sizes(batches: BatchSchedule, checkpoint: CheckpointConfig) -> None:
+    if batches.changes:
+        batches.check_from(resumed_samples(checkpoint))
+
+
+def _with(args: Namespace, values: Mapping[str, object]) -> Namespace:
+    return Namespace(**{**vars(args), **values})
+
+
+def _fitting_batches(args: Namespace, num_ranks: int) -> dict[str, object]:
+    micro, whole, steps = (
+        args.micro_batch_size,
+        args.global_batch_size,
+        args.step_batch_size_schedule,
+    )
+    if micro < 1 or (whole is not None and not 0 < whole < _MOST):
+        return {}
+    if whole is not None and whole % num_ranks == 0:
+        micro = gcd(micro, whole // num_ranks)
+    unit = micro * num_ranks
+    found: dict[str, object] = {"micro_batch_size": micro}
+    if steps is not None:
+        found |= {"global_batch_size": None, "step_batch_size_schedule": _steps(steps, unit)}
+    elif whole is not None:
+        found["global_batch_size"] = whole = _multiple(whole, unit)
+        if args.rampup_batch_size is not None:
+            start, increment, samples = args.rampup_batch_size
+            found["rampup_batch_size"] = [*_ramp(start, increment, whole, unit), samples]
+    return found
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The size, or the next larger one that is a multiple of the unit."""
+    return -(-size // unit) * unit
+
+
+def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
+    """A start and an increment of multiples of the unit that lead to the whole batch."""
+    start = min(_multiple(max(start, 1), unit), whole)
+    increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
+    while start < whole and (whole - start) % increment:
+        increment += unit
+    return start, increment
+
+
+def _steps(text: str, unit: int) -> str:
+    """A step schedule with sizes that are multiples of the unit; as it is if it is none."""
+    steps = [entry.partition(":") for entry in text.replace(",", " ").split()]
+    if not all(size.isdecimal() for *_, size in steps):
+        return text
+    return " ".join(f"{begin}:{_multiple(int(size), unit)}" for begin, _, size in steps)

@@ -1,0 +1,161 @@
+"""Wrong values are told beside refused flags, and what is left of the flags is ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from paro.arguments.parser import parse_args
+from paro.config.mistakes import wrong_values
+from paro.config.run import RunConfig, take_world
+from paro.errors import UserError
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data "
+    "--vocab-size 99 --untie-embeddings-and-output-weights --dry-run"
+)
+
+
+def answer(words: str) -> tuple[list[str], list[str]]:
+    """The mistakes in a command line, and the words that are offered in its place."""
+    with pytest.raises(UserError) as caught:
+        parse_args(shlex.split(words), wrong_values=wrong_values)
+    _, _, left = caught.value.example.partition("paste them after pretrain_llama.py:")
+    return list(caught.value.args), shlex.split(left.replace("\\\n", " "))
+
+
+def is_sound(words: list[str]) -> bool:
+    args = parse_args(words, wrong_values=wrong_values)
+    RunConfig.from_args(args, take_world(args))
+    return True
+
+
+def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
+    batch = "--micro-batch-size 2 --global-batch-size 12 --rampup-batch-size 6 6 100"
+    mistakes, left = answer(
+        f"{SMALL} --world-size 8 --n-layer 3 --train-iters 9 --tensor-model-parallel-size 8 "
+        f"{batch} --eval-iters -1 --clip-grad -3 --tokenizer-type HuggingFaceTokenizer "
+        "--tokenizer-model nowhere.json --zzz 1"
+    )
+    for start in (
+        "--n-layer 3 is unknown",
+        "--zzz 1 is unknown",
+        "--tensor-model-parallel-size 8 is not supported",
+        "--global-batch-size 12 is no multiple",
+        "--eval-iters -1 must be",
+        "--clip-grad -3.0",
+        "--tokenizer-model nowhere.json",
+    ):
+        assert [line for line in mistakes if line.startswith(start)], (start, mistakes)
+    assert len(mistakes) == 7
+    assert "--zzz" not in left
+    assert shlex.join(left[-2:]) == "--paro-strategy GGG"
+
+
+def test_values_alone_are_told_together_too() -> None:
+    args = parse_args(
+        f"{SMALL} --world-size 8 --micro-batch-size 2 --global-batch-size 12 --train-iters 9 "
+        "--eval-iters -1 --clip-grad -3".split()
+    )
+    with pytest.raises(UserError) as caught:
+        RunConfig.from_args(args, take_world(args))
+    assert len(caught.value.args) == 3
+
+
+@pytest.mark.parametrize("missing", ["seq-length", "lr", "vocab-size", "hidden-size", "mock-data"])
+def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
+    words = f"{SMALL} --world-size 8 --micro-batch-size 2 --global-batch-size 12 --train-iters 9"
+    kept = [group for group in words.split("--")[1:] if not group.startswith(missing)]
+    mistakes, _ = answer(f"{' '.join(f'--{group}' for group in kept)} --eval-iters -1 --use-mup")
+    told = " | ".join(mistakes)
+    assert "--use-mup is not supported" in told
+    assert "--eval-iters -1 must be at least 0" in told
+    assert "--global-batch-size 12 is no multiple" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("--use-mup", ""),
+        ("--use-mup --tp-comm-bootstrap-backend nccl", ""),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "--paro-strategy GGG"),
+        ("--tensor-model-parallel-size 2 --use-distributed-optimizer", "--paro-strategy GGG"),
+        ("--tensor-model-parallel-size 2 --paro-strategy IIG", "--paro-strategy IIG"),
+        ("--context-parallel-size 2", "--recompute-granularity full"),
+        ("--context-parallel-size 2 --recompute-activations", "--recompute-granularity full"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "--paro-strategy NNG"),
+        ("--main-grads-dtype bf16 --bf16", "--bf16 --grad-reduce-in-bf16"),
+        ("--use-mup --warmup-steps 3", "--lr-warmup-iters 3"),
+        ("--use-mup --bf16 yes", "--bf16"),
+        ("--use-mup --log-interval=7", "--log-interval 7"),
+        ("--use-mup --recompute-num-layers 1", ""),
+        ("--use-mup --no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
+        ("--pretrained-checkpoint here", "--load here --finetune"),
+        ("--pretrained-checkpoint here --load there", "--load there"),
+    ],
+)
+def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
+    common = f"{SMALL} --world-size 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 9"
+    _, words = answer(f"{common} {given}")
+    assert shlex.join(words).removeprefix(common).strip() == left
+    assert is_sound(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (
+            "--micro-batch-size 4 --global-batch-size 16",
+            "--micro-batch-size 2 --global-batch-size 16",
+        ),
+        (
+            "--micro-batch-size 1 --global-batch-size 12",
+            "--micro-batch-size 1 --global-batch-size 16",
+        ),
+        (
+            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 4 4 1000",
+            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 8 8 1000",
+        ),
+        (
+            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 32 12 1000",
+            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 32 16 1000",
+        ),
+        (
+            "--micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 100 12 1000",
+            "--micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 8 8 1000",
+        ),
+        (
+            "--micro-batch-size 1 --step-batch-size-schedule '0:4 1K:20' --global-batch-size 20",
+            "--micro-batch-size 1 --step-batch-size-schedule '0:8 1K:24'",
+        ),
+    ],
+)
+def test_batch_sizes_that_are_left_fit_the_ranks(given: str, left: str) -> None:
+    common = f"{SMALL} --world-size 8 --train-iters 9"
+    _, words = answer(f"{common} {given} --use-mup")
+    assert shlex.join(words).removeprefix(common).strip() == left
+    assert is_sound(words)
+
+
+def test_absurd_batches_are_no_search() -> None:
+    sizes = f"--micro-batch-size 1 --global-batch-size {2**62} --rampup-batch-size 1 1 {2**62}"
+    mistakes, words = answer(f"{SMALL} --world-size 8 --train-iters 9 --use-mup {sizes}")
+    assert len(mistakes) > 1
+    assert str(2**62) in words
+
+
+def test_flags_of_a_file_are_left_as_flags(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("use-mup: true\nlog-interval: 7\n")
+    common = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9"
+    _, words = answer(f"{common} --yaml-cfg {path}")
+    assert shlex.join(words) == f"--log-interval 7 {common}"
+    assert is_sound(words)
+
+
+def test_nothing_is_offered_where_flags_are_only_missing() -> None:
+    mistakes, words = answer("--num-layers 2 --hidden-size 64")
+    assert mistakes
+    assert words == []
