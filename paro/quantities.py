@@ -16,7 +16,9 @@ def count_text(number: int, what: str) -> str:
 def ranks_text(world_size: int, group_size: int) -> str:
     """The number of ranks and the group size; no groups for a single rank."""
     ranks = count_text(world_size, "rank")
-    return ranks if world_size == 1 else f"{ranks} in groups of {group_size}"
+    if world_size == 1:
+        return ranks
+    return f"{ranks} in {'one group' if group_size == world_size else f'groups of {group_size}'}"
 
 
 def size_text(num_bytes: int, *, like: int | None = None) -> str:

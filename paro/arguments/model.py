@@ -182,7 +182,8 @@ def add_recompute_args(parser: ArgumentParser) -> None:
         help="short for --recompute-granularity selective")
     add("--recompute-granularity", choices=("full", "selective"),
         help="full: whole blocks, keeping their inputs (a third more compute); selective: only the "
-        "inside of attention")
+        "inside of attention, which saves the scores of --attention-backend unfused, and almost "
+        "nothing with a fused kernel")
     add("--recompute-modules", nargs="+", metavar="MODULE",
         help="for selective: core_attn, the inside of attention (the default), and layernorm, "
         "which is always recomputed, as is the product of gate and up")

@@ -55,8 +55,9 @@ Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie wher
   before that      the same flags with --dry-run --world-size 64: do they agree, does it
                    fit, what is sent? No GPU needed
   strategies       --paro-strategy, the first that fits: NNI NNG NIG IIG IGG GGG
-  short of memory  a smaller --micro-batch-size, --recompute-activations,
-                   --recompute-granularity full, the next strategy, --grad-reduce-in-bf16
+  short of memory  a smaller --micro-batch-size, --recompute-granularity full (of some
+                   blocks: --recompute-method block), the next strategy,
+                   --grad-reduce-in-bf16
   to go on         give --save and --load the same folder: a run resumes by itself
 
 A mistake ends the run with status 2 and a line that says what to do; of flags that are

@@ -93,7 +93,7 @@ TABLE = (
         "flash-attention flash-attn use-flash-attention attn-implementation attn-impl sdpa",
     ),
     (
-        "--recompute-granularity full, or --recompute-activations for attention alone",
+        "--recompute-granularity full; of some blocks alone with --recompute-method block",
         "gradient-checkpointing activation-checkpointing activation-checkpoint "
         "checkpoint-activations recompute ac-mode activation-checkpoint-mode use-checkpoint",
     ),

@@ -15,6 +15,7 @@ def test_one_is_no_plural() -> None:
 def test_a_rank_alone_has_no_group() -> None:
     assert ranks_text(1, 1) == "1 rank"
     assert ranks_text(4, 1) == "4 ranks in groups of 1"
+    assert ranks_text(4, 4) == "4 ranks in one group"
 
 
 @pytest.mark.parametrize(

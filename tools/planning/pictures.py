@@ -11,6 +11,7 @@ from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Span
+from paro.quantities import count_text
 from paro.strategy import legal_letters
 from tools.planning.labels import place_labels
 from tools.shared.picture import drawing
@@ -47,7 +48,7 @@ def draw_front(
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
             axis.set_tick_params(which="both", labelsize=8, length=3, pad=4)
-        axes.set_title(f"{workload.world_size} ranks on {workload.machine.name}")
+        axes.set_title(f"{count_text(workload.world_size, 'rank')} on {workload.machine.name}")
         figure.legend(loc="outside lower center", ncols=4, fontsize=8)
         front = [(e.memory_bytes / 1e9, e.seconds) for e in found.front]
         bottom, top = axes.get_ylim()

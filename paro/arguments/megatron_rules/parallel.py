@@ -46,8 +46,7 @@ PARALLEL_RULES = (
         "--sequence-parallel",
         "--tensor-model-parallel-size",
         "it is off without tensor parallelism",
-        "it belongs to tensor parallelism; to save the same activations give "
-        "--recompute-activations, or --recompute-granularity full",
+        "it belongs to tensor parallelism; to save activations give --recompute-granularity full",
     ),
     *refused(
         "there is no tensor parallelism; gathers and reductions overlap by themselves, see "

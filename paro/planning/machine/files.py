@@ -27,6 +27,7 @@ from paro.planning.machine.machine import (
     rate_text,
 )
 from paro.planning.machine.rules import numbers
+from paro.quantities import count_text
 from paro.strategy import check_group_size
 from paro.topology import Axes
 from paro.untrusted.regular_file import read_bytes
@@ -147,7 +148,9 @@ def machine_of_launch(
             f"give --paro-group-size {groups}, or measure it so with "
             "tools/bench_collectives.py --machine-file"
         )
-    raise UserError(f"--paro-machine {text} has groups of {groups} ranks and {whose}: {advice}")
+    raise UserError(
+        f"--paro-machine {text} has groups of {count_text(groups, 'rank')} and {whose}: {advice}"
+    )
 
 
 def read_machine(path: Path) -> Machine:

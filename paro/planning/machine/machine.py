@@ -20,6 +20,7 @@ from typing import Any
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
 from paro.planning.machine.rules import numbers, refuse, rule
+from paro.quantities import count_text
 from paro.strategy import fitting_group_size
 from paro.topology import MOST_RANKS, Axes, Link
 
@@ -103,11 +104,8 @@ class Device:
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
         """What is wrong with these fields, of which some may be missing."""
-        wrong = numbers(
-            given,
-            *("memory_bytes", "peak_flops", "memory_bytes_per_second"),
-            *("coding_bytes_per_second", "cores"),
-        )
+        positive = ("memory_bytes", "peak_flops", "memory_bytes_per_second", "cores")
+        wrong = numbers(given, *positive, "coding_bytes_per_second")
         may_be_zero = ("step_seconds", "piece_seconds", "job_seconds", "communicator_bytes")
         wrong += numbers(given, *may_be_zero, or_zero=True)
         memory, reserved = given.get("memory_bytes"), given.get("reserved_bytes")
@@ -170,19 +168,20 @@ class Machine:
         """The same machine with another number of groups; a `UserError` begins with `subject`."""
         if world_size == self.world_size:
             return self
+        ranks = count_text(world_size, "rank")
         if self.measured:
             raise UserError(
                 f"{subject} {self.name} was measured on {self.world_size} ranks in groups of "
-                f"{self.group_size}, this is for {world_size} ranks: measure it there with "
+                f"{self.group_size}, this is for {ranks}: measure it there with "
                 "tools/bench_collectives.py --machine-file, or leave out what was measured"
             )
         group_size = min(self.group_size, world_size)
         if world_size % group_size != 0:
             raise UserError(
                 f"{subject} {self.name} has groups of {group_size}, which do not divide the "
-                f"{world_size} ranks: choose a multiple of {group_size}"
+                f"{ranks}: choose a multiple of {group_size}"
             )
-        with about(f"{subject} {self.name} for {world_size} ranks: "):
+        with about(f"{subject} {self.name} for {ranks}: "):
             return replace(self, world_size=world_size, group_size=group_size)
 
     def cut_to(self, world_size: int) -> Machine:

@@ -123,7 +123,7 @@ def test_sequence_parallelism_is_off_without_tensor_parallelism() -> None:
         assert refusals(parse_args([*words, "--sequence-parallel"])) == []
     _, line = refusals(parse_args(["--tensor-model-parallel-size", "2", "--sequence-parallel"]))
     assert line.startswith("--sequence-parallel is not supported: ")
-    assert "--recompute-activations" in line
+    assert "give --recompute-granularity full" in line
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.config import LLAMA_PRESETS, AttentionBackend, LlamaConfig, RecomputeConfig
 from model.initialization import initialize_whole
 from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter, targets_of
@@ -137,6 +137,25 @@ def test_activations_are_what_autograd_saves(
     gradient = batch.num_tokens * config.hidden_size * batch.compute_bytes
     expected = sum(unit.kept for unit in units) + head.kept - gradient
     assert saved_bytes(config, batch, TYPES[compute]) == expected
+
+
+@pytest.mark.parametrize("backend", ["auto", "unfused"])
+def test_selective_recomputation_drops_scores_where_they_are_kept(
+    backend: AttentionBackend,
+) -> None:
+    """By storages: with a fused kernel 4 bytes for a token and head, which are its log-sum-exp."""
+    config = replace(SMALL, attention_backend=backend, max_position_embeddings=64)
+    batch = MicroBatch(size=2, seq_length=64, compute_bytes=2, device_type="cpu")
+    selective = replace(config, recompute=RecomputeConfig(granularity="selective"))
+    whole, left = (saved_bytes(c, batch, torch.bfloat16) for c in (config, selective))
+    dropped = whole - left
+    per_head = config.num_layers * batch.num_tokens * config.num_attention_heads * 4
+    if backend == "auto":
+        assert dropped == per_head
+        assert dropped < 0.05 * whole
+    else:
+        assert dropped > per_head * batch.seq_length  # scores in fp32, and copies of what they need
+        assert dropped > 0.5 * whole
 
 
 def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> int:

@@ -36,7 +36,7 @@ def test_rotation_needs_least_and_trains_the_largest(
     ]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
-    assert capsys.readouterr().out.startswith("6.74B parameters on 8 ranks in groups of 8")
+    assert capsys.readouterr().out.startswith("6.74B parameters on 8 ranks in one group")
 
 
 def test_an_unknown_preset_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
