@@ -39,6 +39,7 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
 from paro.errors import UserError
 from paro.layout import make_layout, whole_box
+from paro.optim.states import ADAMW
 from paro.report.log import Log
 from paro.sharding.buffers import FlatShard
 from paro.topology import make_topology
@@ -50,7 +51,7 @@ from tools.shared.meters import MemoryMeter
 from tools.shared.output import print_json
 
 BLOCK_BYTES = 2**20
-STATES = ("param", "exp_avg", "exp_avg_sq")
+STATES = tuple(state.name for state in ADAMW)
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 8192 "
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paro.checkpoint.boxes import PARAM
 from paro.checkpoint.directory import Base, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError
+from paro.optim.states import PARAM
 
 
 def as_base(directory: Path) -> Base | None:

@@ -15,7 +15,6 @@ from paro.checkpoint.adapters import has_adapters
 from paro.checkpoint.agreement import Ranks, with_one_folder
 from paro.checkpoint.base import open_base
 from paro.checkpoint.boxes import (
-    PARAM,
     BoxedState,
     begin_without,
     boxed_states,
@@ -28,6 +27,7 @@ from paro.checkpoint.planners import MISMATCH, BoxLoadPlanner, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
+from paro.optim.states import PARAM
 from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
 
 State = TypeVar("State")

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from paro.checkpoint.boxes import PARAM, BoxedState
+from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.manifest import DamagedError
 from paro.errors import UserError
 from paro.layout import Shape
+from paro.optim.states import PARAM
 
 MISMATCH = "the checkpoint does not match the model"
 

@@ -20,7 +20,8 @@ from paro.distributed.profile_range import profile_range
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, choose_adamw, find_apex
-from paro.sharding.buffers import SENT, FlatShard
+from paro.optim.states import ADAMW, MASTER, MOMENTS, PARAM, master_is_param
+from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
 
@@ -60,13 +61,16 @@ class UnitOptimizer:
         self.unit = unit
         grad = unit.optim_grad
         strategy = unit.context.strategy
-        self.master_is_param = (
-            unit.param_shard.dtype == torch.float32 and strategy.params == strategy.optim
-        )
+        is_fp32 = unit.param_shard.dtype == torch.float32
+        self.master_is_param = master_is_param(strategy, is_fp32=is_fp32)
         numel = grad.numel()
-        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=grad.device)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.master = unit.param_shard if self.master_is_param else torch.zeros_like(self.exp_avg)
+        self.states = {
+            state.name: torch.zeros(numel, dtype=TORCH_TYPES[state.dtype], device=grad.device)
+            for state in ADAMW
+            if not (state is MASTER and self.master_is_param)
+        }
+        self.master = self.states.setdefault(PARAM, unit.param_shard)
+        moments = [self.states[state.name] for state in MOMENTS]
         # The range is in one slice, which has decayed boxes first: at most two parts.
         cut = unit.layout.num_decayed(unit.optim_start, unit.optim_start + numel)
         master = self.master.detach()
@@ -76,8 +80,7 @@ class UnitOptimizer:
                 decays,
                 choose_adamw(config.adam_implementation, grad.device).make(
                     master[part],
-                    self.exp_avg[part],
-                    self.exp_avg_sq[part],
+                    *(moment[part] for moment in moments),
                     betas=(config.adam_beta1, config.adam_beta2),
                     eps=config.adam_eps,
                 ),
@@ -117,8 +120,8 @@ class UnitOptimizer:
 
     @property
     def num_bytes(self) -> int:
-        master = 0 if self.master_is_param else self.master.nbytes
-        return master + self.exp_avg.nbytes + self.exp_avg_sq.nbytes
+        own = (state for state in self.states.values() if state is not self.unit.param_shard)
+        return sum(state.nbytes for state in own)
 
 
 class ParoOptimizer:
@@ -182,7 +185,7 @@ class ParoOptimizer:
         counted = (
             shard.values
             for shard in self.flat_shards()
-            if shard.state == "param" and shard.is_primary_replica
+            if shard.state == PARAM and shard.is_primary_replica
         )
         return float(_square_sum(counted, self.model.context.device))
 
@@ -221,7 +224,7 @@ class ParoOptimizer:
 
         for part in self._parts:
             unit = part.unit
-            states = {"param": part.master, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
+            states = {state.name: part.states[state.name] for state in ADAMW}
             if unit.coded_update is not None:
                 states[SENT] = unit.optim_param  # this rank's own: written before the all-gather
             for state, values in states.items():
@@ -242,7 +245,7 @@ class ParoOptimizer:
                     layout=unit.layout,
                     start=unit.param_start,
                     values=unit.param_shard,
-                    state="param",
+                    state=PARAM,
                     rank=context.rank,
                     replicas=replicas_at(unit.context.strategy.params),
                 )

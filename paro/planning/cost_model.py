@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, decays, make_layout, whole_box
+from paro.optim.states import ADAMW, MOMENTS, bytes_of, master_is_param
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
@@ -260,12 +261,12 @@ def model_state_bytes(
     params = grads = optim = 0
     for unit in units:
         placed = strategy_of(unit, strategy)
-        # In fp32 the master is the parameter shard itself where the degrees are equal.
-        has_master = precision.compute != "fp32" or placed.params != placed.optim
+        has_master = not master_is_param(placed, is_fp32=precision.compute == "fp32")
         params += unit.trainable_numel // placed.params * BYTES_OF[precision.compute]
         params += unit.frozen_numel // placed.params * BYTES_OF[precision.frozen]
         grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
-        optim += unit.trainable_numel // placed.optim * 4 * (3 if has_master else 2)
+        kept = bytes_of(ADAMW if has_master else MOMENTS)
+        optim += unit.trainable_numel // placed.optim * kept
     return ModelStateBytes(params=params, grads=grads, optim=optim)
 
 

@@ -12,6 +12,7 @@ from paro.layout import UnitLayout
 
 SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
 GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same ranks can use it
+TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class FlatShard:
     layout: UnitLayout
     start: int  # index of values[0] in the unit's flat buffer
     values: Tensor  # 1-D
-    state: str  # "param", "exp_avg", "exp_avg_sq", SENT or GRAD_ERRORS
+    state: str  # a name of paro/optim/states.py, SENT or GRAD_ERRORS
     rank: int = 0
     replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
 

@@ -35,7 +35,7 @@ from paro.report.record import RunFacts
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.ring import make_ring
 from paro.rotation.rotated_model import RotatedModel
-from paro.sharding.buffers import Ledger
+from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
@@ -51,7 +51,6 @@ from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
 _MOST_DRAWING_THREADS = 16
-TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_training(

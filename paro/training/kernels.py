@@ -16,7 +16,7 @@ from paro.distributed.control import Control
 from paro.distributed.rendezvous import by_value
 from paro.optim.adamw import choose_adamw
 from paro.quantization.blocks import choose_kernels
-from paro.training.assembly import TORCH_TYPES
+from paro.sharding.buffers import TORCH_TYPES
 
 # Which flags choose torch's operations, where a kernel works on some ranks only. Codes have the
 # same bits by either, and attention's kernels the same memory.

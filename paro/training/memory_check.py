@@ -12,6 +12,7 @@ from model.config import RecomputeConfig, parameter_shapes
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.optim.states import ADAMW, MASTER, bytes_of
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.remedies import least_recomputation, recompute_flags
 from paro.precision import BYTES_OF
@@ -83,7 +84,7 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     Frozen parameters are saved in the type that they are held in, unless they are in its base.
     """
     shapes, trained = parameter_shapes(config.model), config.trained
-    of_trained = 4 if config.checkpoint.no_save_optim else 12
+    of_trained = bytes_of((MASTER,) if config.checkpoint.no_save_optim else ADAMW)
     of_frozen = 0 if has_base else BYTES_OF[config.precision.frozen]
     return sum(
         math.prod(shape) * (of_trained if name in trained else of_frozen)

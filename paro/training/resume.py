@@ -14,7 +14,7 @@ from data.loader import Datasets
 from data.tokenizer_config import unpadded_vocab_size
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
-from paro.checkpoint.boxes import PARAM, boxed_states
+from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.claim import Claim
 from paro.checkpoint.config import FREE_FIELDS, CheckpointConfig
 from paro.checkpoint.directory import (
@@ -32,6 +32,7 @@ from paro.distributed.control import Control
 from paro.errors import RunError, StorageError, UserError, reading
 from paro.optim.finite import not_finite
 from paro.optim.loss_scale import start_loss_scale
+from paro.optim.states import PARAM
 from paro.quantities import count_text
 from paro.report.log import Log
 from paro.report.progress import ProgressFile

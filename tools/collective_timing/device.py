@@ -38,7 +38,8 @@ from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import GRADIENT_BLOCK
-from paro.training.assembly import TORCH_TYPES, build_training, start_state
+from paro.sharding.buffers import TORCH_TYPES
+from paro.training.assembly import build_training, start_state
 from paro.training.step import Training, train_step
 from tools.shared.meters import anonymous_bytes
 

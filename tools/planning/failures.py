@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from paro.errors import UserError
+from paro.optim.states import ADAMW, bytes_of
 from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.search.estimator import Estimate, Estimator
@@ -16,7 +17,7 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.quantities import count_text
 
-STATE_BYTES = 12  # of a trained parameter: master and moments
+STATE_BYTES = bytes_of(ADAMW)  # of a trained parameter: master and moments
 _MOST_NODES = 2  # that the settings to compare may lose
 
 

@@ -23,7 +23,7 @@ from model.lora_config import adapted_weight, is_adapter
 from paro.checkpoint.adapters import adapters_of
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import as_base, open_base
-from paro.checkpoint.boxes import PARAM, BoxedState
+from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.config import FREE_FIELDS
 from paro.checkpoint.convert.hugging_face import (
     CONFIG,
@@ -46,6 +46,7 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
 from paro.errors import UserError
+from paro.optim.states import PARAM
 from paro.untrusted.schema import conform
 
 COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model

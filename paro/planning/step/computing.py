@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from model.config import ATTENTION_CUTS, MLP_CUTS, LlamaConfig, parameter_shapes
+from paro.optim.states import ADAMW, bytes_of
 from paro.planning.cost_model import UnitSize, first_trained
 from paro.planning.machine.machine import Device
 from paro.planning.units import MicroBatch
@@ -142,7 +143,9 @@ class Computing:
     def update_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
-        of_element = 2 * BYTES_OF[precision.accumulate] + 2 * 12 + BYTES_OF[precision.compute]
+        of_element = (
+            2 * BYTES_OF[precision.accumulate] + 2 * bytes_of(ADAMW) + BYTES_OF[precision.compute]
+        )
         return self.memory_seconds(trainable_numel // strategy.optim * of_element)
 
     def _seconds(self, flops: float) -> float:

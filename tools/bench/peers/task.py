@@ -19,7 +19,7 @@ from model.config import LlamaConfig
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.config.run import RunConfig
-from paro.training.assembly import TORCH_TYPES
+from paro.sharding.buffers import TORCH_TYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

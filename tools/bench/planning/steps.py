@@ -34,7 +34,8 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
-from paro.training.assembly import TORCH_TYPES, build_training, start_state
+from paro.sharding.buffers import TORCH_TYPES
+from paro.training.assembly import build_training, start_state
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tools.bench.peers.own import parse_setting
 from tools.bench.peers.turn import in_own_process, process_group, rehearse
