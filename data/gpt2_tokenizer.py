@@ -58,6 +58,13 @@ def _load(vocab_file: Path, merge_file: Path) -> Any:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise UserError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers") from error
+    files = (("--vocab-file", vocab_file, VOCAB_FILE), ("--merge-file", merge_file, MERGE_FILE))
+    if gone := [
+        f"{flag} {path} is missing: give GPT-2's {name}"
+        for flag, path, name in files
+        if not path.exists()
+    ]:
+        raise UserError(*gone)
     vocabulary = _read_vocabulary(vocab_file)
     merges = _read_merges(merge_file, vocabulary, vocab_file)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -74,8 +81,6 @@ def _load(vocab_file: Path, merge_file: Path) -> Any:
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
     """Pieces and their ids, which are consecutive from 0."""
-    if not path.exists():
-        raise UserError(f"--vocab-file {path} is missing: give GPT-2's vocab.json")
     vocabulary: dict[str, int] = read_json(path, dict[str, int], f"--vocab-file {path}")
     if sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UserError(f"--vocab-file {path}: the ids must count from 0 without a gap")
@@ -84,8 +89,6 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> list[tuple[str, str]]:
     """Pairs of pieces, in order of preference."""
-    if not path.exists():
-        raise UserError(f"--merge-file {path} is missing: give GPT-2's merges.txt")
     lines = read_text(path, f"--merge-file {path}").split("\n")
     merges = []
     for number, line in enumerate(lines, start=1):

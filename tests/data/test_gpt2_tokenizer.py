@@ -109,6 +109,14 @@ def test_files_at_fault_are_named(
     assert "\n" not in str(caught.value)
 
 
+def test_files_that_are_missing_are_named_together(files: tuple[Path, Path]) -> None:
+    for file in files:
+        file.unlink()
+    with pytest.raises(UserError) as caught:
+        build(files)
+    assert [line.split()[0] for line in caught.value.args] == ["--vocab-file", "--merge-file"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -40,6 +40,15 @@ def test_advice_names_flags_that_exist() -> None:
         assert named <= known - useless, rule.flag
 
 
+def test_what_replaces_a_refused_flag_is_no_refused_flag() -> None:
+    replaced = [(rule, value) for rule in RULES for value in rule.becomes]
+    assert len(replaced) > 10
+    for rule, value in replaced:
+        assert rule.instead, f"{rule.flag} is never refused"
+        words = rule.replacement([value or "1"])
+        assert refusals(parse_args(words)) == []
+
+
 def test_what_is_accepted_changes_nothing_and_says_nothing() -> None:
     rules = [rule for rule in RULES if rule.outcome is Outcome.ACCEPTED]
     first = [words_of(rule, rule.values[0] if rule.values else None) for rule in rules]
