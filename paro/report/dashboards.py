@@ -10,6 +10,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,31 +41,45 @@ class Dashboard(Protocol):
 
 
 class TensorBoard:
-    """Writes each tag over iterations, and as `<tag> vs samples` over samples."""
+    """Writes each tag over iterations, and in a folder inside as `<tag> vs samples` over samples.
+
+    Values that an earlier start wrote after `start_iteration` stay in its files, and TensorBoard
+    leaves them out: from a step on, which is why samples have files of their own.
+    """
 
     name = "TensorBoard"
 
-    def __init__(self, folder: str, *, queue_size: int) -> None:
+    def __init__(self, folder: str, *, queue_size: int, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.place = folder
-        self._writer: Any = SummaryWriter(log_dir=folder, max_queue=queue_size)
+        self._start_iteration = start_iteration
+        self._open: Any = partial(SummaryWriter, max_queue=queue_size)
+        self._over_iterations = self._open(folder, purge_step=start_iteration + 1)
+        self._over_samples: Any = None
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
         for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, iteration)
-            self._writer.add_scalar(f"{tag} vs samples", value, samples)
+            self._over_iterations.add_scalar(tag, value, iteration)
+        if iteration <= self._start_iteration:  # of the start itself
+            return
+        if self._over_samples is None:
+            self._over_samples = self._open(str(Path(self.place) / "samples"), purge_step=samples)
+        for tag, value in scalars.items():
+            self._over_samples.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
-        self._writer.close()
+        self._over_iterations.close()
+        if self._over_samples is not None:
+            self._over_samples.close()
 
 
 class WeightsAndBiases:
     """Writes each tag over iterations, together with the number of samples.
 
     A run that resumes after `start_iteration` continues the wandb run whose id is stored in
-    `place`. Values already logged for later iterations are kept, since the resumed run reproduces
-    them.
+    `place`. Values already logged for later iterations are kept: the service takes one value a
+    step, the first. A resume with the same flags computes the same.
     """
 
     name = "Weights & Biases"
@@ -220,8 +235,13 @@ def open_dashboards(
     if not log.is_last:
         return dashboards
     if config.tensorboard_dir is not None:
-        folder, queue_size = config.tensorboard_dir, config.tensorboard_queue_size
-        dashboards.open("--tensorboard-dir", lambda: TensorBoard(folder, queue_size=queue_size))
+        board = partial(
+            TensorBoard,
+            config.tensorboard_dir,
+            queue_size=config.tensorboard_queue_size,
+            start_iteration=start_iteration,
+        )
+        dashboards.open("--tensorboard-dir", board)
     if config.wandb_project is not None:
         place = run_id_place(config, save)
         dashboards.open(

@@ -97,7 +97,8 @@ def check_trackers(folder: Path, metrics: list[dict[str, float]]) -> None:
     wanted = MEGATRON | OURS
     board = read_tensorboard(folder / "board")
     assert wanted <= board.keys()
-    assert {f"{tag} vs samples" for tag in wanted} <= board.keys()
+    over_samples = read_tensorboard(folder / "board" / "samples")
+    assert {f"{tag} vs samples" for tag in wanted} <= over_samples.keys()
     (values,) = read_wandb(folder).values()  # one run, in two files
     assert wanted | {"samples vs steps"} <= values.keys()
     assert sorted(values["lm loss"]) == [1, 2]

@@ -92,14 +92,28 @@ def test_a_run_that_is_not_online_says_where_it_is(
 
 def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    boards = open_dashboards(ReportConfig(tensorboard_dir=str(tmp_path)), Log(), {})
-    boards.write({"lm loss": 2.5}, iteration=3, samples=24)
-    boards.close()
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    steps = {tag: events.Scalars(tag)[0].step for tag in events.Tags()["scalars"]}
-    assert steps == {"lm loss": 3, "lm loss vs samples": 24}
-    assert events.Scalars("lm loss")[0].value == 2.5
+    config = ReportConfig(tensorboard_dir=str(tmp_path))
+
+    def start(iteration: int, *steps: int, loss: float) -> None:
+        boards = open_dashboards(config, Log(), {}, start_iteration=iteration)
+        boards.write({"recovery/seconds": 1.0}, iteration=iteration, samples=8 * iteration)
+        for step in steps:
+            boards.write({"lm loss": loss}, iteration=step, samples=8 * step)
+        boards.close()
+
+    def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
+        events = accumulator.EventAccumulator(str(folder))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars(tag)]
+
+    start(0, 1, 2, 3, 4, loss=2.5)
+    # Resumed from an earlier iteration than the last: one value a step, of the later start.
+    start(2, 3, loss=1.5)
+    wanted = [(1, 2.5), (2, 2.5), (3, 1.5)]
+    assert shown(tmp_path, "lm loss") == wanted
+    over_samples = shown(tmp_path / "samples", "lm loss vs samples")
+    assert over_samples == [(8 * step, loss) for step, loss in wanted]
+    assert [step for step, _ in shown(tmp_path, "recovery/seconds")] == [0, 2]
 
 
 def test_only_the_last_rank_opens_any(monkeypatch: pytest.MonkeyPatch) -> None:
