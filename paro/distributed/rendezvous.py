@@ -33,6 +33,8 @@ _POLL_SECONDS = 0.005
 _BACKLOG = 2048  # connections that wait to be accepted: all ranks come at once
 # Once a rank is known to refuse or to differ: how long the others may take to come, and to read it.
 _REFUSAL_TIMEOUT = timedelta(seconds=20)
+_RESOLVING_TIMEOUT = timedelta(seconds=20)
+_RESOLVING_SECONDS = 1.0  # between two tries
 _KINDS: dict[str, type[SharedError]] = {
     kind.__name__: kind for kind in (UserError, StorageError, RunError, PeerError)
 }
@@ -41,9 +43,11 @@ _KINDS: dict[str, type[SharedError]] = {
 def open_store(world: World, timeout: timedelta) -> dist.Store:
     """torchrun's store, or one that rank 0 opens at MASTER_ADDR; its limit is `timeout`.
 
-    `UserError` on a rank 0 that cannot open it, `PeerError` on ranks that do not find it.
+    `UserError` on a rank that cannot resolve its name and on a rank 0 that cannot open it,
+    `PeerError` on ranks that do not find it.
     """
     host, port = read_address()
+    _resolve(world.rank, host, port, min(timeout, _RESOLVING_TIMEOUT))
     is_master = world.rank == 0 and not has_agent_store()
     try:
         return dist.TCPStore(
@@ -65,6 +69,27 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
             f"rank {world.rank} found no rank 0 at MASTER_ADDR {host}, MASTER_PORT {port} within "
             f"{timeout}"
         ) from error
+
+
+def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
+    """Waits until the name of rank 0's host is known, as that of a new container may not be yet.
+
+    torch would look for as long as ranks may wait, and print a page of its frames for it.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # no host name, such as one of 64 characters
+            if time.monotonic() < deadline:
+                time.sleep(_RESOLVING_SECONDS)
+                continue
+            raise UserError(
+                f"rank {rank} cannot resolve MASTER_ADDR {host} ({_first_words(error)}): give one "
+                "name or address of rank 0's host, which all nodes know",
+                on_this_rank=True,
+            ) from error
+        return
 
 
 def _loopback_listener(world: World, host: str, port: int) -> int | None:

@@ -123,6 +123,20 @@ def test_without_an_agent_rank_0_opens_the_store(monkeypatch: pytest.MonkeyPatch
     assert store.get("key") == b"value"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("host", ["node[1-4]", "no.such.host.invalid", 64 * "x" + ".invalid"])
+def test_a_name_that_does_not_resolve_is_named(
+    host: str, rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UserError) as error:
+        open_store(World(rank=rank, size=2), timedelta(seconds=0))
+    assert str(error.value).startswith(f"rank {rank} cannot resolve MASTER_ADDR {host} (")
+    assert error.value.on_this_rank
+    assert "frame #" not in capfd.readouterr().err
+
+
 def train_with(flags: Sequence[Sequence[str]]) -> Ended:
     own = flags[int(os.environ["RANK"])]
     return run_main([*RUN, "--train-iters", "2", *own])
