@@ -142,6 +142,12 @@ class Loop:
         self._report.log.log0(f"training ... datetime: {datetime.now()}")
         reason = None
         last = last_iteration(config, self.training.batches, self.state)
+        if self.state.iteration >= last:
+            flag = "--train-iters" if config.train_samples is None else "--train-samples"
+            self._report.log.log0(
+                f"the run is complete with iteration {self.state.iteration}: nothing is left to "
+                f"train (raise {flag} to train on)"
+            )
         while self.state.iteration < last and reason is None:
             result = self._iteration()
             every = config.check_weight_hash_across_dp_replicas_interval
