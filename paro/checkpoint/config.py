@@ -74,11 +74,11 @@ class CheckpointConfig:
             )
         if self.save_retain_interval is None:
             return
-        if not self.save_interval or self.save_retain_interval % self.save_interval != 0:
-            raise UserError(
-                f"--save-retain-interval {self.save_retain_interval} must be a multiple of "
-                f"--save-interval {self.save_interval}"
-            )
+        flag = f"--save-retain-interval {self.save_retain_interval}"
+        if not self.save_interval:
+            raise UserError(f"{flag} needs --save-interval, of which it is a multiple")
+        if self.save_retain_interval % self.save_interval != 0:
+            raise UserError(f"{flag} must be a multiple of --save-interval {self.save_interval}")
 
     @property
     def saves_where_it_loads(self) -> bool:

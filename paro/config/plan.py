@@ -32,6 +32,7 @@ from paro.planning.search.search_space import (
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
+from paro.quantities import size_text
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
 
 DEFAULT_STRATEGY = "IIG"
@@ -217,7 +218,7 @@ def check_survival(
     if found is not None:
         degrees, more = found
         advice = (
-            f"the nearest that holds it is {FLAG} {degrees}, with {abs(more) / 1e6:,.2f} MB "
+            f"the nearest that holds it is {FLAG} {degrees}, with {size_text(abs(more))} "
             f"{'more' if more >= 0 else 'less'} of model states a rank"
         )
     raise UserError(

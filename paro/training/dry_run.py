@@ -235,7 +235,7 @@ def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
     if found is not None and found.best is not None:
         advice += f"; the fastest that fits is {found.best.candidate.describe()}"
     return (
-        f"a rank needs {plan.memory.total / 1e9:.1f} GB at {plan.memory.name}, more than "
+        f"a rank needs {size_text(plan.memory.total)} at {plan.memory.name}, more than "
         f"{whose}: {advice}"
     )
 

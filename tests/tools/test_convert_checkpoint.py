@@ -319,7 +319,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     save_folder(tmp_path / "hf", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
     told = mistake("hf", "megatron", tmp_path / "hf", tmp_path / "out")
-    assert "0.0 GB are free there" in told
+    assert "1 bytes are free there" in told
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -25,6 +25,7 @@ from paro.checkpoint.convert.native import open_native, write_adapters, write_na
 from paro.checkpoint.convert.peft import open_peft, write_peft
 from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.errors import UserError, about, reading
+from paro.quantities import size_text
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,
@@ -144,8 +145,8 @@ class Conversion:
         free = shutil.disk_usage(target.parent).free
         if free < self.num_bytes(source):
             raise UserError(
-                f"--output {self.target} needs {self.num_bytes(source) / 1e9:.1f} GB, and "
-                f"{free / 1e9:.1f} GB are free there"
+                f"--output {self.target} needs {size_text(self.num_bytes(source))}, and "
+                f"{size_text(free)} are free there"
             )
         temporary = temporary_beside(target)
         temporary.mkdir()

@@ -20,6 +20,7 @@ from paro.checkpoint.local.generation import DATA, RECORD
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, writing
+from paro.quantities import size_text
 
 MEMORY = Path("/dev/shm")
 FLAG = "--non-persistent-local-ckpt-dir"
@@ -116,8 +117,8 @@ def check_room(folder: LocalFolder, num_bytes: int) -> None:
         free = shutil.disk_usage(folder.path).free + old
         if num_bytes > free:
             raise UserError(
-                f"two generations of local copies take {num_bytes / 1e9:,.2f} GB of a node and "
-                f"{folder.path.parent} has {free / 1e9:,.2f} GB: mount it larger, give another "
+                f"two generations of local copies take {size_text(num_bytes)} of a node and "
+                f"{folder.path.parent} has {size_text(free)}: mount it larger, give another "
                 f"{FLAG}, or spread the optimizer state over more ranks with --paro-strategy"
             )
 

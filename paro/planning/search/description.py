@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from paro.planning.search.estimator import BITS_GAIN, Estimate
 from paro.planning.search.planner import TIE, SearchResult
+from paro.quantities import size_text
 from paro.quantization.formats import EXACT_BITS
 
 
@@ -65,7 +66,7 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
     second = plan.runner_up
     yield (
         f"planner: the runner-up {second.candidate.describe()} {_behind(second, best)}, with "
-        f"{second.memory_bytes / 1e9:.1f} GB; it waits {exposed_text(second)}"
+        f"{size_text(second.memory_bytes)}; it waits {exposed_text(second)}"
     )
 
 
@@ -91,7 +92,7 @@ def _reason(plan: SearchResult, best: Estimate) -> str:
     return (
         f"{reason}; {nearest.candidate.describe()} would be "
         f"{best.seconds / nearest.seconds - 1:.1%} faster but needs "
-        f"{nearest.memory_bytes / 1e9:.1f} GB"
+        f"{size_text(nearest.memory_bytes)}"
     )
 
 

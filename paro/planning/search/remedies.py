@@ -10,6 +10,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Candidate, Materialize, Workload
+from paro.quantities import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
 _SMALLER = {
@@ -24,7 +25,7 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     changes = "; or ".join(single_changes(workload, least.candidate))
     return (
         f"nothing fits the {plan.device_bytes / 1e9:g} GB of a device: the least is "
-        f"{least.memory_bytes / 1e9:.1f} GB with {least.candidate.describe()} "
+        f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
         f"({least.memory.describe()}); use larger devices{changes and f'; or {changes}'}"
     )
 

@@ -134,7 +134,7 @@ def test_room_is_what_is_free_and_what_will_be(
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
     check_room(folder, 2 * 10**6)
-    with pytest.raises(UserError, match=r"take 0\.00 GB of a node and .* has 0\.00 GB"):
+    with pytest.raises(UserError, match=r"take 3\.0 MB of a node and .* has 2\.0 MB: "):
         check_room(folder, 3 * 10**6)
 
 
