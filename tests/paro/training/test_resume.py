@@ -72,7 +72,7 @@ def test_kernels_and_fp8_may_change(tmp_path: Path, more: tuple[str, ...]) -> No
 
 def test_a_complete_run_says_so_when_it_starts_again(tmp_path: Path) -> None:
     go_on = [*RUN, "--train-iters", 2, "--save", tmp_path, "--load", tmp_path]
-    assert "complete" not in run(*go_on)
+    assert "the run is complete" not in run(*go_on)
     again = run(*go_on, "--tensorboard-dir", tmp_path / "board")
     assert "the run is complete with iteration 2: nothing is left to train (raise --train" in again
     assert losses(again) == []
