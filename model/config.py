@@ -104,6 +104,7 @@ class LlamaConfig:
     fp8_format: Fp8Format | None = None  # of the blocks' matmuls, see matmul.py
     fuses_swiglu: bool = False  # SwiGLU by Triton, see fusion.py
     fuses_rotary: bool = False  # rotary embedding by Triton
+    fuses_fp8_casts: bool = False  # operands of matmuls in fp8 cast by Triton
     torch_compile: Compiler | None = None  # of blocks, see compilation.py
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from model.config import LlamaConfig
+from model.fp8 import Fp8, Scaled, operand
 from model.layers import gated_linear
 from model.rotary import rotate
 
@@ -21,10 +22,14 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusions:
-    """What Triton shall compute, if it can; Megatron's flags."""
+    """What Triton shall compute, if it can; Megatron's flags, and casts, which have none."""
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True
+    fp8_casts: bool = True
+
+
+NONE = Fusions(bias_swiglu_fusion=False, apply_rope_fusion=False, fp8_casts=False)
 
 
 class Kernels(NamedTuple):
@@ -42,15 +47,18 @@ def usable_kernels(
 
     A rank without Triton, or without the compiler that Triton needs, computes plainly.
     """
+    casts = fusions.fp8_casts and config.fp8_format is not None
     asked = {
         "SwiGLU": (fusions.bias_swiglu_fusion, _try_swiglu),
         "rotary embedding": (fusions.apply_rope_fusion, _try_rotary),
+        "casts to fp8": (casts, _try_casts),
     }
     if config.torch_compile is not None:
         return Kernels(config, f"blocks: torch.compile by {config.torch_compile}")
     if device.type not in DEVICES:
         return Kernels(config, None)
-    names = " and ".join(name for name, (wanted, _) in asked.items() if wanted)
+    *most, last = ["", *(name for name, (wanted, _) in asked.items() if wanted)]
+    names = f"{', '.join(most[1:])} and {last}" if most[1:] else last
     if not names:
         return Kernels(config, "SwiGLU and rotary embedding: torch's operations, as the flags ask")
     try:
@@ -62,9 +70,15 @@ def usable_kernels(
     except Exception as error:  # whatever Triton, its compiler or the device's driver raises
         first = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first}"
-        return Kernels(config, f"{names}: torch's operations, because Triton fails: {reason}")
+        line = f"{names}: torch's operations, because Triton fails: {reason}"
+        if casts:
+            line = f"WARNING: fp8 is slower than bf16 without Triton or --torch-compile; {line}"
+        return Kernels(config, line)
     chosen = replace(
-        config, fuses_swiglu=fusions.bias_swiglu_fusion, fuses_rotary=fusions.apply_rope_fusion
+        config,
+        fuses_swiglu=fusions.bias_swiglu_fusion,
+        fuses_rotary=fusions.apply_rope_fusion,
+        fuses_fp8_casts=casts,
     )
     return Kernels(chosen, f"{names}: Triton {VERSION}")
 
@@ -80,6 +94,25 @@ def _try_rotary(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -
     cos, sin = torch.cat((angles.cos(), angles.cos()), -1).to(dtype), angles.sin().to(dtype)
     x = _values((2, 3, config.num_query_groups, config.kv_channels), dtype, device)
     _compare(lambda x, fused: rotate(x, cos, sin, fused=fused), (x,))
+
+
+def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """`RuntimeError` unless the bits are the same; ranks without Triton cast as the others do."""
+    assert config.fp8_format is not None
+    values = 448.0 * _values((130, 65), torch.float32, device)
+    values[1, 2] = 448.0  # the scale is a power of two, and many values lie halfway
+    for is_grad in (False, True):
+        plain, fused = (
+            operand(values.to(dtype), Fp8(config.fp8_format, by), is_grad=is_grad, transposed=True)
+            for by in (False, True)
+        )
+        assert isinstance(plain, Scaled)
+        assert isinstance(fused, Scaled)
+        same = torch.equal(plain.scale, fused.scale)
+        for wanted, found in ((plain.values, fused.values), (plain.values_t, fused.values_t)):
+            same &= torch.equal(wanted.view(torch.uint8), found.view(torch.uint8))
+        if not same:
+            raise RuntimeError("casts to fp8 differ from those of torch's operations")
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,8 @@
-"""Triton kernels for what a block computes between matmuls: SwiGLU and the rotary embedding."""
+"""Triton kernels for what a block computes between matmuls: SwiGLU, rotary embedding, fp8 casts."""
 
 # Imported only where a run uses them: a CPU's torch brings no Triton. Values are read in their own
-# type, computed in fp32 and rounded once. The plain versions are in layers.py and rotary.py.
+# type, computed in fp32 and rounded once. The plain versions are in layers.py, rotary.py and, with
+# the same bits as here, matmul.py.
 # Triton reads annotations of a kernel's arguments as its own: they have none.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 _BLOCK = 1024  # elements of a program
 _MOST_HEADS = 16  # of a program of the rotary embedding, so that a thread has several channels
+_MAXIMUM_BLOCK = 8192  # elements of a program that looks for the largest
+_TILE = {"ROWS": 128, "COLUMNS": 64}  # of a cast; both 128 bytes where one is read or written
 
 VERSION: str = triton.__version__
 
@@ -59,6 +62,64 @@ def _rotate(
     tl.store(out + at + half, second * c[None, :] + first * s[None, :], mask=inside)
 
 
+@triton.jit
+def _largest(x, bits, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
+    # Bits of magnitudes are in the order of these, and a NaN's are above those of infinity.
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(bits, tl.max(magnitude, 0), sem="relaxed")
+
+
+@triton.jit
+def _to_fp8(x, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
+    """The bits of `x`, in range or NaN, with e4m3's or e5m2's mantissa; ties go to even.
+
+    Triton's interpreter does not round so: without `NATIVE` this computes with integers.
+    """
+    if NATIVE:
+        if MANTISSA == 3:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    bias: tl.constexpr = (1 << (6 - MANTISSA)) - 1
+    cut: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    odd = (magnitude >> cut) & 1
+    normal = (magnitude - ((127 - bias) << 23) + (1 << (cut - 1)) - 1 + odd) >> cut
+    # A number whose last bit weighs as much as the last of fp8's numbers below the normal ones.
+    shifter = tl.full(x.shape, (127 + 24 - bias - MANTISSA) << 23, tl.int32)
+    moved = tl.abs(x) + shifter.to(tl.float32, bitcast=True)
+    small = moved.to(tl.int32, bitcast=True) - shifter
+    found = tl.where(magnitude < ((128 - bias) << 23), small, normal)
+    found = tl.where(magnitude > 0x7F800000, 0x7F, found)
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _cast(
+    x, bits, scale, data, transposed, num_rows, num_columns,
+    TOP: tl.constexpr, TINY: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    factor = tl.div_rn(tl.load(bits).to(tl.float32, bitcast=True), TOP)
+    factor = tl.where(factor < TINY, TINY, factor)  # a NaN stays
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, factor)
+    inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
+    at = row[:, None] * num_columns + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = _to_fp8(tl.div_rn(value, factor), MANTISSA, NATIVE)
+    if data is not None:
+        tl.store(data + at, rounded, mask=inside)
+    if transposed is not None:
+        at = column[:, None] * num_rows + row[None, :]
+        inside = (row[None, :] < num_rows) & (column[:, None] < num_columns)
+        tl.store(transposed + at, tl.trans(rounded), mask=inside)
+
+
 def swiglu(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
     """`silu(gate) * up`."""
     gate, up = gate_BSF.contiguous(), up_BSF.contiguous()
@@ -100,3 +161,35 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor
         HALF=triton.next_power_of_2(half),
     )
     return out
+
+
+def cast(
+    tensor: Tensor, kind: torch.dtype, *, data: bool, transposed: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The tensor in fp8, its transpose [last dim, others], as asked for; and its scale."""
+    tensor, limits = tensor.contiguous(), torch.finfo(kind)
+    num_columns = tensor.shape[-1]
+    num_rows = tensor.numel() // num_columns
+    bits = torch.zeros((), dtype=torch.int32, device=tensor.device)
+    numel, block = tensor.numel(), _MAXIMUM_BLOCK
+    _largest[(triton.cdiv(numel, block),)](tensor, bits, numel, BLOCK=block, num_warps=8)
+    scale = torch.empty((), dtype=torch.float32, device=tensor.device)
+    as_is = torch.empty_like(tensor, dtype=kind) if data else None
+    turned = tensor.new_empty((num_columns, num_rows), dtype=kind) if transposed else None
+    grid = (triton.cdiv(num_columns, _TILE["COLUMNS"]), triton.cdiv(num_rows, _TILE["ROWS"]))
+    _cast[grid](
+        tensor,
+        bits,
+        scale,
+        None if as_is is None else as_is.view(torch.uint8),
+        None if turned is None else turned.view(torch.uint8),
+        num_rows,
+        num_columns,
+        TOP=limits.max,
+        TINY=torch.finfo(torch.float32).tiny,
+        MANTISSA={torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[kind],
+        NATIVE=tensor.device.type == "cuda",
+        num_warps=8,
+        **_TILE,
+    )
+    return as_is, turned, scale

@@ -18,16 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from model.config import Fp8Format
-from model.matmul import (
-    Operand,
-    input_grads,
-    operand,
-    outputs,
-    sink_of,
-    weight_grad,
-    weight_grad_to_number,
-)
+from model.fp8 import Fp8, Operand, casts_of, operand, weight_operand
+from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad_to_number
 
 # Frozen weights may have another type than activations: a matmul converts one for as long as it
 # runs, and what is saved for backward is the weight as it is held.
@@ -196,30 +188,41 @@ class _NormedLinears(torch.autograd.Function):
     def forward(
         ctx: Any,
         norm: SharedInput,
-        fp8: Fp8Format | None,
+        fp8: Fp8 | None,
         x_BSD: Tensor,
         scale_D: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_BSD, scale_D, *weights)
         ctx.norm, ctx.fp8, ctx.sinks = norm, fp8, [*map(sink_of, weights)]
+        ctx.casts = [*map(casts_of, weights)]
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
         y = operand(y_BSD, fp8)
-        return tuple(outputs(y, operand(weight.to(y_BSD.dtype), fp8)) for weight in weights)
+        return tuple(
+            outputs(y, weight_operand(weight, y_BSD.dtype, fp8, casts, transposed=False))
+            for weight, casts in zip(weights, ctx.casts, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, scale_D, *weights = ctx.saved_tensors
         _, _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
         y_TD = ctx.norm.in_backward((x_BSD, scale_D), (needs_x, needs_scale))
-        flat_grads = [operand(grad.flatten(0, -2), ctx.fp8, is_grad=True) for grad in grads]
-        y = operand(y_TD, ctx.fp8) if any(needs_weights) else y_TD
+        needs_y = needs_x or needs_scale
+        flat_grads = [
+            operand(grad.flatten(0, -2), ctx.fp8, is_grad=True, data=needs_y, transposed=needed)
+            for grad, needed in zip(grads, needs_weights, strict=True)
+        ]
+        y = operand(y_TD, ctx.fp8, data=False, transposed=True) if any(needs_weights) else y_TD
         grad_weights = [
             weight_grad(grad, y, sink) if needed else None
             for grad, needed, sink in zip(flat_grads, needs_weights, ctx.sinks, strict=True)
         ]
-        if needs_x or needs_scale:
-            cast = (operand(weight.to(y_TD.dtype), ctx.fp8) for weight in weights)
+        if needs_y:
+            cast = (
+                weight_operand(weight, y_TD.dtype, ctx.fp8, casts, transposed=True)
+                for weight, casts in zip(weights, ctx.casts, strict=True)
+            )
             ctx.norm.add_products(flat_grads, cast)
         del y, y_TD
         return None, None, *ctx.norm.source_grads(), *grad_weights
@@ -230,7 +233,7 @@ def normed_linears(
     x_BSD: Tensor,
     scale_D: Tensor,
     *weights: Tensor,
-    fp8: Fp8Format | None = None,
+    fp8: Fp8 | None = None,
 ) -> tuple[Tensor, ...]:
     """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
 
@@ -263,44 +266,54 @@ class _GatedLinear(torch.autograd.Function):
         gate_BSF: Tensor,
         up_BSF: Tensor,
         weight_DF: Tensor,
-        fp8: Fp8Format | None,
+        fp8: Fp8 | None,
         fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
-        ctx.fp8, ctx.sink, ctx.fused = fp8, sink_of(weight_DF), fused
+        ctx.fp8, ctx.sink, ctx.casts, ctx.fused = (
+            fp8,
+            sink_of(weight_DF),
+            casts_of(weight_DF),
+            fused,
+        )
         if fused:
             from model.kernels import swiglu
 
             hidden_BSF = swiglu(gate_BSF, up_BSF)
         else:
             hidden_BSF = F.silu(gate_BSF).mul_(up_BSF)
-        return outputs(operand(hidden_BSF, fp8), operand(weight_DF.to(gate_BSF.dtype), fp8))
+        weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.casts, transposed=False)
+        return outputs(operand(hidden_BSF, fp8), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_BSF, up_BSF, weight_DF = ctx.saved_tensors
         needs_gate, needs_up, needs_weight, *_ = ctx.needs_input_grad
-        grad = operand(grads[0].flatten(0, -2), ctx.fp8, is_grad=True)
+        fp8, needs_hidden = ctx.fp8, needs_gate or needs_up
+        flat_TD = grads[0].flatten(0, -2)
+        grad = operand(flat_TD, fp8, is_grad=True, data=needs_hidden, transposed=needs_weight)
+
+        def hidden_grad() -> Tensor:
+            weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.casts, transposed=True)
+            return input_grads(grad, weight).view_as(gate_BSF)
+
+        def grad_of_weight(hidden_BSF: Tensor) -> Tensor | None:
+            hidden = operand(hidden_BSF.flatten(0, -2), fp8, data=False, transposed=True)
+            return weight_grad(grad, hidden, ctx.sink)
+
         grad_gate = grad_up = grad_weight = None
         if ctx.fused and needs_gate and needs_up:
             from model.kernels import swiglu_backward
 
-            weight = operand(weight_DF.to(gate_BSF.dtype), ctx.fp8)
-            grad_BSF = input_grads(grad, weight).view_as(gate_BSF)
-            grad_gate, grad_up, hidden_BSF = swiglu_backward(grad_BSF, gate_BSF, up_BSF)
+            grad_gate, grad_up, hidden_BSF = swiglu_backward(hidden_grad(), gate_BSF, up_BSF)
             if needs_weight:
-                hidden = operand(hidden_BSF.flatten(0, -2), ctx.fp8)
-                grad_weight = weight_grad(grad, hidden, ctx.sink)
+                grad_weight = grad_of_weight(hidden_BSF)
             return grad_gate, grad_up, grad_weight, None, None
         silu_BSF = F.silu(gate_BSF)
         if needs_weight:
-            grad_weight = weight_grad(
-                grad, operand((silu_BSF * up_BSF).flatten(0, -2), ctx.fp8), ctx.sink
-            )
-        if needs_gate or needs_up:
-            grad_BSF = input_grads(grad, operand(weight_DF.to(gate_BSF.dtype), ctx.fp8)).view_as(
-                gate_BSF
-            )
+            grad_weight = grad_of_weight(silu_BSF * up_BSF)
+        if needs_hidden:
+            grad_BSF = hidden_grad()
             grad_up = silu_BSF.mul_(grad_BSF) if needs_up else None
             if needs_gate:
                 grad_gate = torch.ops.aten.silu_backward(grad_BSF.mul_(up_BSF), gate_BSF)
@@ -311,7 +324,7 @@ def gated_linear(
     gate_BSF: Tensor,
     up_BSF: Tensor,
     weight_DF: Tensor,
-    fp8: Fp8Format | None = None,
+    fp8: Fp8 | None = None,
     *,
     fused: bool = False,
 ) -> Tensor:
@@ -326,23 +339,27 @@ class _Linear(torch.autograd.Function):
     """Saves the input, if the weight trains, and the weight in its own type."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None) -> Tensor:
+    def forward(ctx: Any, x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None) -> Tensor:
         needed_x = x_BSD if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(needed_x, weight_ED)
-        ctx.fp8, ctx.sink = fp8, sink_of(weight_ED)
-        return outputs(operand(x_BSD, fp8), operand(weight_ED.to(x_BSD.dtype), fp8))
+        ctx.fp8, ctx.sink, ctx.casts = fp8, sink_of(weight_ED), casts_of(weight_ED)
+        weight = weight_operand(weight_ED, x_BSD.dtype, fp8, ctx.casts, transposed=False)
+        return outputs(operand(x_BSD, fp8), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_BSD, weight_ED = ctx.saved_tensors
-        grad_BSE = grads[0]
-        grad = operand(grad_BSE.flatten(0, -2), ctx.fp8, is_grad=True)
+        grad_BSE, fp8, needs_x = grads[0], ctx.fp8, ctx.needs_input_grad[0]
+        needs_weight = x_BSD is not None
+        flat_TE = grad_BSE.flatten(0, -2)
+        grad = operand(flat_TE, fp8, is_grad=True, data=needs_x, transposed=needs_weight)
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            weight = operand(weight_ED.to(grad_BSE.dtype), ctx.fp8)
+        if needs_x:
+            weight = weight_operand(weight_ED, grad_BSE.dtype, fp8, ctx.casts, transposed=True)
             grad_x = input_grads(grad, weight).unflatten(0, grad_BSE.shape[:-1])
-        if x_BSD is not None:
-            grad_weight = weight_grad(grad, operand(x_BSD.flatten(0, -2), ctx.fp8), ctx.sink)
+        if needs_weight:
+            x = operand(x_BSD.flatten(0, -2), fp8, data=False, transposed=True)
+            grad_weight = weight_grad(grad, x, ctx.sink)
         return grad_x, grad_weight, None
 
 
@@ -368,7 +385,7 @@ class _NumberedLinear(torch.autograd.Function):
         return grad_x, None, None, weight_grad_to_number(*flat, number)
 
 
-def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8Format | None = None) -> Tensor:
+def linear(x_BSD: Tensor, weight_ED: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """`x @ weight.T`; a weight of another type than `x` is frozen."""
     if fp8 is None and torch.compiler.is_compiling():
         number = getattr(weight_ED, "sink_number", None)

@@ -28,6 +28,7 @@ from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy, slice_scores
 from model.embedding import Embedding
+from model.fp8 import Fp8
 from model.layers import (
     SharedInput,
     gated,
@@ -65,6 +66,8 @@ class Block(AdaptedBlock):
         query = config.num_attention_heads * config.kv_channels
         key = config.num_query_groups * config.kv_channels
         self.recomputed = recomputed  # by itself, from its own input
+        fp8 = config.fp8_format
+        self.fp8 = Fp8(fp8, config.fuses_fp8_casts) if fp8 is not None else None
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
         self.attention_norm = nn.Parameter(torch.empty(hidden))
         self.wq = nn.Parameter(torch.empty(query, hidden))
@@ -129,7 +132,7 @@ class Block(AdaptedBlock):
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
         shared = norm or shared_norm(*sources, epsilon)
         weights = (self.wq, self.wk, self.wv)
-        projections = normed_linears(shared, *sources, *weights, fp8=self.config.fp8_format)
+        projections = normed_linears(shared, *sources, *weights, fp8=self.fp8)
         if self.config.add_qkv_bias:
             for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
                 part.add_(bias)
@@ -161,7 +164,7 @@ class Block(AdaptedBlock):
 
     def _output(self, out_BSNH: Tensor, drops: Drops | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
-        y_BSD = linear(out_BSD, self.wo, self.config.fp8_format)
+        y_BSD = linear(out_BSD, self.wo, self.fp8)
         if self.adapts("wo"):
             y_BSD = self.adapted_alone("wo", y_BSD, _same, (out_BSD,), drops)
         return y_BSD
@@ -179,7 +182,7 @@ class Block(AdaptedBlock):
 
     def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedInput | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
-        fp8, sources = self.config.fp8_format, (x_BSD, self.mlp_norm)
+        fp8, sources = self.fp8, (x_BSD, self.mlp_norm)
         shared = norm or shared_norm(*sources, self.config.norm_epsilon)
         projections = normed_linears(shared, *sources, self.w_gate, self.w_up, fp8=fp8)
         names = ("w_gate", "w_up")

@@ -1,18 +1,10 @@
 """Matmuls of a block's linear layers: in the type of their operands, or in fp8."""
 
-# [Note: fp8]
-# The recipe is Megatron's "tensorwise": every operand is rounded to 8 bits with one scale, from the
-# largest absolute value of this very tensor, so there is no state to keep between steps. e4m3 has 3
-# bits of mantissa, e5m2 the range that gradients may need: "hybrid" takes it for gradients, "e4m3"
-# does not. Sums are fp32 and results have the operands' former type, so parameters, gradients,
-# masters and messages are as without fp8. An operand that is not finite makes the scale so, and all
-# results NaN: the step is skipped, as without fp8.
-
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,10 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from model.config import BF16_CAPABILITY, FP8_CAPABILITY, Fp8Format
+from model.fp8 import Operand, Scaled
 from paro.errors import UserError
-
-_FOR_VALUES = torch.float8_e4m3fn
-_FOR_GRADS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 def check_matmul_types(fp8: Fp8Format | None, dtype: torch.dtype, device: torch.device) -> None:
@@ -44,42 +34,15 @@ def check_matmul_types(fp8: Fp8Format | None, dtype: torch.dtype, device: torch.
         )
 
 
-class Scaled(NamedTuple):
-    """A tensor in fp8: `data * scale`."""
-
-    data: Tensor
-    scale: Tensor  # fp32, no dims
-    dtype: torch.dtype  # that it had, and that results have
-
-
-Operand = Tensor | Scaled
-
-
-def operand(tensor: Tensor, fp8: Fp8Format | None, *, is_grad: bool = False) -> Operand:
-    """The tensor as matmuls take it: unchanged without fp8."""
-    if fp8 is None:
-        return tensor
-    kind = _FOR_GRADS[fp8] if is_grad else _FOR_VALUES
-    return _scaled(tensor, kind)
-
-
-def _scaled(tensor: Tensor, kind: torch.dtype) -> Scaled:
-    limits = torch.finfo(kind)
-    # Zeros alone would have scale 0; values so small that 1 / scale overflowed become 0.
-    scale = (tensor.abs().amax().float() / limits.max).clamp_(min=torch.finfo(torch.float32).tiny)
-    data = (tensor.float() / scale).clamp_(limits.min, limits.max).to(kind)
-    return Scaled(data, scale, tensor.dtype)
-
-
 def outputs(x: Operand, weight: Operand) -> Tensor:
     """`x @ weight.T`, for x [..., D] and weight [E, D]."""
     if isinstance(x, Tensor):
         assert isinstance(weight, Tensor)
         return F.linear(x, weight)
     assert isinstance(weight, Scaled)
-    flat = _product(x, x.data.flatten(0, -2), weight, weight.data)
+    flat = _product(x, x.values.flatten(0, -2), weight, weight.values)
     # Not a view, to which autograd would allow no addition in place: of a bias, for example.
-    shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*x.data.shape[:-1], flat.shape[-1]])
+    shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*x.values.shape[:-1], flat.shape[-1]])
     return shaped
 
 
@@ -91,7 +54,7 @@ def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = Non
             return torch.addmm(total_TD, grad, weight, out=total_TD)
         return grad @ weight
     assert isinstance(weight, Scaled)
-    product_TD = _product(grad, grad.data, weight, weight.data.t().contiguous())
+    product_TD = _product(grad, grad.values, weight, weight.values_t)
     return product_TD if total_TD is None else total_TD.add_(product_TD)
 
 
@@ -204,13 +167,13 @@ def _weight_grad(grad: Operand, x: Operand) -> Tensor:
         assert isinstance(x, Tensor)
         return grad.t() @ x
     assert isinstance(x, Scaled)
-    return _product(grad, grad.data.t().contiguous(), x, x.data.t().contiguous(), exact=True)
+    return _product(grad, grad.values_t, x, x.values_t, exact=True)
 
 
 def _product(
     left: Scaled, left_MK: Tensor, right: Scaled, right_NK: Tensor, *, exact: bool = False
 ) -> Tensor:
-    """[M, N]; a GPU's fp8 units read both operands along K, hence the copies of transposes.
+    """[M, N].
 
     In forward and for the inputs' gradients a GPU may add up short runs with fewer bits, which is
     faster; weight gradients, sums over all tokens, are `exact`.

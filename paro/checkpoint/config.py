@@ -18,6 +18,7 @@ FREE_FIELDS = frozenset(
         "fp8_format",
         "fuses_swiglu",
         "fuses_rotary",
+        "fuses_fp8_casts",
         "torch_compile",
     }
 )

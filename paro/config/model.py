@@ -15,7 +15,8 @@ from paro.errors import UserError
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 # Fields that are derived, or chosen on the device.
-_NOT_GIVEN = {"vocab_size", "recompute", "lora", "fuses_swiglu", "fuses_rotary"}
+_CHOSEN = {"fuses_swiglu", "fuses_rotary", "fuses_fp8_casts"}
+_NOT_GIVEN = {"vocab_size", "recompute", "lora", *_CHOSEN}
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:

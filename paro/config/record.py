@@ -53,7 +53,8 @@ def precision_line(config: RunConfig) -> str:
     """The types of states and messages, and of matmuls in fp8, logged at the start of a run."""
     fp8 = config.model.fp8_format
     text = config.precision.describe()
-    return f"{text}; blocks multiply in fp8 ({fp8}, a scale per tensor)" if fp8 else text
+    how = f"({fp8}, recipe tensorwise: a scale per tensor)"
+    return f"{text}; blocks multiply in fp8 {how}" if fp8 else text
 
 
 def model_line(config: RunConfig) -> str:

@@ -148,7 +148,7 @@ class RunConfig:
             sharding=sharding,
             strategy=strategy,
             precision=precision,
-            fusions=take(Fusions, args),
+            fusions=take(Fusions, args, fp8_casts=True),
             optim=take(OptimConfig, args),
             schedule=take_schedule(args, batches, train, common),
             loss_scale=take_loss_scale(args),

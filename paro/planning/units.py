@@ -64,6 +64,7 @@ class UnitActivations:
     # `in_forward` of a unit that writes gradients in forward: into a buffer of 2 or of 4 bytes.
     writes_in_forward: tuple[int, int] | None = None
     kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
+    casts: int = 0  # of its weights in fp8, while their values stay
 
 
 def units_of(
@@ -152,6 +153,8 @@ def _block(
         if "direct" in transients:
             before, after = transients["direct"]
             transients["direct"] = before, max(after, residual + 2 * scores)
+    if config.fp8_format is not None and config.torch_compile is None:
+        transients |= {"casts": 2 * _matmul_weights(config)}
     if config.lora is not None:
         in_forward = max(
             in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
@@ -176,6 +179,12 @@ def _block(
         in_forward=recomputed + in_forward,
         **transients,
     )
+
+
+def _matmul_weights(config: LlamaConfig) -> int:
+    """Elements of a block's weight matrices."""
+    query, key = _attention_widths(config)
+    return config.hidden_size * (2 * query + 2 * key + 3 * config.ffn_hidden_size)
 
 
 def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:

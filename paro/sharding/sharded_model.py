@@ -35,7 +35,7 @@ class ShardedModel(DistributedModel):
     ) -> None:
         units = [unit for module in modules for unit in module.own]
         super().__init__(model, units, MicroBatchState(), timers)
-        self.modules = modules
+        self.modules, self._sharded = modules, units
         self._max_live = 1 + prefetch_units
         self._max_whole_grads = 2 if prefetch_units else 1
         self._upcoming: deque[UnitModule] = deque()
@@ -57,12 +57,17 @@ class ShardedModel(DistributedModel):
         backward = [module for module in reversed(self.modules[:-1]) if module.in_backward]
         for _ in range(num_micro_batches):
             self._upcoming.extend([*self.modules, *backward])
+        for unit in self._sharded:
+            if not unit.is_gathered:
+                unit.keep_casts()
 
     def finish_gradients(self) -> None:
         """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         while self._reducing:
             self._reducing.popleft().free_whole_grad()
+        for unit in self._sharded:
+            unit.drop_casts()
         super().finish_gradients()
 
     def _begin(self, phase: Phase) -> None:
@@ -165,6 +170,8 @@ class ShardedModel(DistributedModel):
         self._top_up()
         for unit in module.needed:
             unit.use()
+            if self._state.phase is Phase.BACKWARD:  # recomputation's forward may come
+                unit.keep_casts()
 
     def _top_up(self) -> None:
         while self._upcoming and len(self._live) < self._max_live:

@@ -23,7 +23,7 @@ from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
-from paro.sharding.buffers import ElasticBuffer, box_views, store
+from paro.sharding.buffers import Casts, ElasticBuffer, box_views, store
 from paro.sharding.shards import ShardingContext, UnitShards
 
 
@@ -71,14 +71,17 @@ class ShardedUnit(UnitShards):
                 tally=context.ledger.whole_grads,
                 device=device,
             )
+        self._casts = [Casts() for _ in layout.spans]
         self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
         self.num_arrived = 0
 
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Makes each parameter a permanent view of the whole buffer."""
-        for name, box in self._boxes(self.param_shard, self._param_U).items():
+        """Makes each parameter a permanent view of the whole buffer; it has its `Casts`."""
+        boxes = self._boxes(self.param_shard, self._param_U)
+        for (name, box), casts in zip(boxes.items(), self._casts, strict=True):
+            parameters[name].casts = casts  # type: ignore[attr-defined]
             # Not nn.Parameter(box): that shares the buffer's version counter, so autograd would
             # treat a later gather as an in-place change of a saved tensor.
             parameters[name].data = box
@@ -87,6 +90,11 @@ class ShardedUnit(UnitShards):
         return box_views(shard, self.layout) if buffer_U is None else buffer_U.boxes
 
     # Parameters #
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each use has values of its own; else they stay from update to update."""
+        return self._param_U is not None
 
     @property
     def held(self) -> bool:
@@ -120,11 +128,22 @@ class ShardedUnit(UnitShards):
             self._updated = self._gathered = DONE
             self.state = UnitState.WHOLE
 
+    def keep_casts(self) -> None:
+        """From now on the values of the parameters stay for forward and backward."""
+        for casts in self._casts:
+            casts.keeps = True
+
+    def drop_casts(self) -> None:
+        """Frees what was kept: the values of the parameters may change."""
+        for casts in self._casts:
+            casts.keeps, casts.kept = False, None
+
     def release(self) -> None:
         """Frees the whole parameters."""
         if self._param_U is None:
             return
         self.use()  # an unused gather may still be writing the buffer
+        self.drop_casts()
         self._param_U.free()
         self.state = UnitState.SHARDED
 

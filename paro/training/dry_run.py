@@ -16,7 +16,7 @@ from paro.checkpoint.directory import common_of, find_checkpoint
 from paro.config.checkpoint import resumed_samples
 from paro.config.checks import check_overwriting
 from paro.config.plan import RankDevice, case_of
-from paro.config.record import model_line, recorded_arguments, trained_lines
+from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
@@ -288,7 +288,7 @@ def _placement(plan: PlannedRun) -> Iterator[str]:
     states = model_state_bytes(plan.config.strategy, plan.units, plan.config.precision)
     held = plan.training.optimizer.model_state_bytes()
     assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
-    yield f"> precision: {plan.config.precision.describe()}"
+    yield f"> precision: {precision_line(plan.config)}"
 
 
 def _units(plan: PlannedRun) -> Iterator[str]:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import _disable_current_modes
 
 from model import fusion
 from paro.optim import adamw
@@ -43,6 +45,45 @@ def interpreter() -> Iterator[None]:
             forget_choices()
 
 
+@contextmanager
+def bytes_by_kernel() -> Iterator[dict[str, int]]:
+    """What the kernels that the interpreter runs in the block read and write, by their names.
+
+    A dispatch mode sees nothing of them.
+    """
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    moved: dict[str, int] = {}
+    running: list[str] = []
+    launch = GridExecutor.__call__
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def count(pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        moved[running[-1]] += int(mask.data.sum()) * size
+
+    def launched(grid: Any, *args: Any, **kwargs: Any) -> None:
+        running.append(grid.fn.__name__)
+        moved.setdefault(running[-1], 0)
+        with _disable_current_modes():  # it copies arguments
+            launch(grid, *args, **kwargs)
+        running.pop()
+
+    def loaded(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        count(pointers, mask)
+        return load(builder, pointers, mask, *others)
+
+    def stored(builder: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        count(pointers, mask)
+        return store(builder, pointers, value, mask, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launched)
+        patch.setattr(InterpreterBuilder, "create_masked_load", loaded)
+        patch.setattr(InterpreterBuilder, "create_masked_store", stored)
+        yield moved
+
+
 def forget_choices() -> None:
     fusion.usable_kernels.cache_clear()
     adamw.choose_adamw.cache_clear()
@@ -57,8 +98,11 @@ class Signature:
     constants: Mapping[str, object] = field(default_factory=dict)
 
 
-def compile_kernel(module: str, name: str, signature: Signature, capability: int) -> None:
-    """Compiles a kernel down to machine code, which the interpreter does not: it accepts more."""
+def compile_kernel(module: str, name: str, signature: Signature, capability: int) -> str:
+    """Compiles a kernel down to machine code, which the interpreter does not: it accepts more.
+
+    Returns the code in PTX.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compiled
@@ -73,6 +117,8 @@ def compile_kernel(module: str, name: str, signature: Signature, capability: int
     code = compiled(source, target=GPUTarget("cuda", capability, 32)).asm
     assert f".target sm_{capability}" in code["ptx"]
     assert len(code["cubin"]) > 1000
+    ptx: str = code["ptx"]
+    return ptx
 
 
 def run_apart(module: str, call: str, folder: Path) -> None:

@@ -143,6 +143,10 @@ def test_what_runs_is_said() -> None:
     assert found.config == replace(FUSED, fuses_swiglu=False)
     line = usable_kernels(CONFIG, none, torch.float32, CPU).line
     assert line == "SwiGLU and rotary embedding: torch's operations, as the flags ask"
+    for form, dtype in (("e4m3", torch.bfloat16), ("hybrid", torch.float32)):
+        found = usable_kernels(replace(CONFIG, fp8_format=form), ALL, dtype, CPU)
+        assert found.config == replace(FUSED, fp8_format=form, fuses_fp8_casts=True)
+        assert str(found.line).startswith("SwiGLU, rotary embedding and casts to fp8: Triton 3.")
 
 
 def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +167,19 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
         found = usable_kernels(CONFIG, ALL, torch.float32, CPU)
         assert found.config == CONFIG
         assert str(found.line).endswith("RuntimeError: Failed to find C compiler.")
+        monkeypatch.undo()
+        in_fp8 = replace(CONFIG, fp8_format="hybrid")
+        original = imported.cast
+
+        def casts_one_up(*args: Any, **options: Any) -> tuple[Tensor | None, ...]:
+            data, transposed, scale = original(*args, **options)
+            return data, transposed, scale * (1.0 + 2.0**-23)
+
+        monkeypatch.setattr(imported, "cast", casts_one_up)
+        found = usable_kernels(in_fp8, ALL, torch.float32, CPU)
+        assert found.config == in_fp8
+        assert str(found.line).startswith("WARNING: fp8 is slower than bf16 without Triton or")
+        assert str(found.line).endswith("casts to fp8 differ from those of torch's operations")
     monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
     monkeypatch.setitem(sys.modules, "model.kernels", None)
     usable_kernels.cache_clear()
@@ -189,10 +206,28 @@ SIGNATURES = {
 }
 
 
+OF_TENSORS = pointers("x bits scale data transposed", "num_rows", "num_columns")
+CASTS = {
+    "_largest": Signature(types=pointers("x bits", "numel", bits="*i32"), constants=BLOCK),
+    "_cast": Signature(
+        types=OF_TENSORS | {"bits": "*i32", "scale": "*fp32", "data": "*u8", "transposed": "*u8"},
+        constants={
+            "TOP": 448.0, "TINY": 2.0**-126, "MANTISSA": 3, "NATIVE": True,
+            "ROWS": 128, "COLUMNS": 64,
+        },
+    ),
+}  # fmt: skip
+
+
 def compile_all() -> None:
-    for capability in (80, 90):
-        for name, signature in SIGNATURES.items():
+    for capability, signatures in ((80, SIGNATURES), (90, SIGNATURES | CASTS)):
+        for name, signature in signatures.items():
             compile_kernel("model.kernels", name, signature, capability)
+    values = CASTS["_cast"]
+    gradients = replace(values, constants={**values.constants, "TOP": 57344.0, "MANTISSA": 2})
+    for signature, kind in ((values, "e4m3x2"), (gradients, "e5m2x2")):
+        ptx = compile_kernel("model.kernels", "_cast", signature, 90)
+        assert f"cvt.rn.satfinite.{kind}.f32" in ptx
 
 
 def run_on_gpu() -> None:

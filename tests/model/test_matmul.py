@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.config import FP8_CAPABILITY, Fp8Format
+from model.config import FP8_CAPABILITY
+from model.fp8 import Fp8, Operand, Scaled, operand
 from model.layers import gated_linear, linear, normed_linears, rms_norm, shared_norm
 from model.matmul import (
-    Scaled,
     check_matmul_types,
     input_grads,
     number_weights,
-    operand,
     outputs,
     weight_grad,
 )
 from paro.errors import UserError
 
-FORMATS: tuple[Fp8Format, ...] = ("e4m3", "hybrid")
+E4M3, HYBRID = Fp8("e4m3"), Fp8("hybrid")
+FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(HYBRID, id="hybrid")]
 STEP = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}  # largest relative rounding error
 
 
-def exact(tensor: Tensor, fp8: Fp8Format, *, is_grad: bool = False) -> Tensor:
+def both(tensor: Tensor, fp8: Fp8 | None, *, is_grad: bool = False) -> Operand:
+    """For any matmul."""
+    return operand(tensor, fp8, is_grad=is_grad, transposed=True)
+
+
+def exact(tensor: Tensor, fp8: Fp8, *, is_grad: bool = False) -> Tensor:
     """The values that a matmul sees."""
     found = operand(tensor, fp8, is_grad=is_grad)
     assert isinstance(found, Scaled)
-    return found.data.float() * found.scale
+    return found.values.float() * found.scale
 
 
 def normal(*shape: int, seed: int, std: float = 1.0) -> Tensor:
@@ -39,30 +42,30 @@ def normal(*shape: int, seed: int, std: float = 1.0) -> Tensor:
 
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
-def test_an_operand_is_rounded_relative_to_its_largest_value(fp8: Fp8Format, size: float) -> None:
+def test_an_operand_is_rounded_relative_to_its_largest_value(fp8: Fp8, size: float) -> None:
     tensor = normal(32, 48, seed=1) * size
     for is_grad in (False, True):
         found = operand(tensor, fp8, is_grad=is_grad)
         assert isinstance(found, Scaled)
-        kind = torch.float8_e5m2 if is_grad and fp8 == "hybrid" else torch.float8_e4m3fn
-        assert found.data.dtype == kind
+        kind = torch.float8_e5m2 if is_grad and fp8 == HYBRID else torch.float8_e4m3fn
+        assert found.values.dtype == kind
         limits = torch.finfo(kind)
-        assert found.data.float().abs().max() == limits.max, "the range is not used"
-        error = (found.data.float() * found.scale - tensor).abs()
+        assert found.values.float().abs().max() == limits.max, "the range is not used"
+        error = (found.values.float() * found.scale - tensor).abs()
         smallest = limits.smallest_normal * found.scale
         assert bool((error <= STEP[kind] * tensor.abs().clamp(min=smallest)).all())
 
 
 def test_zeros_stay_and_what_is_not_finite_is_seen() -> None:
-    weight = operand(normal(16, 32, seed=2), "e4m3")
-    zeros = outputs(operand(torch.zeros(16, 32), "e4m3"), weight)
+    weight = operand(normal(16, 32, seed=2), E4M3)
+    zeros = outputs(operand(torch.zeros(16, 32), E4M3), weight)
     assert torch.equal(zeros, torch.zeros(16, 16))
     for value in (float("inf"), float("-inf"), float("nan")):
         x = normal(16, 32, seed=3)
         x[3, 4] = value
-        assert not outputs(operand(x, "e4m3"), weight).isfinite().all()
-        grad = operand(x, "hybrid", is_grad=True)
-        assert not weight_grad(grad, operand(normal(16, 48, seed=4), "e4m3")).isfinite().all()
+        assert not outputs(operand(x, E4M3), weight).isfinite().all()
+        grad = both(x, HYBRID, is_grad=True)
+        assert not weight_grad(grad, both(normal(16, 48, seed=4), E4M3)).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,11 +75,11 @@ def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype) -> None:
         for seed, shape in enumerate(((48, 32), (64, 32), (48, 64)))
     )
     x8, weight8, grad8 = (
-        exact(x, "hybrid"),
-        exact(weight, "hybrid"),
-        exact(grad, "hybrid", is_grad=True),
+        exact(x, HYBRID),
+        exact(weight, HYBRID),
+        exact(grad, HYBRID, is_grad=True),
     )
-    args = operand(x, "hybrid"), operand(weight, "hybrid"), operand(grad, "hybrid", is_grad=True)
+    args = both(x, HYBRID), both(weight, HYBRID), both(grad, HYBRID, is_grad=True)
     total = torch.ones(48, 32, dtype=dtype)
     found = {
         "outputs": (outputs(args[0], args[1]), x8 @ weight8.t()),
@@ -98,7 +101,7 @@ class _Rounded(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         x: Tensor,
         weight: Tensor,
-        fp8: Literal["e4m3", "hybrid"],
+        fp8: Fp8,
     ) -> Tensor:
         ctx.rounded = exact(x, fp8), exact(weight, fp8), fp8  # type: ignore[attr-defined]
         return exact(x, fp8) @ exact(weight, fp8).t()
@@ -114,7 +117,7 @@ class _Rounded(torch.autograd.Function):
 
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("layer", ["linear", "normed_linears", "gated_linear"])
-def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8Format) -> None:
+def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> None:
     x, scale = normal(32, 48, seed=1), normal(48, seed=2).exp()
     up, first, second = (normal(*shape, seed=5) for shape in ((32, 48), (64, 48), (16, 48)))
     leaves = {
@@ -152,7 +155,7 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8Format)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", FORMATS)
-def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8Format) -> None:
+def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8) -> None:
     if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("needs fp8: compute capability 8.9")
     x, weight, grad = (
@@ -162,7 +165,7 @@ def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8Format) -> None:
     results = []
     for device in ("cpu", "cuda"):
         args = [
-            operand(tensor.to(device), fp8, is_grad=tensor is grad) for tensor in (x, weight, grad)
+            both(tensor.to(device), fp8, is_grad=tensor is grad) for tensor in (x, weight, grad)
         ]
         results.append(
             (
@@ -212,14 +215,14 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fp8", [None, "hybrid"])
+@pytest.mark.parametrize("fp8", [None, HYBRID])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
     ("into", "of"),
     [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 def test_a_sink_gets_the_gradient(
-    into: str, of: str, fp8: Fp8Format | None, device: str, *, adds: bool
+    into: str, of: str, fp8: Fp8 | None, device: str, *, adds: bool
 ) -> None:
     if fp8 and device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("needs fp8: compute capability 8.9")
@@ -228,7 +231,7 @@ def test_a_sink_gets_the_gradient(
     )
     flat = torch.full((48 * 32 + 5,), 3.0, dtype=getattr(torch, into), device=device)
     sink = Sink(flat[5:].view(48, 32), adds=adds)
-    operands = operand(grad, fp8, is_grad=True), operand(x, fp8)
+    operands = both(grad, fp8, is_grad=True), both(x, fp8)
     assert weight_grad(*operands, sink) is None
     wanted = weight_grad(*operands)
     assert wanted is not None

@@ -64,7 +64,9 @@ UNOWNED = {
     "eod",
     "given",
     "loss_scale.dynamic",
-    "model.fuses_rotary",  # by what the device can
+    "fusions.fp8_casts",
+    "model.fuses_fp8_casts",  # by what the device can
+    "model.fuses_rotary",
     "model.fuses_swiglu",
     "notices",
     "schedule.weight_decay_incr_samples",

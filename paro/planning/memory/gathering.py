@@ -6,6 +6,8 @@
 #   model states   shards that stay throughout
 #   whole params   the running unit and the prefetched ones, in the order of use
 #   whole grads    unit-sized gradient buffers that wait for their reduction
+#   weights in fp8 with their transposes: those of all units in a step where parameters stay, else
+#                  those of the unit that is recomputed
 #   activations    kept for backward by the units that have run forward
 #   transient      extra memory of the computation, of a reduction's conversion or of the update
 #
@@ -36,13 +38,14 @@ class MemorySnapshot:
     whole_params: int = 0
     whole_grads: int = 0
     slices: int = 0  # of parameters and gradients that rotate
+    casts: int = 0  # of weights, in fp8
     activations: int = 0
     transient: int = 0
 
     @property
     def total(self) -> int:
         whole = self.whole_params + self.whole_grads
-        return self.states + whole + self.slices + self.activations + self.transient
+        return self.states + whole + self.slices + self.casts + self.activations + self.transient
 
     def parts(self) -> dict[str, int]:
         """The parts of the total by name, in bytes."""
@@ -50,6 +53,7 @@ class MemorySnapshot:
         return {
             "model states": self.states,
             **({"slices under way": self.slices} if self.slices else whole),
+            **({"weights in fp8": self.casts} if self.casts else {}),
             "activations": self.activations,
             "transient": self.transient,
         }
@@ -138,6 +142,7 @@ class PeakMemory:
                     states=0,
                     whole_params=self._whole_params(index, 1) if params_sharded else 0,
                     whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
+                    casts=0 if params_sharded else self._casts(index + 1),
                     activations=self._kept(index + 1),
                     transient=transient,
                 )
@@ -149,6 +154,9 @@ class PeakMemory:
                 before, after = own.direct
             together = range(own.recomputed_from, index + 1)
             recomputed = sum(self.activations[i].recomputed for i in together)
+            casts = self._casts(len(self.units))
+            if params_sharded:
+                casts = sum(self.activations[i].casts for i in together) if recomputed else 0
             now_arrived = arrived
             if unit.trainable_numel and arrived[-1:] != (index,):
                 now_arrived = (*arrived, index)
@@ -158,6 +166,7 @@ class PeakMemory:
                 states=0,
                 whole_params=params if params_sharded else 0,
                 whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
+                casts=casts,
                 activations=self._kept(index + 1) + recomputed,
                 transient=before,
             )
@@ -246,6 +255,11 @@ class PeakMemory:
         waiting = set(arrived[-self._num_whole_grads :])
         numel = sum(self.units[index].trainable_numel for index in waiting)
         return numel * BYTES_OF[self.precision.wire]
+
+    def _casts(self, num_units: int) -> int:
+        """Bytes of all weights in fp8 that stay when the first units have run forward."""
+        ran = self.activations if self._repeats else self.activations[:num_units]
+        return sum(unit.casts for unit in ran)
 
     def _kept(self, num_units: int) -> int:
         """Bytes kept by the first units before their backward, and by the others to the end."""

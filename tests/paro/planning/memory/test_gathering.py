@@ -239,6 +239,20 @@ CASES = {
         num_micro_batches=1,
         at="reduction",
     ),
+    "weights that stay in fp8": Workload(
+        strategy="NNG",
+        config=replace(SMALL, ffn_hidden_size=512, vocab_size=16384, fp8_format="hybrid"),
+        precision=BF16,
+        batch_size=1,
+        at="forward of head",
+    ),
+    "weights in fp8 of units that are gathered": Workload(
+        strategy="GGG",
+        config=replace(SMALL, ffn_hidden_size=512, vocab_size=16384, fp8_format="hybrid"),
+        precision=BF16,
+        batch_size=1,
+        at="forward of head",
+    ),
     "bf16 gradients converted for the update": Workload(
         strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
@@ -256,11 +270,15 @@ def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, na
     assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
 
 
-WITHOUT_ADAPTERS = [name for name, workload in CASES.items() if workload.config.lora is None]
+COMPILED = [
+    name
+    for name, workload in CASES.items()
+    if workload.config.lora is None and workload.config.fp8_format is None
+]
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("name", WITHOUT_ADAPTERS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_prediction_holds_for_compiled_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     workload = CASES[name]
     workload = replace(workload, config=replace(workload.config, torch_compile="inductor"))
@@ -278,6 +296,8 @@ def test_a_moment_in_words() -> None:
     assert snapshot.describe() == (
         "4.5 MB at the update: model states 3.0, whole gradients 0.5, transient 1.0"
     )
+    in_fp8 = MemorySnapshot(name="the update", states=3_000_000, casts=1_000_000)
+    assert in_fp8.describe() == ("4.0 MB at the update: model states 3.0, weights in fp8 1.0")
     large = MemorySnapshot(name="the update", states=3_000_000_000, slices=500_000_000)
     assert large.describe() == "3.5 GB at the update: model states 3.0, slices under way 0.5"
 

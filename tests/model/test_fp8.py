@@ -1,0 +1,163 @@
+"""Casts to fp8: Triton's have the bits of torch's, and read and write few bytes; weights' stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from model import fp8, layers
+from model.config import Fp8Format
+from model.fp8 import Fp8, Operand, Scaled, operand
+from model.llama import Llama, Places
+from model.rotary import rotations
+from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
+from tests.model.test_fusion import CONFIG, normal
+
+SHAPES = [(1, 7), (3, 5, 37), (130, 200)]  # parts of a tile, and several
+SPECIAL = [None, 0.0, float("nan"), -float("nan"), float("inf"), -float("inf")]
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    """A NaN is as good as another."""
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    numbers = ~wanted.float().isnan()
+    assert torch.equal(~found.float().isnan(), numbers)
+    whole = torch.uint8 if found.element_size() == 1 else torch.int32
+    assert torch.equal(found.view(whole)[numbers], wanted.view(whole)[numbers])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy: of infinities
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["e4m3", "hybrid"])
+def test_triton_casts_with_torchs_bits(form: Fp8Format, dtype: torch.dtype) -> None:
+    with interpreter():
+        for seed, (shape, special) in enumerate(product(SHAPES, SPECIAL)):
+            spread = normal(*shape, seed=seed + 1).exp() ** 3  # some far below the largest
+            tensor = (normal(*shape, seed=seed) * spread * 10.0 ** (seed % 5 - 2)).to(dtype)
+            if special is not None:
+                tensor = tensor * 0.0 if special == 0.0 else tensor
+                tensor.view(-1)[5] = special
+            plain, fused = (
+                operand(tensor, Fp8(form, by), is_grad=True, transposed=True)
+                for by in (False, True)
+            )
+            assert isinstance(plain, Scaled)
+            assert isinstance(fused, Scaled)
+            assert_same_bits(fused.scale, plain.scale)
+            assert_same_bits(fused.values, plain.values)
+            assert_same_bits(fused.values_t, plain.values_t)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_what_is_asked_for_is_made(*, fused: bool) -> None:
+    tensor = normal(3, 16, 32, seed=1)
+    with interpreter():
+        for data, transposed in ((True, False), (False, True)):
+            found = operand(tensor, Fp8("hybrid", fused), data=data, transposed=transposed)
+            assert isinstance(found, Scaled)
+            assert (found.data is not None, found.transposed is not None) == (data, transposed)
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operations on whole tensors read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        aliases = [each.alias_info for each in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and "empty" not in func._schema.name:
+            tensors = [each for each in (*args, out) if isinstance(each, Tensor)]
+            self.num_bytes += sum(each.nbytes for each in tensors if each.numel() > 1)
+        return out
+
+
+@dataclass
+class Casts:
+    """What a block's operands take: bytes by kernel, those of torch's operations, elements."""
+
+    kernels: dict[str, int]
+    by_torch: int = 0
+    elements: int = 0
+    transposed: int = 0  # elements that are also, or only, written as a transpose
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[Casts]:
+    """Counts all casts; outside of them no operation but matmuls may touch a tensor in fp8."""
+    original = fp8.operand
+    with bytes_by_kernel() as kernels:
+        casts = Casts(kernels)
+
+        def cast(tensor: Tensor, how: Fp8 | None, **options: Any) -> Operand:
+            with _disable_current_modes(), Moved() as moved:
+                made = original(tensor, how, **options)
+            casts.by_torch += moved.num_bytes
+            casts.elements += tensor.numel()
+            casts.transposed += tensor.numel() * options.get("transposed", False)
+            return made
+
+        for module in (fp8, layers):
+            patch.setattr(module, "operand", cast)
+        yield casts
+
+
+class OnlyMatmuls(TorchDispatchMode):
+    """Fails where another operation than a matmul or a view reads a tensor in fp8."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name not in {"aten::_scaled_mm", "aten::view", "aten::t", "aten::flatten"}:
+            kinds = {each.dtype for each in args if isinstance(each, Tensor)}
+            assert not kinds & {torch.float8_e4m3fn, torch.float8_e5m2}, func
+        return func(*args, **(kwargs or {}))
+
+
+WIDE = replace(CONFIG, hidden_size=32, ffn_hidden_size=48, kv_channels=8, fp8_format="hybrid")
+
+
+def casts_of_a_block(patch: pytest.MonkeyPatch, *, fused: bool) -> tuple[Casts, int]:
+    """Of a block's forward and backward; and the elements of its operands, each once a pass."""
+    config = replace(WIDE, fuses_fp8_casts=fused)
+    block = Llama(config).bfloat16().blocks[0]
+    with torch.no_grad():
+        for seed, parameter in enumerate(block.parameters()):
+            parameter.copy_(0.3 * normal(*parameter.shape, seed=seed))
+    x = normal(2, 16, 32, seed=1, dtype=torch.bfloat16).requires_grad_()
+    places = Places(*rotations(config, 16, torch.bfloat16, x.device))
+    with interpreter(), counted(patch) as casts, OnlyMatmuls():
+        block(x, places).float().sum().backward()
+    tokens, hidden, ffn, key = 2 * 16, 32, 48, 2 * 8
+    weights = hidden * (2 * hidden + 2 * key + 3 * ffn)
+    inputs = tokens * (hidden + hidden + hidden + ffn)  # of Q, K and V; of wo; gate and up; w_down
+    grads = tokens * (hidden + 2 * key + hidden + 2 * ffn + hidden)
+    return casts, 2 * weights + 2 * inputs + grads
+
+
+def test_a_blocks_casts_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of docs/gpu.md."""
+    casts, elements = casts_of_a_block(monkeypatch, fused=True)
+    assert casts.elements == elements, "each operand is cast once a pass"
+    assert set(casts.kernels) == {"_largest", "_cast"}
+    assert all(casts.kernels.values())
+    moved = casts.by_torch + sum(casts.kernels.values())
+    assert 5 * elements <= moved <= 8 * elements
+    assert casts.kernels["_largest"] == 2 * elements
+
+
+def test_by_torch_they_move_33_bytes_and_copy_transposes(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts, elements = casts_of_a_block(monkeypatch, fused=False)
+    assert casts.elements == elements
+    assert not casts.kernels
+    assert casts.by_torch == 33 * elements + 2 * casts.transposed

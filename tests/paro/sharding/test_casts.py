@@ -1,0 +1,129 @@
+"""Weights in fp8 are kept while their values stay, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model import fp8, layers
+from model.config import RecomputeConfig
+from model.fp8 import Fp8, Operand
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.precision import PrecisionConfig
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.step import train_step
+from tests.helpers.training import TINY
+from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
+from tests.paro.planning.memory.test_gathering import SMALL
+from tests.paro.planning.on_ranks import on_ranks
+
+FLAGS = (
+    f"{TINY} --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 "
+    "--global-batch-size 4 --train-iters 3 --fp8-format hybrid"
+)
+FULL = "--recompute-granularity full"
+WEIGHTS = 4 * 7  # of four blocks
+
+
+@contextmanager
+def casts_of_weights() -> Iterator[list[str]]:
+    """What is made of a weight at each cast."""
+    made: list[str] = []
+    original = fp8.operand
+
+    def cast(tensor: Tensor, how: Fp8 | None, **options: bool) -> Operand:
+        if isinstance(tensor, nn.Parameter):
+            forms = {"data": True, "transposed": False} | options
+            made.append(" and ".join(name for name, wanted in forms.items() if wanted))
+        return original(tensor, how, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fp8, "operand", cast)
+        yield made
+
+
+def in_fp8(strategy: str, recompute: RecomputeConfig | None = None) -> LoneRank:
+    config = replace(SMALL, fp8_format="hybrid", recompute=recompute)
+    placed = on_ranks(strategy, world_size=8, group_size=4)
+    return lone_rank(config, *placed, PrecisionConfig(compute="fp32"))
+
+
+def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    each = RecomputeConfig(granularity="full")
+    together = RecomputeConfig(granularity="full", num_layers=2)
+    by_use = {"data": 2 * WEIGHTS, "transposed": 2 * WEIGHTS}
+    by_gather = {"data": 2 * WEIGHTS, "data and transposed": 2 * WEIGHTS}
+    for strategy, recompute, wanted in (
+        ("NNG", None, {"data and transposed": WEIGHTS}),  # in two micro-batches
+        ("NNG", each, {"data and transposed": WEIGHTS}),
+        ("GGG", None, by_use),  # forward has one gather, backward another
+        ("GGG", each, by_gather),
+        ("GGG", together, by_gather),
+    ):
+        rank = in_fp8(strategy, recompute)
+        for _ in range(2):
+            with casts_of_weights() as made:
+                rank.step(2)
+            assert {form: made.count(form) for form in made} == wanted
+
+
+@pytest.mark.parametrize("strategy", ["NNG", "GGG"])
+def test_nothing_is_kept_after_backward(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    rank = in_fp8(strategy)
+    blocks = [p for name, p in rank.model.model.named_parameters() if name.startswith("blocks")]
+    tokens_BS, weights_BS = torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16)
+
+    def kept() -> int:
+        return sum(p.casts.kept is not None for p in blocks)  # type: ignore[attr-defined]
+
+    rank.model.begin_step(1)
+    rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=True)
+    assert kept() == (WEIGHTS if strategy == "NNG" else 0)
+    rank.model.finish_gradients()
+    assert kept() == 0
+    rank.model.evaluate(tokens_BS, tokens_BS, weights_BS)
+    assert kept() == 0
+
+
+def trained(more: str) -> list[Tensor]:
+    """The losses of steps and of evaluations after them, with values set in between."""
+    world = World()
+    config = RunConfig.from_args(parse_args(f"{FLAGS} {more}".split()), world)
+    training = build_training(config, Control(world, torch.device("cpu")))
+    state = start_state(config)
+    source = build_sources(config, build_data(config), training, state).train
+    tokens_BS = torch.arange(16).view(1, 16)
+    found = []
+    for _ in range(config.train.train_iters):
+        found.append(torch.tensor(train_step(training, state, source).loss))
+        found.append(training.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16)))
+        for unit in training.model.units:
+            unit.param_shard.mul_(1.25)  # as loading would
+        found.append(training.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16)))
+    found += [unit.param_shard.clone() for unit in training.model.units]
+    training.close()
+    return found
+
+
+@pytest.mark.slow("trains several times")
+@pytest.mark.parametrize(
+    "more",
+    ["", f"--bf16 {FULL}", "--lora-rank 2 --lora-target-modules all-linear --lora-base-dtype bf16"],
+)
+def test_results_are_those_of_casts_at_every_use(
+    more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = trained(more)
+    monkeypatch.setattr(layers, "casts_of", lambda _: None)
+    for found, wanted in zip(kept, trained(more), strict=True):
+        assert torch.equal(found, wanted)
