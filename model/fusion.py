@@ -22,14 +22,10 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusions:
-    """What Triton shall compute, if it can; Megatron's flags, and casts, which have none."""
+    """What Triton shall compute, if it can, beside casts to fp8; Megatron's flags."""
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True
-    fp8_casts: bool = True
-
-
-NONE = Fusions(bias_swiglu_fusion=False, apply_rope_fusion=False, fp8_casts=False)
 
 
 class Kernels(NamedTuple):
@@ -41,13 +37,16 @@ class Kernels(NamedTuple):
 
 @cache
 def usable_kernels(
-    config: LlamaConfig, fusions: Fusions, dtype: torch.dtype, device: torch.device
+    config: LlamaConfig, fusions: Fusions | None, dtype: torch.dtype, device: torch.device
 ) -> Kernels:
     """Tries the kernels that `fusions` ask for, forward and backward, against the plain versions.
 
-    A rank without Triton, or without the compiler that Triton needs, computes plainly.
+    A rank without Triton, or without the compiler that Triton needs, computes plainly; so do all
+    without `fusions`.
     """
-    casts = fusions.fp8_casts and config.fp8_format is not None
+    if fusions is None:
+        return Kernels(config, None)
+    casts = config.fp8_format is not None
     asked = {
         "SwiGLU": (fusions.bias_swiglu_fusion, _try_swiglu),
         "rotary embedding": (fusions.apply_rope_fusion, _try_rotary),

@@ -66,8 +66,8 @@ class Block(AdaptedBlock):
         query = config.num_attention_heads * config.kv_channels
         key = config.num_query_groups * config.kv_channels
         self.recomputed = recomputed  # by itself, from its own input
-        fp8 = config.fp8_format
-        self.fp8 = Fp8(fp8, config.fuses_fp8_casts) if fp8 is not None else None
+        fp8, fused = config.fp8_format, config.fuses_fp8_casts
+        self.fp8 = Fp8(fp8, fused) if fp8 is not None else None
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
         self.attention_norm = nn.Parameter(torch.empty(hidden))
         self.wq = nn.Parameter(torch.empty(query, hidden))

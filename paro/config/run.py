@@ -74,7 +74,7 @@ class RunConfig:
     sharding: ShardingConfig
     strategy: Strategy
     precision: PrecisionConfig
-    fusions: Fusions
+    fusions: Fusions | None  # None: some rank has no Triton
     optim: OptimConfig
     schedule: ScheduleConfig
     loss_scale: LossScaleConfig
@@ -148,7 +148,7 @@ class RunConfig:
             sharding=sharding,
             strategy=strategy,
             precision=precision,
-            fusions=take(Fusions, args, fp8_casts=True),
+            fusions=take(Fusions, args),
             optim=take(OptimConfig, args),
             schedule=take_schedule(args, batches, train, common),
             loss_scale=take_loss_scale(args),

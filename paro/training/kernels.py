@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from model.attention import check_attention
 from model.compilation import check_compiler
-from model.fusion import NONE, usable_kernels
+from model.fusion import usable_kernels
 from model.matmul import check_matmul_types
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -21,7 +21,7 @@ from paro.sharding.buffers import TORCH_TYPES
 # Which flags choose torch's operations, where a kernel works on some ranks only. Codes have the
 # same bits by either, and attention's kernels the same memory.
 _WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
-    "blocks": lambda config: replace(config, fusions=NONE),
+    "blocks": lambda config: replace(config, fusions=None),
     "AdamW": lambda config: replace(
         config, optim=replace(config.optim, adam_implementation="torch")
     ),

@@ -64,7 +64,6 @@ UNOWNED = {
     "eod",
     "given",
     "loss_scale.dynamic",
-    "fusions.fp8_casts",
     "model.fuses_fp8_casts",  # by what the device can
     "model.fuses_rotary",
     "model.fuses_swiglu",
