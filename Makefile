@@ -60,7 +60,7 @@ coverage: setup  ## lines and branches that all tests run, ranks included
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
 verify: setup  ## the long studies that `make test` leaves out
-	$(BIN)/python -m pytest -m verify --must-run root --timeout 3600
+	$(BIN)/python -m pytest -m verify --must-run root,compiler --timeout 3600
 
 # On a machine with GPUs: its own Python, with its own torch, not .venv with the pinned CPU build.
 GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)

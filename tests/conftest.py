@@ -56,10 +56,19 @@ def lacks_browser() -> str | None:
     return None if any(map(shutil.which, names)) else f"needs one of {', '.join(names)}"
 
 
+@cache
+def lacks_compiler() -> str | None:
+    """The reason why tests marked `compiler` cannot run here, if any."""
+    from tests.helpers.fake_cuda import find_compiler
+
+    return None if find_compiler() else "needs a C++ compiler: g++ or clang++"
+
+
 LACKS: dict[str, Callable[[], str | None]] = {
     "gpu": lacks_gpu,
     "root": lacks_root,
     "browser": lacks_browser,
+    "compiler": lacks_compiler,
 }
 
 

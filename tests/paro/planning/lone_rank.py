@@ -62,6 +62,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_all_gather", gather)
     monkeypatch.setattr(wire, "_reduce_scatter", lambda own, whole, group: None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
+    monkeypatch.setattr(wire.dist, "all_to_all_single", lambda received, sent, group: None)
     monkeypatch.setattr(wire.dist, "get_backend", lambda group: "nccl")
 
 

@@ -1,0 +1,310 @@
+"""A micro-batch never waits for the GPU, and a step does so a known number of times at its end."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model import fusion
+from model.llama import Block
+from paro.arguments.parser import parse_args
+from paro.collectives import wire
+from paro.config.run import RunConfig
+from paro.distributed import groups
+from paro.distributed.control import PlannedControl
+from paro.distributed.world import World
+from paro.optim import adamw
+from paro.quantization import blocks
+from paro.strategy import legal_letters
+from paro.training import step
+from paro.training.assembly import build_data, build_sources, build_training, start_state
+from tests.helpers.fake_cuda import GPU, Note, Recorder, build, fake_cuda, noted, run_apart
+from tests.helpers.training import TINY
+from tests.paro.planning.lone_rank import silence
+
+pytestmark = [pytest.mark.process, pytest.mark.compiler]
+
+# How often the host waits for the GPU at the end of a step, and of an evaluation.
+WAITS_OF_A_STEP = 1
+WAITS_OF_THE_PARAMS_NORM = 1  # --log-params-norm, after the update
+WAITS_OF_AN_EVALUATION = 1
+
+MICRO_BATCHES = 2
+FLAGS = (
+    f"{TINY.replace('gloo', 'nccl')} --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 "
+    "--seq-length 16 --train-iters 3"
+)
+FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+KERNELS = ("_swiglu", "_swiglu_backward", "_rotate", "_adamw")
+DOCUMENTS = "--bf16 --vocab-size 5 --reset-position-ids --reset-attention-mask --eod-mask-loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run, and the operations of GPUs that show that it takes their path."""
+
+    flags: str
+    uses: Sequence[str] = ()
+    copies: int = 3  # to the GPU, of a micro-batch: tokens, labels, weights
+    waits: int = WAITS_OF_A_STEP
+    rank: int | None = 0  # of 4 in 2 groups; None: of a world of one
+
+
+# The last rank holds only replicas of the optimizer's ranges, with some letters.
+STRATEGIES = {
+    letters: Case(f"--bf16 --paro-strategy {letters}", rank=3) for letters in legal_letters()
+}
+KINDS = {
+    "one GPU": Case("--bf16", (*FLASH, *KERNELS, "mm.dtype_out", "addmm.dtype_out"), rank=None),
+    "fp32": Case("", ("_scaled_dot_product_efficient_attention_backward",)),
+    "fp16": Case("--fp16", FLASH),
+    "bf16 gradients": Case("--bf16 --grad-reduce-in-bf16"),
+    "fp8, e4m3": Case("--bf16 --fp8-format e4m3", ("_scaled_mm",)),
+    "fp8, hybrid": Case("--bf16 --fp8-format hybrid", ("_scaled_mm",)),
+    "without Triton": Case(
+        "--bf16 --no-bias-swiglu-fusion --no-rope-fusion --adam-implementation torch",
+        ("_fused_adamw_",),
+    ),
+    "unfused attention": Case("--bf16 --attention-backend unfused", ("_safe_softmax",)),
+    "grouped heads": Case("--bf16 --group-query-attention --num-query-groups 1", FLASH),
+    "QK norms and biases": Case("--bf16 --qk-layernorm --add-qkv-bias"),
+    "tied head": Case("--bf16 --tie-embeddings-and-output-weights"),
+    "full recomputation": Case("--bf16 --recompute-granularity full", FLASH),
+    "selective recomputation": Case("--bf16 --recompute-granularity selective", FLASH),
+    "documents": Case(DOCUMENTS, ("_varlen_attn", "_varlen_attn_backward"), copies=5),
+    "documents, unfused": Case(
+        f"{DOCUMENTS} --attention-backend unfused", ("_safe_softmax",), copies=5
+    ),
+    "LoRA": Case("--bf16 --lora-rank 2 --lora-dropout 0.1 --lora-target-modules all-linear"),
+    "rotation": Case("--bf16 --paro-strategy IIG --paro-materialize rotate"),
+    "rotation in place": Case(
+        "--bf16 --paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place"
+    ),
+    "4 bits between groups": Case(
+        "--bf16 --paro-strategy NIG --paro-inter-param-bits 4 --paro-inter-grad-bits 4 "
+        "--hidden-size 64 --ffn-hidden-size 160",
+        ("_encode", "_decode"),
+    ),
+    "HO-Ring": Case("--bf16 --paro-strategy GGG --paro-collective ho-ring"),
+    "flat": Case("--bf16 --paro-strategy GGG --paro-collective flat"),
+    "tokens weigh alike": Case("--bf16 --calculate-per-token-loss"),
+    "logged": Case(
+        "--bf16 --log-num-zeros-in-grad --log-params-norm",
+        waits=WAITS_OF_A_STEP + WAITS_OF_THE_PARAMS_NORM,
+    ),
+}
+COMPILED = {
+    "compiled": Case("--bf16 --torch-compile aot_eager", (*FLASH, "write_weight_grad")),
+    "compiled, documents": Case(
+        f"{DOCUMENTS} --torch-compile aot_eager", ("_varlen_attn", "write_weight_grad"), copies=5
+    ),
+    "compiled, fp8": Case("--bf16 --fp8-format hybrid --torch-compile aot_eager", ("_scaled_mm",)),
+}
+CASES = STRATEGIES | KINDS | COMPILED
+FEW = (
+    "IIG",
+    "one GPU",
+    "documents",
+    "fp8, hybrid",
+    "rotation",
+    "4 bits between groups",
+    "compiled",
+)
+
+
+# In a process with a fake GPU #
+
+
+@contextmanager
+def lone_gpu(recorder: Recorder) -> Iterator[None]:
+    """Collectives without peers, on the GPU's tensors; kernels that need not show their values."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        silence(monkeypatch)
+        for owner, name in (
+            (wire, "_all_gather"),
+            (wire, "_reduce_scatter"),
+            (dist, "all_reduce"),
+            (dist, "all_to_all_single"),
+            (dist, "P2POp"),
+        ):
+            monkeypatch.setattr(owner, name, noted(recorder, getattr(owner, name)))
+        monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+        monkeypatch.setattr(dist, "destroy_process_group", lambda _group: None)
+        monkeypatch.setattr(groups, "_nccl_options", lambda _timeout: None)
+        for chooses in (fusion, adamw, blocks):
+            monkeypatch.setattr(chooses, "_compare", lambda *_: None)
+        yield
+
+
+def run(case: Case, recorder: Recorder) -> tuple[list[Note], list[Note], list[Note]]:
+    """The notes of a second step's micro-batches, of its end, and of an evaluation."""
+    rank = case.rank
+    world = World() if rank is None else World(rank=rank, size=4, local_rank=rank, ranks_per_node=4)
+    words = f"{FLAGS} --global-batch-size {MICRO_BATCHES * world.size} {case.flags}"
+    words += "" if rank is None else " --paro-group-size 2"
+    config = RunConfig.from_args(parse_args(words.split()), world)
+    training = build_training(config, PlannedControl(world, GPU))
+    state = start_state(config)
+    source = build_sources(config, build_data(config), training, state).train
+    forward_backward, after = step._forward_backward, []
+
+    def marked(*args: Any) -> Tensor:
+        loss = forward_backward(*args)
+        after.append(len(recorder.notes))
+        return loss
+
+    with patch.object(step, "_forward_backward", marked):
+        step.train_step(training, state, source)
+        begin = len(recorder.notes)
+        result = step.train_step(training, state, source)
+    end = len(recorder.notes)
+    assert not result.skipped
+    step.evaluate(training, source, MICRO_BATCHES)
+    notes = list(recorder.notes)
+    training.close()
+    return notes[begin : after[1]], notes[after[1] : end], notes[end:]
+
+
+def problems_of(case: Case) -> list[str]:
+    """What a run on a GPU should not do, with the lines of code that do it."""
+    # A graph has nodes of the CPU too, which backward would run beside those of the GPU in another
+    # thread; the state of fake tensors is not made for two.
+    threads = torch.autograd.set_multithreading_enabled("--torch-compile" not in case.flags)
+    with fake_cuda() as recorder, lone_gpu(recorder), threads:
+        try:
+            during, end, evaluation = run(case, recorder)
+        except Exception:
+            return [*map(str, recorder.notes[-1:]), traceback.format_exc()]
+    found = counted(during, "wait")
+    for notes in (during, end, evaluation):
+        found += counted(notes, "mix")
+    for what, kind, notes, promised in (
+        ("waits at the end of a step", "wait", end, case.waits),
+        ("waits in an evaluation", "wait", evaluation, WAITS_OF_AN_EVALUATION),
+        ("copies to the GPU in a step", "copy", during, case.copies * MICRO_BATCHES),
+    ):
+        number = sum(note.kind == kind for note in notes)
+        if number != promised:
+            found += [f"{number} {what}, not {promised}:", *counted(notes, kind)]
+    seen = {part for name in recorder.operations for part in (name, name.partition(".")[2])}
+    seen |= {part for name in recorder.operations for part in name.split(".")}
+    return found + [f"{name} was not used" for name in case.uses if name not in seen]
+
+
+def counted(notes: Sequence[Note], kind: str) -> list[str]:
+    lines = Counter(str(note) for note in notes if note.kind == kind)
+    return [f"{times} x {line}" for line, times in lines.items()]
+
+
+def problems(names: Sequence[str]) -> dict[str, list[str]]:
+    found = {name: problems_of(CASES[name]) for name in names}
+    return {name: lines for name, lines in found.items() if lines}
+
+
+# Mistakes in a block #
+
+
+def reads_a_number(out: Tensor) -> Tensor:
+    return out * out.sum().item()
+
+
+def reads_a_number_in_backward(out: Tensor) -> Tensor:
+    out.requires_grad and out.register_hook(lambda grad: grad * float(grad.sum()))
+    return out
+
+
+def copies_to_the_host(out: Tensor) -> Tensor:
+    return out * out.amax().cpu()
+
+
+def copies_from_the_host(out: Tensor) -> Tensor:
+    return out * torch.tensor(2.0, device=out.device)
+
+
+def counts_a_mask(out: Tensor) -> Tensor:
+    return out + out[out > 0].sum()
+
+
+def synchronizes(out: Tensor) -> Tensor:
+    torch.cuda.synchronize()
+    return out
+
+
+def takes_a_scalar_of_the_host(out: Tensor) -> Tensor:
+    return out * torch.ones((), device="cpu")
+
+
+def takes_a_tensor_of_the_host(out: Tensor) -> Tensor:
+    return out + torch.ones(out.shape, device="cpu")
+
+
+READS = "wait: aten._local_scalar_dense.default"
+MISTAKES: dict[Callable[[Tensor], Tensor], str] = {
+    reads_a_number: READS,
+    reads_a_number_in_backward: READS,
+    copies_to_the_host: "wait: copy of () to the host",
+    copies_from_the_host: "wait: copy of () to the GPU",
+    counts_a_mask: "wait: aten.index.Tensor",
+    synchronizes: "wait: synchronize",
+    takes_a_scalar_of_the_host: "mix: aten.mul.Tensor",
+    takes_a_tensor_of_the_host: "mix: aten.add.Tensor",
+}
+
+
+def problems_of_mistakes(names: Sequence[str]) -> dict[str, list[str]]:
+    """The problems of a run whose blocks have one of them in the MLP."""
+    mlp, found = Block.mlp, {}
+
+    def replaced(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda block, *args: mistake(mlp(block, *args))
+
+    for mistake in MISTAKES:
+        if mistake.__name__ in names:
+            with patch.object(Block, "mlp", replaced(mistake)):
+                found[mistake.__name__] = problems_of(CASES["IIG"])
+    return found
+
+
+# Tests #
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+def check(library: Path, names: Sequence[str]) -> None:
+    found = run_apart(library, __name__, "problems", list(names))
+    assert not found, "\n".join(line for name, lines in found.items() for line in (name, *lines))
+
+
+def test_a_gpu_waits_only_at_the_end_of_a_step(library: Path) -> None:
+    check(library, FEW)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("cases", [STRATEGIES, KINDS, COMPILED], ids=["letters", "kinds", "graphs"])
+def test_it_does_so_in_every_kind_of_run(library: Path, cases: dict[str, Case]) -> None:
+    check(library, list(cases))
+
+
+def test_mistakes_are_told_with_their_line(library: Path) -> None:
+    names = [mistake.__name__ for mistake in MISTAKES]
+    found = run_apart(library, __name__, "problems_of_mistakes", names)
+    for mistake, text in MISTAKES.items():
+        line = mistake.__code__.co_firstlineno + 1
+        (first, *_) = found[mistake.__name__]
+        assert f"{text}, at tests/paro/test_fake_cuda.py:{line} (" in first, mistake.__name__
+        if mistake is not reads_a_number_in_backward:
+            assert "from model/llama.py:" in first, mistake.__name__
