@@ -44,7 +44,7 @@ from paro.report.log import Log
 from paro.sharding.buffers import FlatShard
 from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training, start_state
-from paro.training.resume import Saver
+from paro.training.saving import Saver
 from paro.training.step import train_step
 from tools.shared.command_line import Parser
 from tools.shared.meters import MemoryMeter
@@ -207,7 +207,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     staging: list[float] = []
     while len(with_save) < args.steps:
         training.model.wait_for_updated_params()
-        staging.append(timed(control, lambda: saver.save(state)))
+        staging.append(timed(control, lambda: saver.write(state)))
         while any(control.gather(saver.under_way)):
             with_save.append(step())
         saver.settle()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
+from typing import Protocol
 
 from data.loader import Batch
-from paro.errors import RunError, StorageError
+from paro.errors import RunError
 from paro.optim.finite import not_finite
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
 from paro.report.memory import allocator_bytes
@@ -52,31 +53,26 @@ class Sources:
     test: tuple[HeldOut, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class Saving:
-    """How and when the run is saved, and the last iteration that was."""
+class Saving(Protocol):
+    """How and when the run is saved; every method but `is_due` and `failed` is collective."""
 
-    write: Callable[[TrainState], bool]  # False: it failed, and training continues
-    interval: int | None
-    saved_iteration: int | None = None  # set at start if loaded from --save
-    settle: Callable[[], bool] = lambda: True  # waits for an async save; False: it failed
-    failed: Callable[[], bool] = lambda: False  # whether an async save failed on this rank
-    way_back: Callable[[TrainState], str] = lambda _: "none is saved"  # to a good iteration
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background failed on this rank, and the run has to stop."""
+
+    def is_due(self, iteration: int) -> bool: ...
 
     def save(self, state: TrainState) -> None:
-        if self.saved_iteration != state.iteration and self.write(state):
-            self.saved_iteration = state.iteration
+        """Saves the run, maybe in the background, unless this iteration is saved already."""
+
+    def settle(self) -> bool:
+        """Waits for a save in the background; False if it failed and training continues."""
 
     def finish(self, state: TrainState) -> None:
         """Saves the final state; here a failed save is always an error."""
-        if not self.settle():
-            self.saved_iteration = None
-        self.save(state)
-        if self.saved_iteration != state.iteration or not self.settle():
-            raise StorageError(f"the run ends unsaved at iteration {state.iteration}")
 
-    def is_due(self, iteration: int) -> bool:
-        return self.interval is not None and iteration % self.interval == 0
+    def way_back(self, state: TrainState) -> str:
+        """Says how to load the last good iteration that was saved."""
 
 
 class ExitSignal:
@@ -360,7 +356,7 @@ class Loop:
         return Reasons(
             signalled=self._signal.received is not None,
             late=self._out_of_time(),
-            unsaved=self._saving is not None and self._saving.failed(),
+            unsaved=self._saving is not None and self._saving.failed,
         )
 
     def _out_of_time(self) -> bool:

@@ -72,10 +72,11 @@ READERS = {
     "tools.preprocessing.partitions": "partitions",
     "tools.run_report.runs": "report",
 }
-# Programs whose flags are not damaged: they measure for minutes, or make namespaces of the kernel.
+# Programs whose flags are not damaged: they measure for minutes, make namespaces of the kernel, or
+# have torch's flags.
 OTHER_PROGRAMS = {
     *("bench_checkpoint.py", "bench_collectives.py", "bench_model.py", "bench_preprocess.py"),
-    *("check_gpu.py", "emulated_cluster.py"),
+    *("check_gpu.py", "emulated_cluster.py", "torchrun.py"),
 }
 SAMPLE = cases(40, seed=1)
 

@@ -21,8 +21,9 @@ from paro.report.log import Log
 from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
-from paro.training.resume import Saver, load_run
+from paro.training.resume import load_run
 from paro.training.resumed import FROM_NOTHING
+from paro.training.saving import Saver
 from paro.training.step import Training, TrainState, train_step
 from tests.helpers.training import TINY
 
@@ -140,7 +141,7 @@ def save_and_go_on(
     saver = Saver(
         config, training, log, Claim.without_lease(root, training.control), resumed=resumed
     )
-    saver.save(state)
+    saver.write(state)
     held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
     saver.settle()

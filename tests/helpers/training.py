@@ -25,8 +25,8 @@ from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
-from paro.training.resume import Saver
 from paro.training.resumed import FROM_NOTHING, Resumed
+from paro.training.saving import Saver
 from paro.training.step import StepResult, Training, train_step
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
@@ -44,7 +44,7 @@ def save_run(config: RunConfig, training: Training, resumed: Resumed = FROM_NOTH
     assert config.checkpoint.save is not None, "nowhere to save"
     claim = Claim.without_lease(Path(config.checkpoint.save), training.control)
     saver = Saver(config, training, Log(rank=0, world_size=1), claim, resumed=resumed)
-    saver.save(start_state(config))
+    saver.write(start_state(config))
     saver.settle()
 
 

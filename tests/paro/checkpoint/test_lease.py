@@ -35,7 +35,7 @@ from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError, is_storage_failure
-from paro.training.resume import Saver
+from paro.training.saving import Saver
 
 ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
 

@@ -20,7 +20,7 @@ import pretrain_llama
 from paro.errors import UserError
 from paro.report.report import Report
 from paro.report.watchdog import WatchConfig, Watchdog
-from paro.training import loop
+from paro.training import loop, saving, setup
 from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import ROOT, run_ranks
 
@@ -173,8 +173,8 @@ def test_a_run_is_watched_from_its_flags_to_its_end(
     for owner, name in (
         (pretrain_llama, "parse_args"),
         (pretrain_llama, "check_source"),
-        (pretrain_llama, "claimed"),
-        (pretrain_llama, "build"),
+        (saving, "claimed"),
+        (setup, "build"),
         (loop, "train_step"),
         (Report, "close"),
     ):

@@ -39,6 +39,33 @@ class AxisSpan:
     saved: list[int] = field(default_factory=list)
 
 
+class SavedIterations(Saving):
+    """Notes which iterations are saved."""
+
+    def __init__(self, saved: list[int], interval: int | None) -> None:
+        self._saved, self._interval = saved, interval
+
+    @property
+    def failed(self) -> bool:
+        return False
+
+    def is_due(self, iteration: int) -> bool:
+        return self._interval is not None and iteration % self._interval == 0
+
+    def save(self, state: TrainState) -> None:
+        if state.iteration not in self._saved:
+            self._saved.append(state.iteration)
+
+    def settle(self) -> bool:
+        return True
+
+    def finish(self, state: TrainState) -> None:
+        self.save(state)
+
+    def way_back(self, state: TrainState) -> str:
+        return "none is saved"
+
+
 def run_loop(
     flags: str,
     *,
@@ -76,9 +103,7 @@ def run_loop(
         state,
         build_sources(config, build_data(config), training, state),
         report,
-        saving=Saving(
-            write=lambda at: run.saved.append(at.iteration) is None, interval=save_interval
-        ),
+        saving=SavedIterations(run.saved, save_interval),
         observers=observers,
     ).run()
     return run
@@ -259,7 +284,7 @@ def test_replicas_are_compared_before_a_save(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("paro.training.loop.check_replicas", compare)
     saves = mock.Mock(return_value=True)
-    monkeypatch.setattr("paro.training.loop.Saving.save", saves)
+    monkeypatch.setattr(SavedIterations, "save", saves)
     flags = "--train-iters 9 --eval-iters 0 --check-weight-hash-across-dp-replicas-interval 2"
     with pytest.raises(RunError):
         run_loop(flags, save_interval=3)

@@ -101,7 +101,7 @@ def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pretrain_llama.build_training", mock.Mock(side_effect=AssertionError("built"))
+        "paro.training.setup.build_training", mock.Mock(side_effect=AssertionError("built"))
     )
     monkeypatch.setattr("paro.training.memory_check.available_host_bytes", lambda: 1)
     assert mistake(["--mock-data", "--train-iters", "2"]).startswith("1 rank of this host needs ")

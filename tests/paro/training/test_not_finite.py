@@ -18,7 +18,7 @@ from paro.optim.finite import not_finite
 from paro.optim.optimizer import ParoOptimizer
 from paro.sharding.buffers import FlatShard
 from paro.training.assembly import build_training
-from paro.training.resume import Saver
+from paro.training.saving import Saver
 from tests.end_to_end.test_training import RUN, files_in, run_main
 from tests.helpers.training import TINY
 

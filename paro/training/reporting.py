@@ -1,0 +1,134 @@
+"""Opens the report of a run, observes it, and says at the end how it is continued."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from data.waits import Wait
+from model.config import num_parameters
+from paro.checkpoint.claim import Claim
+from paro.config.record import precision_line, recorded_arguments
+from paro.config.run import RunConfig, take_watch
+from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.world import World, world_or_alone
+from paro.errors import RunError, UserError
+from paro.report.config import ReportConfig
+from paro.report.log import Log
+from paro.report.observer import Observer
+from paro.report.profiler import MemoryHistory, Profiler
+from paro.report.record import RunFacts
+from paro.report.report import Report, open_report
+from paro.report.terminal import Terminal
+from paro.report.watchdog import WatchConfig, Watchdog
+from paro.training.assembly import run_facts
+from paro.training.placement import forecast_of, predict_memory, predicted_bytes
+from paro.training.step import Training, TrainState
+
+
+@contextmanager
+def early_watchdog() -> Iterator[None]:
+    """Watches the block with the default limits: the file of --yaml-cfg may not answer."""
+    minutes = RuntimeConfig().distributed_timeout_minutes
+    rank = world_or_alone().rank
+    with Watchdog(WatchConfig(), rank=rank, timeout_minutes=minutes) as watchdog:
+        watchdog.begins("reading the flags", 0)
+        yield
+
+
+def watchdog_of(args: Namespace, world: World) -> Watchdog:
+    """The watchdog of this process, from before anything that may hang; sets the limit of waits."""
+    watch, runtime = take_watch(args)
+    Wait.limit_seconds = runtime.timeout.total_seconds()
+    return Watchdog(
+        watch,
+        rank=world.rank,
+        timeout_minutes=runtime.distributed_timeout_minutes,
+        flight_dir=runtime.flight_recorder_dir,
+    )
+
+
+def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
+    rank, world_size = control.world.rank, control.world.size
+    return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, write=terminal.show)
+
+
+def report_config(config: RunConfig) -> ReportConfig:
+    """What is reported, and where; a run that only evaluates leaves no records."""
+    return config.report.without_records() if config.train.skip_train else config.report
+
+
+def start_report(
+    config: RunConfig,
+    training: Training,
+    state: TrainState,
+    claim: Claim | None,
+    log: Log,
+    bytes_before: int,
+) -> tuple[Report, RunFacts]:
+    """Opens the report and logs what its numbers depend on; collective."""
+    memory = predict_memory(config, training)
+    facts = run_facts(config, training, predicted_bytes(memory), state=state)
+    with training.control.raise_on_all_ranks():
+        report = open_report(
+            report_config(config),
+            facts,
+            log,
+            device=training.device,
+            start_iteration=state.iteration,
+            arguments=recorded_arguments(config),
+            is_ours=(lambda: True) if claim is None else claim.is_ours,
+        )
+    report.forecast = forecast_of(memory, bytes_before)
+    report.start({"precision": precision_line(config), "memory": memory.describe()})
+    return report, facts
+
+
+def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Observer, ...]:
+    """What observes the loop in addition to the report and the watchdog."""
+    folder = config.report.tensorboard_dir or config.checkpoint.save
+    return (
+        Profiler(config.profile, log, folder=folder),
+        MemoryHistory(config.profile, log, training.device),
+    )
+
+
+def title_of(config: RunConfig) -> str:
+    """The title of the terminal view: model size and strategy."""
+    millions = num_parameters(config.model) / 1e6
+    return f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}"
+
+
+@contextmanager
+def closing(report: Report, control: Control) -> Iterator[None]:
+    """Closes the report at the end, also after an error of all ranks: dashboards record it."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        # All ranks raise it, or only this one: then the others do not reach the barrier.
+        if isinstance(error, RunError) or not error.on_this_rank:
+            with suppress(Exception):  # it must not hide the error
+                report.close()
+                control.barrier()  # the first rank to exit kills the others
+        raise
+    except KeyboardInterrupt:
+        report.interrupted()
+        if report.view is not None:
+            report.view.close()
+        raise
+    report.close()
+
+
+def how_to_continue(config: RunConfig, state: TrainState) -> str:
+    """The last log line of a run that ended early: where it is saved, how to continue."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return f"iteration {state.iteration} is not saved: there was no --save"
+    saved = f"iteration {state.iteration} is saved in {checkpoint.save}"
+    if checkpoint.continues:
+        return f"{saved}: the same command continues from there"
+    without = [flag for flag in ("finetune", "start_over") if getattr(checkpoint, flag)]
+    words = "".join(f" and leave --{flag.replace('_', '-')} out" for flag in without)
+    return f"{saved}: to continue give --load {checkpoint.save}{words}"

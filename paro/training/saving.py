@@ -1,0 +1,264 @@
+"""Saves a run under --save, now or in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paro.checkpoint.agreement import with_claim
+from paro.checkpoint.background import Background, HostCopy
+from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.claim import Claim, claimed
+from paro.checkpoint.directory import newest_good, next_earlier, retire_checkpoint, set_aside
+from paro.checkpoint.lease import LeaseLostError
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import read_job_id
+from paro.errors import RunError, StorageError, UserError
+from paro.optim.finite import not_finite
+from paro.optim.states import PARAM
+from paro.report.log import Log
+from paro.report.progress import ProgressFile
+from paro.report.record import RunFacts
+from paro.report.watchdog import Watchdog
+from paro.training.loop import Saving
+from paro.training.resume import common_record
+from paro.training.resumed import FROM_NOTHING, Resumed
+from paro.training.step import Training, TrainState
+
+
+class Saver(Saving):
+    """Saves a run under --save, synchronously or in the background; every method is collective.
+
+    Saves use their own process groups: with --async-save a thread issues collectives on them
+    while the training thread uses the others.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        training: Training,
+        log: Log,
+        claim: Claim,
+        *,
+        progress: ProgressFile | None = None,
+        order: Mapping[str, Any] | None = None,
+        resumed: Resumed = FROM_NOTHING,
+    ) -> None:
+        # Imported here, and not when the first save stops training: DCP takes half a second.
+        from paro.checkpoint.save import write_states
+
+        assert config.checkpoint.save is not None, "nowhere to save"
+        self._config = config
+        self._training = training
+        self._log = log
+        self._progress = progress
+        self._order = order
+        self._resumed = resumed
+        self._root = Path(config.checkpoint.save)
+        self._background = Background()
+        self._copy = HostCopy()
+        self._write_states = write_states
+        self._under_way: int | None = None
+        # The last iteration that was saved, maybe not whole yet; and the newest that is whole on
+        # every node.
+        self._saved = resumed.saved_iteration(config)
+        self._whole = resumed.saved_iteration(config)
+        control = training.control
+        self._ranks = with_claim(claim, control, config.runtime.timeout)
+        if len(claim.folders) > 1:
+            log.log0(
+                f"--save {self._root} is another folder on {len(claim.folders)} sets of ranks: "
+                "each saves what its ranks hold"
+            )
+        if config.checkpoint.start_over:
+            self._set_aside()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in progress failed and --on-save-failure is stop, or the lease is lost."""
+        lease = self._ranks.lease
+        if lease is not None and lease.is_lost:
+            return True
+        return self._background.failed and self._config.checkpoint.on_save_failure == "stop"
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank's save thread is still writing."""
+        return self._background.is_running
+
+    def _set_aside(self) -> None:
+        """Moves another run's checkpoints in --save aside, under the same name on every node."""
+        number = max(self._ranks.everyone.gather(next_earlier(self._root)))
+
+        def move() -> Path | None:
+            self._ranks.check_lease()
+            return set_aside(self._root, number)
+
+        earlier = self._ranks.first_decides(move, f"--save {self._root}")
+        if earlier is not None:
+            self._log.log0(f"--start-over: what --save {self._root} held is in {earlier} now")
+
+    def is_due(self, iteration: int) -> bool:
+        interval = self._config.checkpoint.save_interval
+        return interval is not None and iteration % interval == 0
+
+    def save(self, state: TrainState) -> None:
+        if self._saved != state.iteration and self.write(state):
+            self._saved = state.iteration
+
+    def finish(self, state: TrainState) -> None:
+        if not self.settle():
+            self._saved = None
+        self.save(state)
+        if self._saved != state.iteration or not self.settle():
+            raise StorageError(f"the run ends unsaved at iteration {state.iteration}")
+
+    def write(self, state: TrainState) -> bool:
+        """Saves the run, or starts an async save; False if it failed and training continues."""
+        if not self.settle():
+            self._log.log0(f"trying again at iteration {state.iteration}")
+        config, training = self._config, self._training
+        self._refuse_not_finite(state)
+        shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
+        if config.checkpoint.no_save_optim:
+            shards = (shard for shard in shards if shard.state == PARAM)
+        states = boxed_states(shards, writers=self._ranks.near_ranks)
+        if config.checkpoint.async_save:
+            states = self._copy.take(states)
+        write = partial(
+            self._write_states,
+            self._root,
+            state.iteration,
+            states,
+            common_record(config, training, state, order=self._order, resumed=self._resumed),
+            ranks=self._ranks,
+            log=self._log.log0,
+        )
+        self._under_way = state.iteration
+        job = partial(self._retire_and_write, self._proved_good(state), write)
+        if config.checkpoint.async_save:
+            self._note(state, is_async=True)
+            self._background.start(partial(self._finish, job, state.iteration))
+            return True
+        try:
+            job()
+        except (UserError, StorageError) as error:  # raised on all ranks
+            return self._give_up(error)
+        self._whole = state.iteration
+        self._note(state, is_async=False)
+        return True
+
+    def settle(self) -> bool:
+        """Waits for an async save in progress; False if it failed and training continues.
+
+        Raises `LeaseLostError` on all ranks if the folder is another run's by now.
+        """
+        is_async = self._background.is_started
+        failure = self._background.wait()
+        if failure is not None and not isinstance(failure, (UserError, StorageError)):
+            raise failure
+        with self._ranks.raise_on_all_ranks(name_rank=False), suppress(OSError):
+            self._ranks.check_lease()  # a folder that is gone is the next save's to report
+        if failure is None:
+            self._whole = self._under_way if is_async else self._whole
+            return True
+        return self._give_up(failure)
+
+    def way_back(self, state: TrainState) -> str:
+        """Says how to load the last good iteration that was saved; collective."""
+        self._background.wait()  # a failed save matters no more: what is on disk is named
+        fine = state.iteration - state.expected.skipped_in_a_row
+        good = self._ranks.first_decides(
+            lambda: newest_good(self._root, last_fine=fine), f"--save {self._root}"
+        )
+        if good is None:
+            return f"no good iteration is saved in {self._root}"
+        return (
+            f"the last good iteration that is saved is {good}: continue with "
+            f"--load {self._root} --ckpt-step {good}"
+        )
+
+    def _proved_good(self, state: TrainState) -> int | None:
+        """The last whole checkpoint, if training went on from it; None if it may be what is wrong.
+
+        While steps are skipped nothing proves that what was saved before the first of them is good.
+        """
+        went_on = self._whole is not None and self._whole < state.iteration
+        return self._whole if went_on and not state.expected.skipped_in_a_row else None
+
+    def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
+        """Writes a checkpoint, after the one before the last `good` one was removed."""
+        interval = self._config.checkpoint.save_retain_interval
+        if interval is not None and good is not None and self._ranks.is_first_near:
+            # What could not be removed is no reason to stop; a lost lease ends the write below.
+            with suppress(OSError, UserError, LeaseLostError):
+                self._ranks.check_lease()
+                retire_checkpoint(self._root, before=good, interval=interval)
+        write()
+
+    def _refuse_not_finite(self, state: TrainState) -> None:
+        """Raises `RunError` on all ranks rather than save a state from which nothing can go on."""
+        wrong = not_finite(self._training.optimizer.flat_shards(), self._training.control)
+        if wrong is not None:
+            raise RunError(
+                f"iteration {state.iteration} is not saved: {wrong} is not finite; "
+                f"{self.way_back(state)}"
+            )
+
+    def _note(self, state: TrainState, *, is_async: bool) -> None:
+        if self._progress is not None:
+            samples = state.consumed_train_samples
+            self._progress.saved(state.iteration, samples, is_async=is_async)
+
+    def _finish(self, write: Callable[[], None], iteration: int) -> None:
+        """Runs on the save thread."""
+        write()
+        if self._progress is not None:
+            self._progress.finished(iteration)
+
+    def _give_up(self, error: UserError | StorageError) -> bool:
+        message = f"iteration {self._under_way} is not saved: {error}"
+        is_lost = isinstance(error, LeaseLostError)
+        if is_lost or self._config.checkpoint.on_save_failure == "stop":
+            raise type(error)(message) from error
+        self._log.log0(f"{message}; training continues (--on-save-failure continue)")
+        return False
+
+
+@contextmanager
+def claim_of(config: RunConfig, control: Control, watchdog: Watchdog) -> Iterator[Claim | None]:
+    """Holds the lease of --save in the block; None for a run that does not save."""
+    if config.checkpoint.save is None or config.train.skip_train:
+        yield None
+        return
+    log = Log(rank=control.world.rank, world_size=control.world.size)
+    with claimed(
+        Path(config.checkpoint.save), control, log.log0, progressed=watchdog.progressed
+    ) as claim:
+        yield claim
+
+
+def saver_of(
+    config: RunConfig,
+    training: Training,
+    facts: RunFacts,
+    log: Log,
+    claim: Claim | None,
+    *,
+    order: Mapping[str, Any],
+    resumed: Resumed,
+) -> Saver | None:
+    """What saves the run; None without a claim to --save."""
+    checkpoint, loaded, progress = config.checkpoint, resumed.state, None
+    if checkpoint.save is None or claim is None:
+        return None
+    if config.report.log_progress:
+        start = 0 if loaded is None else loaded.consumed_train_samples
+        progress = ProgressFile(
+            checkpoint.save, facts, log, start_samples=start, job_id=read_job_id()
+        )
+    return Saver(config, training, log, claim, progress=progress, order=order, resumed=resumed)
