@@ -39,7 +39,7 @@ from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology
 from tests.helpers.schedules import sent_fraction
-from tests.paro.planning.cases import DEVICE, SMALL, machine, workload
+from tests.paro.planning.cases import DEVICE, SMALL, machine, speed, workload
 
 FEW = SearchSpace(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))
 
@@ -222,6 +222,14 @@ def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
         inside = sent_fraction(schedule, 32, 1, 0) * size * 8 / 1e9
         assert slow == pytest.approx(inside, rel=0.2)  # and the last piece
         assert slow >= inside * (1 - 1e-9)
+
+
+def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
+    """Through 4 groups of 8: 3 hops between groups, 28 inside them."""
+    run = make_topology(world_size=32, group_size=8, degrees=()).axes
+    late = replace(machine(), intra=speed(1e9, 3e-6), inter=speed(1e9, 14e-6))
+    seconds = CollectiveTimes(late, "flat").seconds(Op.ALL_GATHER, run, 1 << 10)
+    assert seconds == pytest.approx(3 * 14e-6 + 28 * 3e-6, rel=1e-3)
 
 
 def test_measured_times_go_before_links() -> None:
