@@ -1,1 +1,1 @@
-"""Helpers of tools/plan.py and of the studies of the papers' figures and of measured steps."""
+"""Helpers of tools/plan.py: its flags, tables and pictures, and the cost of failures."""

@@ -1,11 +1,10 @@
-"""Plots of plans: memory against time, a step's streams, scaling curves, the papers' figures."""
+"""Plots of plans: memory against time, a step's streams, and scaling curves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult
@@ -113,53 +112,3 @@ def draw_scaling(path: Path, curves: dict[str, list[tuple[int, float]]], name: s
         axes.set(xlabel="ranks", ylabel="MFU, %", title=name, ylim=(0, None))
         axes.grid(axis="y", color="#eeeeee")
         axes.legend(fontsize=8)
-
-
-class Pair(Protocol):
-    """A published figure and ours."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def what(self) -> str: ...
-
-    @property
-    def published(self) -> float: ...
-
-    @property
-    def ours(self) -> float: ...
-
-    @property
-    def tolerance(self) -> float | None: ...
-
-    @property
-    def holds(self) -> bool: ...
-
-
-def draw_pairs(path: Path, pairs: Sequence[Pair]) -> None:
-    """Plots ours / published, one row per figure, with its tolerance band."""
-    with drawing(path, 1, 1, size=(11, 0.22 * len(pairs) + 1.2)) as (_, panels):
-        axes = panels[0][0]
-        kinds = {
-            "within its band": ("o", "#4c78a8"),
-            "outside": ("X", "#e45756"),
-            "only its order counts": ("o", "#bab0ac"),
-        }
-        for row, pair in enumerate(pairs):
-            if pair.tolerance is None:
-                kind = "only its order counts"
-            else:
-                kind = "within its band" if pair.holds else "outside"
-                axes.barh(
-                    row, 2 * pair.tolerance, left=1 - pair.tolerance, height=1, color="#f0f3f7"
-                )
-            marker, color = kinds[kind]
-            axes.plot(pair.ours / pair.published, row, marker, color=color, markersize=5)
-        for kind, (marker, color) in kinds.items():
-            axes.plot([], [], marker, color=color, label=kind)
-        axes.set_yticks(range(len(pairs)), [f"{p.name}: {p.what}" for p in pairs], fontsize=8)
-        axes.set_ylim(len(pairs) - 0.5, -0.5)
-        axes.axvline(1.0, color="gray", linewidth=0.8)
-        axes.set(xlabel="ours / published", title="The papers' figures and the planner's")
-        axes.legend(fontsize=8, loc="lower right")

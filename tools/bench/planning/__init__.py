@@ -1,1 +1,1 @@
-"""Parts of the studies that compare the planner with papers and with measured steps."""
+"""Parts of the study that compares the planner with measured steps."""

@@ -18,8 +18,8 @@ from paro.planning.search.search_space import (
     SearchSpace,
     Workload,
 )
+from paro.planning.step.costs import device_of
 from tools.bench.peers.own import parse_setting
-from tools.bench.planning.figure import with_room_for
 from tools.bench.planning.rounds import median_row
 
 # Part of a rank's peak in addition to what the planner adds up: gloo's buffers and threads, the
@@ -171,7 +171,7 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
     )
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
-        found = plan(with_room_for(workload, limit), search_space).best
+        found = plan(_with_room_for(workload, limit), search_space).best
         assert found is not None, f"nothing fits {limit} bytes"
         fitting = [row for row in rows if row.predicted_bytes <= limit]
         best = min(fitting, key=lambda row: row.seconds)
@@ -182,3 +182,15 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
             best=best.strategy,
             ratio=times[chosen] / best.seconds,
         )
+
+
+def _with_room_for(workload: Workload, num_bytes: int) -> Workload:
+    """The workload on devices that have this many bytes for what is allocated, and no more."""
+    device = replace(
+        device_of(workload.machine),
+        memory_bytes=num_bytes,
+        reserved_bytes=0,
+        communicator_bytes=0,
+        fragmentation=0.0,
+    )
+    return replace(workload, machine=replace(workload.machine, device=device), memory_bytes=None)

@@ -1,16 +1,13 @@
-"""Short steps are timed in more turns, and only those of the same turn are compared."""
+"""Short steps are timed in more turns."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from tools.bench.planning import steps
-from tools.bench.planning.partial import speeds_over
 
 
 def test_steps_of_one_micro_batch_take_three_turns_for_each_of_several(
@@ -29,22 +26,3 @@ def test_steps_of_one_micro_batch_take_three_turns_for_each_of_several(
     ]
     turns = {count: [row["turn"] for row in rows if row["of"] == count] for count in (1, 4)}
     assert turns == {1: [1, 2, 3, 4, 5, 6], 4: [1, 2]}
-
-
-def test_a_turn_that_the_baseline_lacks_does_not_count(tmp_path: Path) -> None:
-    rows = [
-        {
-            "nic": "per-rank",
-            "shape": "adapters",
-            "setting": f"{name}@native",
-            "micro_batches": 4,
-            "round": 1,
-            "turn": turn,
-            "seconds": seconds,
-            "cpu_seconds": 1.0,
-            "machine_seconds": 8.0,
-        }
-        for name, turn, seconds in (("GGG", 1, 3.0), ("ING", 1, 2.0), ("ING", 2, 1.0))
-    ]
-    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert speeds_over(tmp_path, "adapters", "GGG") == {"GGG": [1.0], "ING": [1.5]}
