@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model import fusion
-from model.config import LlamaConfig
+from model.config import FP8_CAPABILITY, Fp8Format, LlamaConfig
 from model.fusion import Fusions, usable_kernels
 from model.layers import gated_linear
 from model.llama import Llama
@@ -41,6 +41,7 @@ CONFIG = LlamaConfig(
     vocab_size=31,
 )
 FUSED = replace(CONFIG, fuses_swiglu=True, fuses_rotary=True)
+FP8_FORMATS: tuple[Fp8Format, ...] = ("e4m3", "hybrid")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
 
@@ -143,7 +144,7 @@ def test_what_runs_is_said() -> None:
     assert found.config == replace(FUSED, fuses_swiglu=False)
     line = usable_kernels(CONFIG, none, torch.float32, CPU).line
     assert line == "SwiGLU and rotary embedding: torch's operations, as the flags ask"
-    for form, dtype in (("e4m3", torch.bfloat16), ("hybrid", torch.float32)):
+    for form, dtype in zip(FP8_FORMATS, TOLERANCE, strict=True):
         found = usable_kernels(replace(CONFIG, fp8_format=form), ALL, dtype, CPU)
         assert found.config == replace(FUSED, fp8_format=form, fuses_fp8_casts=True)
         assert str(found.line).startswith("SwiGLU, rotary embedding and casts to fp8: Triton 3.")
@@ -234,6 +235,11 @@ def run_on_gpu() -> None:
     for dtype in TOLERANCE:
         found = usable_kernels(CONFIG, ALL, dtype, torch.device("cuda"))
         assert found.config == FUSED, found.line
+        if torch.cuda.get_device_capability() >= FP8_CAPABILITY:
+            for form in FP8_FORMATS:
+                config = replace(CONFIG, fp8_format=form)
+                found = usable_kernels(config, ALL, dtype, torch.device("cuda"))
+                assert found.config.fuses_fp8_casts, found.line
 
 
 @pytest.mark.process
