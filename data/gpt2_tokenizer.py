@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.hugging_face_tokenizer import LibraryTokenizer
 from paro.errors import UserError
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import read_json
@@ -15,44 +14,18 @@ END = "<|endoftext|>"
 VOCAB_FILE, MERGE_FILE = "vocab.json", "merges.txt"  # their names in a Hugging Face folder
 
 
-class GPT2BPETokenizer:
-    """`--vocab-file` and `--merge-file`, with the same ids as Megatron's type of this name.
+def gpt2_tokenizer(vocab_file: str, merge_file: str) -> LibraryTokenizer:
+    """`--vocab-file` and `--merge-file`, with the same ids as Megatron's type GPT2BPETokenizer.
 
     END ends documents. If a text contains END literally, it becomes that one id, as in
     transformers.
     """
-
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
-        self._tokenizer = _load(Path(vocab_file), Path(merge_file))
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self.vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        self.eod: int = self._tokenizer.token_to_id(END)
-        self.bos: int | None = self.eod
-        self.text_prefix: tuple[int, ...] = ()
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode([int(token) for token in ids]))
+    tokenizer = read_gpt2(Path(vocab_file), Path(merge_file))
+    end = tokenizer.token_to_id(END)
+    return LibraryTokenizer(tokenizer, f"--vocab-file {vocab_file}", eos=end, bos=end)
 
 
-def write_gpt2_tokenizer_json(vocab_file: Path, merge_file: Path, folder: Path) -> None:
-    """Writes the tokenizer.json and tokenizer_config.json that transformers reads."""
-    _load(vocab_file, merge_file).save(str(folder / "tokenizer.json"))
-    fields = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END),
-        "clean_up_tokenization_spaces": False,
-    }
-    text = json.dumps(fields, indent=2)
-    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _load(vocab_file: Path, merge_file: Path) -> Any:
+def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:
     """The two files as a tokenizer of the tokenizers library; `UserError` names a bad file."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -94,8 +67,8 @@ def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> li
     for number, line in enumerate(lines, start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
-        left, blank, right = line.rstrip("\r").partition(" ")
-        if not (left and blank and right) or " " in right:
+        left, _, right = line.rstrip("\r").partition(" ")
+        if not (left and right) or " " in right:
             raise UserError(
                 f"--merge-file {path}, line {number}, is no merge: two pieces with a blank between"
             )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from data.hub import how_to_fetch
 from paro.errors import UserError
@@ -18,7 +18,61 @@ ADDING_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-class HuggingFaceTokenizer:
+class LibraryTokenizer:
+    """A tokenizer of the tokenizers library; `source` is the flag and the file, for messages."""
+
+    text_prefix: tuple[int, ...] = ()
+
+    def __init__(self, tokenizer: Any, source: str, *, eos: int | None, bos: int | None) -> None:
+        if eos is None:
+            raise UserError(
+                f"{source} does not say which token ends a document: put "
+                '{"eos_token": "..."} into the tokenizer_config.json of that folder'
+            )
+        self._tokenizer = tokenizer
+        self.vocabulary: dict[str, int] = tokenizer.get_vocab()
+        if not self.vocabulary:
+            raise UserError(f"{source} has an empty vocabulary")
+        self.vocab_size = max(self.vocabulary.values()) + 1
+        if not 0 <= eos < self.vocab_size:
+            raise UserError(
+                f"{source} ends documents with the id {eos}, and it has {self.vocab_size} ids: "
+                "correct the eos_token_id in the config.json of that folder"
+            )
+        self.eod = eos
+        self.bos = bos
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
+
+
+class _TransformersTokenizer(LibraryTokenizer):
+    """A tokenizer of transformers."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # No warnings: a corpus has texts longer than the model's maximum length.
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return list(encoded.input_ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        decode = self._tokenizer.decode
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(decode(list(ids), **options))
+
+
+def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
     """A `tokenizer.json` file or a folder that contains one, which mean the same, or anything else
     transformers loads: a folder of other files, or a hub name in its cache.
 
@@ -30,52 +84,11 @@ class HuggingFaceTokenizer:
     Texts of a corpus get no special tokens. Megatron's type of this name adds the tokenizer's, such
     as LLaMA's BOS, unless --tokenizer-hf-no-include-special-tokens is given.
     """
-
-    def __init__(self, model: str) -> None:
-        path = Path(model)
-        file = path / TOKENIZER_JSON if path.is_dir() else path
-        # Importing transformers alone takes ten times as long as reading a tokenizer.json.
-        loaded = _load_tokenizer_json(file) if file.exists() else _load_with_transformers(model)
-        if loaded.eos is None:
-            raise UserError(
-                f"--tokenizer-model {model} does not say which token ends a document: put "
-                '{"eos_token": "..."} into the tokenizer_config.json of that folder'
-            )
-        if not loaded.vocabulary:
-            raise UserError(f"--tokenizer-model {model} has an empty vocabulary")
-        self.text_prefix: tuple[int, ...] = ()
-        self._encode = loaded.encode
-        self._encode_batch = loaded.encode_batch
-        self._decode = loaded.decode
-        self.vocabulary = loaded.vocabulary
-        self.vocab_size = max(loaded.vocabulary.values()) + 1
-        if not 0 <= loaded.eos < self.vocab_size:
-            raise UserError(
-                f"--tokenizer-model {model} ends documents with the id {loaded.eos}, and it has "
-                f"{self.vocab_size} ids: correct the eos_token_id in the config.json of that folder"
-            )
-        self.eod = loaded.eos
-        self.bos = loaded.bos
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._encode_batch(texts) if texts else []
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._decode([int(token) for token in ids])
-
-
-class _Loaded(NamedTuple):
-    """A loaded tokenizer of either library, reduced to what both provide."""
-
-    encode: Callable[[str], list[int]]
-    encode_batch: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[list[int]], str]
-    vocabulary: Mapping[str, int]
-    eos: int | None
-    bos: int | None
+    path = Path(model)
+    file = path / TOKENIZER_JSON if path.is_dir() else path
+    source = f"--tokenizer-model {model}"
+    # Importing transformers alone takes ten times as long as reading a tokenizer.json.
+    return _load_tokenizer_json(file, source) if file.exists() else _load_with_transformers(model)
 
 
 class _Token(TypedDict):
@@ -109,7 +122,7 @@ class _TokenizerFields(TypedDict, total=False):
     split_special_tokens: bool | None
 
 
-def _load_tokenizer_json(path: Path) -> _Loaded:
+def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
     """A tokenizer.json with the tokens that the files next to it add."""
     try:
         import tokenizers
@@ -132,17 +145,7 @@ def _load_tokenizer_json(path: Path) -> _Loaded:
             return tokenizer.token_to_id(text)
         return _model_says(path.parent, f"{part}_token_id")
 
-    return _Loaded(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-        encode_batch=lambda texts: [
-            encoding.ids
-            for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ],
-        decode=lambda ids: str(tokenizer.decode(ids)),
-        vocabulary=tokenizer.get_vocab(),
-        eos=special("eos"),
-        bos=special("bos"),
-    )
+    return LibraryTokenizer(tokenizer, source, eos=special("eos"), bos=special("bos"))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -244,7 +247,7 @@ def _read(path: Path, kind: Any) -> dict[str, Any]:
     return dict(read_json(path, kind)) if path.exists() else {}
 
 
-def _load_with_transformers(model: str) -> _Loaded:
+def _load_with_transformers(model: str) -> LibraryTokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -264,16 +267,9 @@ def _load_with_transformers(model: str) -> _Loaded:
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
             f"transformers finds on this machine{how_to_fetch(model)}"
         ) from error
-    return _Loaded(
-        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        encode_batch=lambda texts: list(
-            # No warnings: a corpus has texts longer than the model's maximum length.
-            tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
-        ),
-        decode=lambda ids: str(
-            tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ),
-        vocabulary=tokenizer.get_vocab(),
+    return _TransformersTokenizer(
+        tokenizer,
+        f"--tokenizer-model {model}",
         eos=tokenizer.eos_token_id,
         bos=tokenizer.bos_token_id,
     )

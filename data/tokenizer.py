@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.gpt2_tokenizer import GPT2BPETokenizer
-from data.hugging_face_tokenizer import HuggingFaceTokenizer
+from data.gpt2_tokenizer import gpt2_tokenizer
+from data.hugging_face_tokenizer import hugging_face_tokenizer
 from data.tik_tokenizer import TikTokenizer
 from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfig
 from paro.errors import UserError, reading
@@ -72,14 +72,14 @@ def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.tokenizer_type == GPT2_TYPE:
         assert config.vocab_file is not None, "TokenizerConfig checks this"
         assert config.merge_file is not None, "TokenizerConfig checks this"
-        return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+        return gpt2_tokenizer(config.vocab_file, config.merge_file)
     assert config.tokenizer_model is not None, "TokenizerConfig checks this"
     if config.tokenizer_type in SENTENCEPIECE_TYPES:
         begins = config.tokenizer_type == "Llama2Tokenizer"
         return SentencePieceTokenizer(config.tokenizer_model, begins_texts=begins)
     if config.tokenizer_type == "TikTokenizer":
         return TikTokenizer(config.tokenizer_model)
-    return HuggingFaceTokenizer(config.tokenizer_model)
+    return hugging_face_tokenizer(config.tokenizer_model)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:

@@ -1,11 +1,13 @@
-"""Converts a SentencePiece BPE model to a tokenizer.json for transformers, with the same ids."""
+"""Writes a SentencePiece BPE model, or GPT-2's two files, as a tokenizer.json with the same ids."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.gpt2_tokenizer import END, read_gpt2
 from data.tokenizer import SentencePieceTokenizer
 from paro.untrusted.regular_file import read_bytes
 
@@ -46,19 +48,26 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
             return False
     if begins_texts and own.bos is not None:
         whole.post_processor = _beginning(processor.id_to_piece(own.bos), own.bos)
-    whole.save(str(folder / "tokenizer.json"))
-    fields: dict[str, Any] = {
+    ids = {"bos": processor.bos_id(), "eos": processor.eos_id(), "unk": processor.unk_id()}
+    _save(whole, folder, {role: processor.id_to_piece(i) for role, i in ids.items() if i >= 0})
+    return True
+
+
+def write_gpt2_tokenizer_json(vocab_file: Path, merge_file: Path, folder: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json for GPT-2's two files."""
+    _save(read_gpt2(vocab_file, merge_file), folder, dict.fromkeys(("bos", "eos", "unk"), END))
+
+
+def _save(tokenizer: Any, folder: Path, roles: Mapping[str, str]) -> None:
+    """Writes the two files; `roles` are the texts of special tokens, by a role such as `eos`."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": processor.id_to_piece(own.eod),
+        **{f"{role}_token": text for role, text in roles.items()},
         "clean_up_tokenization_spaces": False,
     }
-    if own.bos is not None:
-        fields["bos_token"] = processor.id_to_piece(own.bos)
-    if processor.unk_id() >= 0:
-        fields["unk_token"] = processor.id_to_piece(processor.unk_id())
     text = json.dumps(fields, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-    return True
 
 
 def _tokenizer(processor: Any) -> Any:

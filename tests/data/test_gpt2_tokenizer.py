@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import tiktoken
 
-from data.gpt2_tokenizer import END, write_gpt2_tokenizer_json
+from data.gpt2_tokenizer import END
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
+from data.tokenizer_json import write_gpt2_tokenizer_json
 from paro.errors import UserError
 from tests.helpers.gpt2 import TEXT, write_gpt2
 

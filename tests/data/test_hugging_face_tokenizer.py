@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from data.hugging_face_tokenizer import HuggingFaceTokenizer
+from data.hugging_face_tokenizer import hugging_face_tokenizer
 from paro.errors import UserError
 from tests.helpers.ranks import ROOT
 
@@ -148,7 +148,7 @@ def test_ids_and_ends_are_transformers(
 
     make(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    ours = HuggingFaceTokenizer(str(tmp_path / given))
+    ours = hugging_face_tokenizer(str(tmp_path / given))
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text) == ids, text
@@ -164,7 +164,7 @@ def test_ids_and_ends_are_transformers(
 def test_transformers_is_not_imported(tmp_path: Path) -> None:
     modern(tmp_path)
     program = (
-        "import sys; from data.hugging_face_tokenizer import HuggingFaceTokenizer as Tokenizer; "
+        "import sys; from data.hugging_face_tokenizer import hugging_face_tokenizer as Tokenizer; "
         f"Tokenizer({str(tmp_path)!r}); sys.exit('transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -173,9 +173,9 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither a tokenizer\.json nor a tokenizer that trans"):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face_tokenizer(str(tmp_path))
     with pytest.raises(UserError, match="hf download an-owner/a-model"):
-        HuggingFaceTokenizer("an-owner/a-model")
+        hugging_face_tokenizer("an-owner/a-model")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     gpt2(tmp_path)
     (tmp_path / name).write_text("{")
     with pytest.raises(UserError, match=rf"{re.escape(name)} is not valid JSON"):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -205,13 +205,13 @@ def test_a_wrong_field_is_named(name: str, fields: Any, message: str, tmp_path: 
     gpt2(tmp_path)
     write(tmp_path, name, fields)
     with pytest.raises(UserError, match=message) as caught:
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face_tokenizer(str(tmp_path))
     assert name in str(caught.value) or str(tmp_path) in str(caught.value)
 
 
 def test_a_device_is_not_read() -> None:
     with pytest.raises(UserError, match="--tokenizer-model /dev/zero is no regular file"):
-        HuggingFaceTokenizer("/dev/zero")
+        hugging_face_tokenizer("/dev/zero")
 
 
 def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) -> None:
@@ -223,7 +223,7 @@ def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) ->
     (tmp_path / "a.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass B: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(UserError, match="neither a tokenizer"):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
 
 
@@ -231,11 +231,11 @@ def test_several_ends_are_none(tmp_path: Path) -> None:
     gpt2(tmp_path)
     write(tmp_path, "config.json", {"eos_token_id": [0, 5]})
     with pytest.raises(UserError, match="does not say which token ends a document"):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face_tokenizer(str(tmp_path))
 
 
 def test_a_pipe_in_a_folder_for_transformers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     os.mkfifo(tmp_path / "merges.txt")
     with pytest.raises(UserError, match=r"^--tokenizer-model .*merges.txt is no regular file"):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face_tokenizer(str(tmp_path))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from data.hugging_face_tokenizer import hugging_face_tokenizer
+from data.tokenizer import SentencePieceTokenizer
 from data.tokenizer_json import write_tokenizer_json
 
 LINES = ["def main() -> None:", "    print('naïve 雪 text')", "the quick  brown fox", "a b c"] * 20
@@ -53,7 +54,7 @@ def test_ids_and_texts_are_the_same(prefix: bool, tmp_path: Path) -> None:
     out.mkdir()
     assert write_tokenizer_json(model, out)
     own = SentencePieceTokenizer(str(model))
-    file = HuggingFaceTokenizer(str(out / "tokenizer.json"))
+    file = hugging_face_tokenizer(str(out / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(out)
     assert (theirs.bos_token_id, theirs.eos_token_id) == (own.bos, own.eod) == (1, 2)
     assert (file.bos, file.eod, file.vocab_size) == (1, 2, own.vocab_size)

@@ -13,11 +13,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE, write_gpt2_tokenizer_json
+from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.hugging_face_tokenizer import ADDING_FILES, adds_tokens
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
-from data.tokenizer_json import write_tokenizer_json
+from data.tokenizer_json import write_gpt2_tokenizer_json, write_tokenizer_json
 from model.hugging_face import (
     hugging_face_config,
     hugging_face_name,
