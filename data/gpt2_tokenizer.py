@@ -57,6 +57,10 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     vocabulary: dict[str, int] = read_json(path, dict[str, int], f"--vocab-file {path}")
     if sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UserError(f"--vocab-file {path}: the ids must count from 0 without a gap")
+    try:
+        "".join(vocabulary).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--vocab-file {path} has a piece with half a surrogate pair") from error
     return vocabulary
 
 

@@ -91,6 +91,7 @@ def without(piece: str) -> Callable[[str], str]:
         (0, lambda _: "[1]", "must be an object"),
         (0, lambda _: "no JSON", "is not valid JSON"),
         (0, lambda text: text.replace(": 7,", ": 7000,"), "count from 0 without a gap"),
+        (0, lambda text: text.replace('"!"', '"\\ud800"'), "a piece with half a surrogate pair"),
         (0, without(END), r"is not GPT-2's: it has no <\|endoftext\|>"),
         (0, without("!"), "is not GPT-2's: it has no"),
         (1, lambda text: text + "q z\n", "line 46, makes 'qz', which --vocab-file .* different"),
