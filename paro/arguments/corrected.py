@@ -6,7 +6,7 @@ import shlex
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 
-from paro.arguments.megatron import changed_parts, rule_against
+from paro.arguments.megatron import changed_parts, replacements
 from paro.arguments.needed import details_without_full
 from paro.arguments.unknown import known_as
 from paro.arguments.words import by_flag
@@ -47,19 +47,21 @@ def _corrected(
 ) -> Iterator[list[str]]:
     actions = parser._option_string_actions
     dropped = {detail.split()[0] for detail in details_without_full(args)}
+    instead = replacements(args)
     kept: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
     for flag, *values in by_flag(words):
         name, equals, value = flag.partition("=")
         values = [value, *values] if equals else values
+        if name in instead:
+            added.append(list(by_flag(instead[name])))
+            continue
         name = name if name in actions else known_as(name, parser)
         if name in dropped or name not in actions or name == YAML_FLAG:  # its flags are in words
             continue
         action = actions[name]
-        rule = rule_against(name, args)
-        if rule is not None:
-            added.append(list(by_flag(rule.replacement(values))))
-        elif action.dest in better and better[action.dest] is None:
+        has_no_value = action.dest not in args  # the one that was given is wrong
+        if has_no_value or (action.dest in better and better[action.dest] is None):
             continue
         elif action.dest in better:
             kept[name] = [name, *_words(better[action.dest])]

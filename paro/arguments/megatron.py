@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import argparse
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from paro.arguments.megatron_rules.compute import COMPUTE_RULES
-from paro.arguments.megatron_rules.elsewhere import ELSEWHERE_RULES
-from paro.arguments.megatron_rules.job import JOB_RULES
-from paro.arguments.megatron_rules.model import MODEL_RULES
-from paro.arguments.megatron_rules.parallel import PARALLEL_RULES
-from paro.arguments.megatron_rules.rule import Outcome, Rule
+from paro.arguments.megatron_rules import (
+    ACCEPTED,
+    BECOMES,
+    CONDITIONAL,
+    IGNORED,
+    REFUSED,
+    VALUES,
+)
 from paro.arguments.needed import details_without_full
+from paro.arguments.words import by_flag
 from paro.errors import listed
 
 # A LLaMA's parts, what a GPT of Megatron-LM has in their place, and the flags that ask for them.
@@ -33,11 +39,63 @@ _PARTS = (
     ("no dropout in attention", "--attention-dropout"),
     ("no dropout behind it", "--hidden-dropout"),
 )
-RULES = (*MODEL_RULES, *COMPUTE_RULES, *PARALLEL_RULES, *JOB_RULES, *ELSEWHERE_RULES)
+
+
+class Outcome(Enum):
+    """How a flag is treated."""
+
+    ACCEPTED = "accepted"  # it requests what PaRO does anyway
+    IGNORED = "ignored"  # it changes no result; the run's first lines report that it has no effect
+    REFUSED = "refused"  # it requests something else
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one flag, or a family such as `--moe-*`, is treated, and why.
+
+    An accepted flag is a switch, or takes one of `values`, or is a switch on a `condition`. Other
+    uses of it are refused, and the error gives `instead`. Other flags take any values.
+    """
+
+    flag: str
+    outcome: Outcome
+    why: str = ""
+    instead: str = ""
+    values: tuple[str | int | float, ...] = ()
+    condition: Callable[[Namespace], bool] | None = None
+
+    @property
+    def is_family(self) -> bool:
+        return self.flag.endswith("*")
+
+
+def _rules() -> Iterator[Rule]:
+    """All rows of the table, by flag."""
+    for why, flags in ACCEPTED:
+        yield from (Rule(flag, Outcome.ACCEPTED, why) for flag in flags.split())
+    for flag, values, why, instead in VALUES:
+        yield Rule(flag, Outcome.ACCEPTED, why, instead, values=values)
+    for flag, condition, why, instead in CONDITIONAL:
+        yield Rule(flag, Outcome.ACCEPTED, why, instead, condition=condition)
+    for why, flags in IGNORED:
+        yield from (Rule(flag, Outcome.IGNORED, why) for flag in flags.split())
+    for instead, flags in REFUSED:
+        yield from (Rule(flag, Outcome.REFUSED, instead=instead) for flag in flags.split())
+
+
+RULES = tuple(_rules())
+_BY_FLAG = {rule.flag: rule for rule in RULES}
+_FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.is_family}
+
+
+def rule_of(flag: str) -> Rule | None:
+    """The rule for a flag or else for its family; None for a setting or an unknown flag."""
+    families = (rule for prefix, rule in _FAMILIES.items() if flag.startswith(prefix))
+    return _BY_FLAG.get(flag) or next(families, None)
 
 
 def add_compatibility_args(parser: ArgumentParser) -> None:
-    """Adds every flag of `RULES`; one that is not given does not appear in the namespace."""
+    """Adds every flag that may be accepted; one not given does not appear in the namespace."""
     add = parser.add_argument_group(
         "Megatron-LM compatibility",
         "Accepted so that LLaMA scripts run unchanged; every one says why it changes nothing. "
@@ -46,14 +104,29 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
     ).add_argument
     unset = argparse.SUPPRESS
     for rule in RULES:
-        if rule.outcome is not Outcome.ACCEPTED:
-            add(rule.flag, nargs="*", default=unset, help=argparse.SUPPRESS)
-        elif rule.values:
+        if rule.outcome is not Outcome.ACCEPTED or rule.is_family:
+            continue
+        if rule.values:
             accepts, kind = " ".join(map(str, rule.values)), type(rule.values[0])
             add(rule.flag, type=kind, default=unset, metavar="X", help=f"{accepts}: {rule.why}")
         else:
-            needed = f"with {rule.paired_with}: " if rule.paired_with else ""
-            add(rule.flag, action="store_true", default=unset, help=f"{needed}{rule.why}")
+            add(rule.flag, action="store_true", default=unset, help=rule.why)
+
+
+def take_other_flags(
+    words: Sequence[str], parser: ArgumentParser
+) -> tuple[list[str], dict[str, list[str]]]:
+    """The words without the flags of rules that the parser does not have, and these' values."""
+    left: list[str] = []
+    taken: dict[str, list[str]] = {}
+    for head, *values in by_flag(words):
+        flag, equals, value = head.partition("=")
+        if flag in parser._option_string_actions or rule_of(flag) is None:
+            left += [head, *values]
+        else:
+            name = flag.removeprefix("--").replace("-", "_")
+            taken[name] = [value, *values] if equals else values
+    return left, taken
 
 
 def refused(args: Namespace) -> dict[str, list[str]]:
@@ -62,10 +135,10 @@ def refused(args: Namespace) -> dict[str, list[str]]:
     They would train another model or need an unsupported feature.
     """
     found: dict[str, list[str]] = {}
-    for rule, given in _given(args):
-        if not _is_accepted(rule, args):
-            instead = rule.instead.format(value=getattr(args, rule.dest))
-            found.setdefault(instead, []).append(given)
+    for rule, flag, values in _given(args):
+        if not _is_accepted(rule, args, values):
+            instead = rule.instead.format(value=" ".join(map(str, values)))
+            found.setdefault(instead, []).append(_spelled(flag, values))
     if details := details_without_full(args):
         found["give --recompute-granularity full with it, or leave it out"] = details
     return found
@@ -82,19 +155,25 @@ def refusals(args: Namespace) -> list[str]:
 def ignored_lines(args: Namespace) -> tuple[str, ...]:
     """One line per given flag that has no effect."""
     return tuple(
-        f"{given} has no effect: {rule.why}"
-        for rule, given in _given(args)
+        f"{_spelled(flag, values)} has no effect: {rule.why}"
+        for rule, flag, values in _given(args)
         if rule.outcome is Outcome.IGNORED
     )
 
 
-def rule_against(flag: str, args: Namespace) -> Rule | None:
-    """The rule by which a given flag is refused or has no effect; None if it may stay."""
-    for rule in RULES:
-        if rule.flag == flag:
-            stays = rule.outcome is not Outcome.IGNORED and _is_accepted(rule, args)
-            return None if stays else rule
-    return None
+def replacements(args: Namespace) -> dict[str, list[str]]:
+    """The words to give instead of each given flag that is refused or has no effect.
+
+    There are none for a flag that is to be left out.
+    """
+    found = {}
+    for rule, flag, values in _given(args):
+        if rule.outcome is Outcome.IGNORED or not _is_accepted(rule, args, values):
+            value = " ".join(map(str, values))
+            becomes = BECOMES.get(flag, "")
+            text = becomes if isinstance(becomes, str) else becomes.get(value, "")
+            found[flag] = [word.format(value=value) for word in text.split()]
+    return found
 
 
 def changed_parts(args: Namespace) -> tuple[str, ...]:
@@ -102,8 +181,8 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
 
     Flags that Megatron-LM alone has tell its script from one of this project, which asks for none.
     """
-    given = _given(args)
-    asked = {rule.flag for rule, _ in given if _is_accepted(rule, args)}
+    given = list(_given(args))
+    asked = {flag for rule, flag, values in given if _is_accepted(rule, args, values)}
     if args.tie_embeddings_and_output_weights is not None:
         asked.add("--tie-embeddings-and-output-weights")
     parts = _PARTS if given or args.vocab_file else [part for part in _PARTS if "tie" in part[1]]
@@ -113,23 +192,20 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
     return (f"Megatron-LM makes another model of these flags: this LLaMA has {listed(changed)}",)
 
 
-def _given(args: Namespace) -> list[tuple[Rule, str]]:
-    """The rules of the given flags, each with the flag as it was given."""
-    found = []
-    for rule in RULES:
-        value = getattr(args, rule.dest, None)
-        if value is not None:
-            words = [] if value is True else value if isinstance(value, list) else [value]
-            found.append((rule, " ".join(map(str, (rule.flag, *words)))))
-    return found
+def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
+    """The given flags that have a rule, with it and their values."""
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')}"
+        rule = rule_of(flag)
+        if rule is not None:
+            yield rule, flag, [] if value is True else value if isinstance(value, list) else [value]
 
 
-def _is_accepted(rule: Rule, args: Namespace) -> bool:
+def _is_accepted(rule: Rule, args: Namespace, values: Sequence[object]) -> bool:
     if rule.values:
-        return getattr(args, rule.dest) in rule.values
-    if rule.paired_with:
-        return bool(getattr(args, rule.paired_with.removeprefix("--").replace("-", "_")))
-    if rule.unless:
-        (other,) = (found for found in RULES if found.flag == rule.unless)
-        return not hasattr(args, other.dest) or _is_accepted(other, args)
-    return rule.outcome is not Outcome.REFUSED
+        return values[0] in rule.values
+    return rule.condition(args) if rule.condition else rule.outcome is not Outcome.REFUSED
+
+
+def _spelled(flag: str, values: Sequence[object]) -> str:
+    return " ".join((flag, *map(str, values)))

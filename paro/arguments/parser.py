@@ -24,7 +24,7 @@ from paro.arguments.job import (
     add_tokenizer_args,
     add_validation_args,
 )
-from paro.arguments.megatron import add_compatibility_args, refusals
+from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
 from paro.arguments.model import (
     add_learning_rate_args,
     add_lora_args,
@@ -202,9 +202,10 @@ def parse_known(
 
     argparse stops at the first error, so that flag is removed and the rest is parsed again.
     """
+    words, others = take_other_flags(words, parser)
     while True:
         try:
-            return parser.parse_known_args(words)
+            return parser.parse_known_args(words, Namespace(**others))
         except argparse.ArgumentError as error:
             wrong = error
         mistakes.append(str(wrong))

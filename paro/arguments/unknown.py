@@ -6,15 +6,12 @@ import difflib
 import re
 from argparse import ArgumentParser
 
-from paro.arguments.megatron import RULES
-from paro.arguments.megatron_rules.rule import Outcome
 from paro.arguments.synonyms import meaning_of
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:
-    """One hint; it never suggests a flag that has no effect or is refused."""
-    useless = {rule.flag for rule in RULES if rule.outcome is not Outcome.ACCEPTED}
-    known = {option for action in parser._actions for option in action.option_strings} - useless
+    """One hint; it never suggests a flag that the parser does not have."""
+    known = parser._option_string_actions
     plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
     meaning = None if f"--{plain}" in known else meaning_of(plain)
     if meaning is not None:

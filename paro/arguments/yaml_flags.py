@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser
+from argparse import Action, ArgumentError, ArgumentParser
 from collections import Counter
 from collections.abc import Iterable
 
 import yaml
 
+from paro.arguments.megatron import rule_of
 from paro.arguments.unknown import hint_for
 from paro.errors import UserError
 from paro.untrusted.regular_file import read_text
@@ -31,12 +32,14 @@ def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]
     words: list[str] = []
     mistakes: list[str] = []
     for key, value in _read_mapping(path, most_keys=len(actions)):
-        if key not in actions or key in ("help", _spell(FLAG)):
+        action = actions.get(key)
+        if (action is None and rule_of(f"--{key}") is None) or key in ("h", "help", _spell(FLAG)):
             mistakes.append(f"{FLAG} {path}: --{key} is unknown: {hint_for(key, parser)}")
             continue
         try:
-            flag_words = _words(actions[key], value)
-            parser.parse_args(flag_words)
+            flag_words = _words(f"--{key}", action, value)
+            if action is not None:
+                parser.parse_args(flag_words)
         except (UserError, ArgumentError) as error:
             mistakes.append(f"{FLAG} {path}: --{key}: {error}")
         else:
@@ -91,19 +94,18 @@ def _line(event: yaml.Event) -> int:
     return event.start_mark.line + 1
 
 
-def _words(action: Action, value: object) -> list[str]:
-    flag = action.option_strings[0]
+def _words(flag: str, action: Action | None, value: object) -> list[str]:
+    """The words for a flag; without an action it takes anything: it is ignored or refused."""
     if value is None:
         return []
-    takes_anything = action.nargs == "*" and action.default == SUPPRESS  # ignored or refused
-    if action.nargs == 0 or (takes_anything and isinstance(value, bool)):
+    if isinstance(value, bool) if action is None else action.nargs == 0:
         if not isinstance(value, bool):
             raise UserError(f"a switch is true or false, not {value!r}")
         return [flag] if value else []
     values = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool | dict | list) or item is None for item in values):
         raise UserError(f"needs a plain value, not {value!r}")
-    if action.nargs is None:
+    if action is not None and action.nargs is None:
         if isinstance(value, list):
             raise UserError(f"takes one value, not {value!r}")
         return [f"{flag}={value}"]

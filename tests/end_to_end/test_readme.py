@@ -13,6 +13,7 @@ from dataclasses import fields
 import pytest
 
 from model.config import LLAMA_PRESETS
+from paro.arguments.megatron import rule_of
 from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
@@ -113,6 +114,7 @@ def test_every_flag_exists() -> None:
     known = TORCHRUN_FLAGS | OTHER_FLAGS | flags_of(build_parser())
     for tool in (ROOT / "tools").rglob("*.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', tool.read_text(encoding="utf-8")))
+    known |= {flag for flag in named if rule_of(flag)}
     assert len(named) > 40
     assert named <= known, named - known
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 from data.block_checksums import BlockSums
+from paro.arguments.megatron import RULES, Outcome
 from paro.arguments.parser import build_parser
 from paro.checkpoint import lease
 from tests.fixtures.write import FIXTURES, MODEL
@@ -31,6 +32,14 @@ NULL_AND_CACHE = f"{NULL} --data-cache-path {{out}}/cache"
 OWN = f"{BASE} --data-path {{set}}/corpus_text_document {NULL_AND_CACHE}"
 MOCK = f"{BASE} --mock-data {NULL}"
 DRY = "--dry-run --world-size 4"
+
+
+# Megatron's flags that the parser does not have: they are refused, or have no effect.
+OTHER_FLAGS = [
+    argparse.Action([rule.flag.replace("*", "x")], "", nargs="*")
+    for rule in RULES
+    if rule.outcome is not Outcome.ACCEPTED
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,11 +357,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def damaged_flags(target: Target, draw: Random) -> list[argparse.Action]:
-    """The flags of a target that may be damaged; half the time not those that are refused."""
-    found = [
+    """The flags of a target that may be damaged; half the time with those that are refused."""
+    own = [
         action
         for action in target.parser()._actions
         if action.option_strings and action.dest not in ("help", "dry_run", *target.kept)
     ]
-    own = [action for action in found if action.help != argparse.SUPPRESS]
-    return own if draw.random() < 0.5 else found
+    is_training = target.script.parent.name != "tools"
+    return [*own, *OTHER_FLAGS] if is_training and draw.random() < 0.5 else own

@@ -12,6 +12,7 @@ import pytest
 
 from paro.arguments.parser import build_parser
 from tests.fuzz.cases import (
+    OTHER_FLAGS,
     TARGETS,
     Case,
     cases,
@@ -136,7 +137,8 @@ def test_every_flag_is_damaged() -> None:
     draw = Random(0)
     damaged = [damaged_flags(TARGETS["flags"], draw) for _ in range(20)]
     found = {flag for actions in damaged for action in actions for flag in action.option_strings}
-    wanted = {flag for action in build_parser()._actions for flag in action.option_strings}
+    actions = (*build_parser()._actions, *OTHER_FLAGS)
+    wanted = {flag for action in actions for flag in action.option_strings}
     assert wanted - found == {"-h", "--help", "--dry-run"}
     own = {flag for action in min(damaged, key=len) for flag in action.option_strings}
     assert {"--lr", "--save", "--num-layers"} < own < found

@@ -19,7 +19,7 @@ from data.indexed_dataset import IndexedDatasetWriter
 from data.tokenizer import NullTokenizer
 from model.config import RecomputeConfig
 from model.lora_config import LoraConfig
-from paro.arguments.megatron import RULES
+from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser, parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.checkpoint.save import write_states
@@ -213,12 +213,13 @@ def fields_of(config: Any, path: str = "") -> dict[str, Any]:
 
 def own_actions() -> list[argparse.Action]:
     """The flags a run reads: all but help, the YAML file and Megatron's flags without a field."""
-    other = {rule.dest for rule in RULES} | {"help", "yaml_cfg"}
     untie = "--untie-embeddings-and-output-weights"  # the other half of its own counterpart
     return [
         action
         for action in build_parser()._actions
-        if action.dest not in other and untie not in action.option_strings
+        if action.dest not in ("help", "yaml_cfg")
+        and untie not in action.option_strings
+        and rule_of(action.option_strings[0]) is None
     ]
 
 

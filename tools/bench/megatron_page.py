@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from paro.arguments.megatron import RULES
-from paro.arguments.megatron_rules.rule import Outcome, Rule
+from paro.arguments.megatron import RULES, Outcome, Rule, rule_of
 
 HEAD = """\
 <!-- Written by tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md. -->
@@ -15,12 +14,13 @@ HEAD = """\
 
 A Megatron-LM launch script of a dense LLaMA starts here with the script's name changed. Flags that
 have a setting here keep their name, their default and their meaning, and are in `--help`. The
-others are below: accepted, without effect, or refused. One start names all flags that are refused,
-unknown or missing and all values that are wrong, each with what to do. If flags are refused, it
-ends with those that are left, ready to paste: without what is refused, unknown or has no effect,
-with what replaces it (`--paro-strategy GGG` for tensor or pipeline parallelism,
-`--recompute-granularity full` for context parallelism), and with batch sizes that divide by the
-ranks, all of which take a part of the batch.
+others are below: accepted, without effect, or refused; `--moe-*` stands for all that begin so and
+have no row of their own. One start names all flags that are refused, unknown or missing and all
+values that are wrong, each with what to do. If flags are refused, it ends with those that are left,
+ready to paste: without what is refused, unknown or has no effect, with what replaces it
+(`--paro-strategy GGG` for tensor or pipeline parallelism, `--recompute-granularity full` for
+context parallelism), and with batch sizes that divide by the ranks, all of which take a part of the
+batch.
 
 The model is a LLaMA whether its flags are given or not: where a script leaves out `--swiglu`,
 `--normalization RMSNorm`, `--position-embedding-type rope`, `--disable-bias-linear` or the dropouts
@@ -132,17 +132,14 @@ def _reason(rule: Rule) -> str:
 
 
 def _spelled(rule: Rule) -> str:
-    values = ", ".join(f"`{value}`" for value in rule.values)
-    given_with = f" with `{rule.paired_with}`" if rule.paired_with else ""
-    given_with += f" unless a value of `{rule.unless}` is refused" if rule.unless else ""
-    return f"`{rule.flag}`{f' {values}' if values else ''}{given_with}"
+    return " ".join((f"`{rule.flag}`", ", ".join(f"`{value}`" for value in rule.values))).strip()
 
 
 def _outcome(flag: str, unknown: set[str]) -> str:
     if flag in unknown:
         return "unknown"
-    found = [rule.outcome.value for rule in RULES if rule.flag == flag]
-    return found[0] if found else "setting"
+    rule = rule_of(flag)
+    return rule.outcome.value if rule else "setting"
 
 
 def _short(given: str) -> str:

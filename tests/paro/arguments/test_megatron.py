@@ -4,15 +4,24 @@ import re
 
 import pytest
 
-from paro.arguments.megatron import RULES, changed_parts, ignored_lines, refusals
-from paro.arguments.megatron_rules.rule import Outcome, Rule
+from paro.arguments.megatron import (
+    RULES,
+    Outcome,
+    changed_parts,
+    ignored_lines,
+    refusals,
+    replacements,
+    rule_of,
+)
+from paro.arguments.megatron_rules import BECOMES
 from paro.arguments.parser import build_parser, parse_args
+from paro.arguments.synonyms import SYNONYMS
+from paro.errors import UserError
 
 
-def words_of(rule: Rule, value: object = None) -> list[str]:
-    """A command line with the flag, and any flag that it requires."""
-    with_it = [rule.paired_with] if rule.paired_with else []
-    return [*with_it, rule.flag] if value is None else [*with_it, rule.flag, str(value)]
+def member(flag: str) -> str:
+    """The flag, or one of the family that it stands for."""
+    return flag.replace("*", "a-new-one")
 
 
 def test_each_flag_has_one_rule_and_each_rule_says_why() -> None:
@@ -21,47 +30,60 @@ def test_each_flag_has_one_rule_and_each_rule_says_why() -> None:
     for rule in RULES:
         is_refused = rule.outcome is Outcome.REFUSED
         assert bool(rule.why) != is_refused, rule.flag
-        has_condition = bool(rule.values or rule.paired_with or rule.unless)
+        has_condition = bool(rule.values or rule.condition)
         assert bool(rule.instead) == (is_refused or has_condition), rule.flag
+
+
+def test_a_family_holds_no_flag_with_a_meaning() -> None:
+    known = build_parser()._option_string_actions
+    synonyms = {f"--{name}" for name in SYNONYMS}
+    for rule in RULES:
+        if rule.is_family:
+            assert rule_of(member(rule.flag)) is rule
+            prefix = rule.flag.removesuffix("*")
+            assert not [flag for flag in {*known, *synonyms} if flag.startswith(prefix)]
+        else:
+            assert rule_of(rule.flag) is rule
+            assert (rule.flag in known) == (rule.outcome is Outcome.ACCEPTED)
 
 
 def test_flags_that_are_not_given_leave_no_trace() -> None:
     args = parse_args([])
-    assert not {rule.dest for rule in RULES} & vars(args).keys()
+    assert not [name for name in vars(args) if rule_of(f"--{name.replace('_', '-')}")]
     assert refusals(args) == []
     assert ignored_lines(args) == ()
 
 
 def test_advice_names_flags_that_exist() -> None:
-    useless = {rule.flag for rule in RULES if rule.outcome is not Outcome.ACCEPTED}
-    known = {option for action in build_parser()._actions for option in action.option_strings}
+    known = build_parser()._option_string_actions.keys()
     for rule in RULES:
         named = set(re.findall(r"--[a-z0-9-]+", f"{rule.instead} {rule.why}"))
-        assert named <= known - useless, rule.flag
+        assert named <= known, rule.flag
 
 
 def test_what_replaces_a_refused_flag_is_no_refused_flag() -> None:
-    replaced = [(rule, value) for rule in RULES for value in rule.becomes]
+    replaced = {flag: {"7": to} if isinstance(to, str) else to for flag, to in BECOMES.items()}
     assert len(replaced) > 10
-    for rule, value in replaced:
-        assert rule.instead, f"{rule.flag} is never refused"
-        words = rule.replacement([value or "1"])
-        assert refusals(parse_args(words)) == []
+    for flag, by_value in replaced.items():
+        for value, text in by_value.items():
+            words = replacements(parse_args([flag, value]))[flag]
+            assert words == text.format(value=value).split()
+            assert refusals(parse_args(words)) == []
 
 
 def test_what_is_accepted_changes_nothing_and_says_nothing() -> None:
     rules = [rule for rule in RULES if rule.outcome is Outcome.ACCEPTED]
-    first = [words_of(rule, rule.values[0] if rule.values else None) for rule in rules]
-    args = parse_args([word for words in first for word in words])
+    first = [[member(rule.flag), *map(str, rule.values[:1])] for rule in rules]
+    args = parse_args(["--reset-attention-mask", *(word for words in first for word in words)])
     assert refusals(args) == []
     assert ignored_lines(args) == ()
     for rule in rules:
         for value in rule.values[1:]:
-            assert refusals(parse_args(words_of(rule, value))) == []
+            assert refusals(parse_args([rule.flag, str(value)])) == []
 
 
 def test_what_is_ignored_says_so() -> None:
-    flags = [rule.flag for rule in RULES if rule.outcome is Outcome.IGNORED]
+    flags = [member(rule.flag) for rule in RULES if rule.outcome is Outcome.IGNORED]
     args = parse_args([word for flag in flags for word in (flag, "7", "x")])
     assert refusals(args) == []
     for flag, line in zip(flags, ignored_lines(args), strict=True):
@@ -72,16 +94,28 @@ def test_what_is_refused_says_what_to_do() -> None:
     rules = [rule for rule in RULES if rule.instead]
     words = []
     for rule in rules:
-        words += [rule.flag, *(["7"] if rule.values else [])]
-    assert {rule.unless for rule in rules} < {"", *words}
+        words += [member(rule.flag), *(["7"] if rule.values else [])]
     lines = refusals(parse_args(words))
     for rule in rules:
-        (line,) = [line for line in lines if rule.flag in re.split(r"[ ,]", line.split(" not ")[0])]
+        flag = member(rule.flag)
+        (line,) = [line for line in lines if flag in re.split(r"[ ,]", line.split(" not ")[0])]
         value = {int: "7", float: "7.0", str: "7"}[type(rule.values[0])] if rule.values else ""
         assert line.endswith(f" not supported: {rule.instead.format(value=value)}")
-        assert f"{rule.flag} {value}".rstrip() in line
+        assert f"{flag} {value}".rstrip() in line
         assert "{" not in line
     assert len(lines) < len(rules), "one line for those with the same way out"
+
+
+def test_a_word_behind_a_flag_without_effect_belongs_to_it_alone() -> None:
+    args = parse_args(["--test-mode", "--cuda-graph-scope=a", "b", "--seed", "3"])
+    assert [line.split(" has ")[0] for line in ignored_lines(args)] == [
+        "--test-mode",
+        "--cuda-graph-scope a b",
+    ]
+    with pytest.raises(UserError, match="'c' belongs to no flag"):
+        parse_args(["--test-mode", "--seed", "3", "c"])
+    with pytest.raises(UserError, match="-x is unknown"):
+        parse_args(["--test-mode", "-x"])
 
 
 def test_masking_between_documents_is_accepted_beside_its_twin() -> None:
