@@ -216,6 +216,13 @@ def parse_known(
         words = kept
 
 
+def names_in(*titles: str) -> frozenset[str]:
+    """The names of the arguments in these groups of --help."""
+    groups = [group for group in build_parser()._action_groups if group.title in titles]
+    assert len(groups) == len(titles), f"not all of {titles} are groups"
+    return frozenset(action.dest for group in groups for action in group._group_actions)
+
+
 def given(arguments: Mapping[str, object]) -> list[str]:
     """Names of the arguments that differ from their defaults."""
     default = build_parser().get_default

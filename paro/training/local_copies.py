@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer_config import unpadded_vocab_size
+from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.directory import common_of, newest_whole
@@ -34,8 +35,9 @@ from paro.training.resume import check_schedule, common_record, state_of
 from paro.training.resumed import Recovery, Resumed
 from paro.training.step import Training, TrainState
 
-# They are the launcher's, and may differ after a restart with fewer or more nodes.
-_RANKS = ("world_size", "ranks_per_node")
+# What may differ after a restart: the launcher's ranks, and what changes no state.
+_FREE_GROUPS = ("dry run", "logging", "profiling")
+_FREE = ("exit_interval", "exit_duration_in_mins", "exit_signal", "exit_signal_handler")
 
 
 class LocalCopies:
@@ -176,7 +178,8 @@ def every_text(interval: int) -> str:
 
 def _flags(config: RunConfig) -> dict[str, str]:
     """What the copies of another run differ in."""
-    return {name: str(value) for name, value in config.given.items() if name not in _RANKS}
+    free = names_in(*_FREE_GROUPS).union(_FREE)
+    return {name: str(value) for name, value in config.given.items() if name not in free}
 
 
 def _newest_saved(config: RunConfig) -> int:

@@ -65,8 +65,8 @@ def check_recovers(root: Path, flags: str, survives: bool) -> None:
         assert "after the loss of a node's memory it starts again from nothing (--paro-s" in (
             first[0].printed
         )
-    # All processes have died; both nodes are there.
-    second = start(run, *words)
+    # All processes have died; both nodes are there. Another flag of the log changes nothing.
+    second = start(run, *words, "--log-throughput")
     assert "recovered iteration 3 from local copies" in second[0].printed
     assert "0 bytes from other nodes" in second[0].printed
     # Node 0 has gone with its memory: a new one has come, and the ranks have changed their nodes.
