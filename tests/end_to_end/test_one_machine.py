@@ -49,11 +49,12 @@ run_script("listening.py", main)
 # What every rank of a job runs, where the one of rank 1 differs.
 SAVES = """
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), print("saved"), sys.exit()))
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), print("saved\\n", end=""), sys.exit()))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(0 if os.environ["RANK"] == "0" else 3))
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-print("started", flush=True)
-time.sleep(1000)
+print("started\\n", end="", flush=True)
+while True:
+    time.sleep(0.05)  # a signal just before a long one would wait for its end
 """
 FAILS = """
 import os, sys, time
