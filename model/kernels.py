@@ -2,7 +2,7 @@
 
 # Imported only where a run uses them: a CPU's torch brings no Triton. Values are read in their own
 # type, computed in fp32 and rounded once. The plain versions are in layers.py, rotary.py and, with
-# the same bits as here, matmul.py.
+# the same bits as here, fp8.py.
 # Triton reads annotations of a kernel's arguments as its own: they have none.
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 
