@@ -1,0 +1,59 @@
+"""Asserts that something is refused: its exit status, its one line, and what the line names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
+from subprocess import CompletedProcess
+
+from paro.errors import RunError, UserError
+
+_PRINTED = re.compile(r"\A[\w.]+: error: (.+)\n\Z")
+
+
+def refused(run: Callable[[], object] | CompletedProcess[str], *told: str, status: int = 2) -> str:
+    """The one line with which `run` is refused, without the name of the program.
+
+    `run` is a call that raises `UserError` (status 2) or `RunError` (status 1), the `main` of a
+    command, which prints the line and ends with the status, or a process that has ended. Every text
+    of `told` is in the line: the flag with its value or the file, and the remedy, not the sentence.
+    "--a 1 ... --b" asks for both in this order. A flag, word or number is met as a whole:
+    "--lr" is not in "--lr-decay-iters 5", and "--lr-decay-iters 5" not in "--lr-decay-iters 50".
+    """
+    line = _line_of(run, status)
+    for text in told:
+        pattern = ".*".join(map(_whole, text.split("...")))
+        assert re.search(pattern, line), f"{text!r} is not told: {line}"
+    return line
+
+
+def _line_of(run: Callable[[], object] | CompletedProcess[str], status: int) -> str:
+    if isinstance(run, CompletedProcess):
+        return _printed(run.returncode, run.stderr, status)
+    errors = StringIO()
+    try:
+        with redirect_stderr(errors):
+            ended = run()
+    except (UserError, RunError) as error:
+        line, ended = str(error), 2 if isinstance(error, UserError) else 1
+        return _printed(ended, f"raised: error: {line}\n", status)
+    except SystemExit as left:
+        ended = left.code
+    return _printed(ended, errors.getvalue(), status)
+
+
+def _printed(ended: object, text: str, status: int) -> str:
+    assert ended == status, f"it ended with {ended}, not {status}: {text or 'nothing is told'}"
+    line = _PRINTED.match(text)
+    assert line, f"this is not one line with a mistake: {text}"
+    return line[1]
+
+
+def _whole(text: str) -> str:
+    """A pattern of a text that ends where its last flag, word or number does."""
+    text = text.strip()
+    *_, last = text.split() or [""]
+    end = r"(?![\w-])" if last.startswith("-") else r"(?!\w)" if last[-1:].isalnum() else ""
+    return re.escape(text) + end
