@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.config import DataConfig
 from data.gpt_dataset import GPTDataset, Sampling
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDataset
 from data.loader import Datasets, SplitCounts, build_datasets
 from tests.data.megatron import megatron_splits, text_of
+from tests.helpers.corpora import write_corpus
 
 VOCAB = 500
 SEQ = 8
@@ -36,12 +38,9 @@ def write_corpora(folder: Path, seed: int) -> Corpora:
     random = np.random.RandomState(seed)
     prefixes = []
     for number in range(2 + seed % 4):
-        prefix = folder / f"corpus{number}"
-        with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-            for _ in range(random.randint(80, 140)):
-                length = max(0, random.randint(-3, 30))
-                writer.add_document([random.randint(0, VOCAB, size=length)])
-        prefixes.append(str(prefix))
+        lengths = (max(0, random.randint(-3, 30)) for _ in range(random.randint(80, 140)))
+        documents = ([random.randint(0, VOCAB, size=length)] for length in lengths)
+        prefixes.append(str(write_corpus(folder / f"corpus{number}", documents)))
     weights = [round(float(w), 3) for w in random.uniform(0.05, 5.0, size=len(prefixes))]
     return Corpora(prefixes, weights)
 
@@ -50,6 +49,10 @@ def ours(counts: Sequence[int], **source: object) -> Datasets:
     config = DataConfig(seq_length=SEQ, seed=31, **source)  # type: ignore[arg-type]
     train, valid, test = counts
     return build_datasets(config, SplitCounts(train=train, valid=valid, test=test), VOCAB)
+
+
+def megatrons(sizes: Sequence[int | None], **source: object) -> list[Any]:
+    return megatron_splits(sizes=sizes, seq_length=SEQ, seed=31, **source)
 
 
 def assert_equal(mine: object, theirs: object, *, num_samples: int) -> None:
@@ -68,13 +71,8 @@ def test_weights(tmp_path: Path, seed: int) -> None:
     corpora = write_corpora(tmp_path, seed)
     counts = (int(np.random.RandomState(seed).randint(20, 900)), 15, 7)
     mine = ours(counts, data_path=corpora.words(), split="70,20,10")
-    theirs = megatron_splits(
-        sizes=counts,
-        seq_length=SEQ,
-        seed=31,
-        blend=(corpora.prefixes, corpora.weights),
-        split="70,20,10",
-    )
+    blend = (corpora.prefixes, corpora.weights)
+    theirs = megatrons(counts, blend=blend, split="70,20,10")
     for name, count, their in zip(("train", "valid", "test"), counts, theirs, strict=True):
         assert_equal(getattr(mine, name), their, num_samples=count)
 
@@ -83,9 +81,7 @@ def test_weights(tmp_path: Path, seed: int) -> None:
 def test_sizes_decide_where_there_are_no_weights(tmp_path: Path, seed: int) -> None:
     corpora = write_corpora(tmp_path, seed)
     mine = ours((60, 20, 0), data_path=tuple(corpora.prefixes), split="70,30,0")
-    theirs = megatron_splits(
-        sizes=(60, 20, 0), seq_length=SEQ, seed=31, blend=(corpora.prefixes, None), split="70,30,0"
-    )
+    theirs = megatrons((60, 20, 0), blend=(corpora.prefixes, None), split="70,30,0")
     assert_equal(mine.train, theirs[0], num_samples=60)
     assert_equal(mine.valid, theirs[1], num_samples=20)
 
@@ -101,12 +97,8 @@ def test_every_split_from_corpora_of_its_own(tmp_path: Path, seed: int) -> None:
         test_data_path=(single,),
     )
     one = ([single], None)
-    theirs = megatron_splits(
-        sizes=(50, 9, 4),
-        seq_length=SEQ,
-        seed=31,
-        blend_per_split=[(corpora.prefixes, corpora.weights), one, one],
-    )
+    own = [(corpora.prefixes, corpora.weights), one, one]
+    theirs = megatrons((50, 9, 4), blend_per_split=own)
     assert_equal(mine.train, theirs[0], num_samples=50)
     for samples, their in ((mine.valid, theirs[1]), (mine.test, theirs[2])):
         assert isinstance(samples, GPTDataset)
@@ -119,9 +111,7 @@ def test_one_corpus_with_a_weight_is_a_blend(tmp_path: Path) -> None:
     """Megatron builds 0.5% more samples, so its last epoch may be shuffled differently."""
     prefix = write_corpora(tmp_path, 0).prefixes[0]
     mine = ours((300, 0, 0), data_path=("1", prefix), split="1,0,0")
-    theirs = megatron_splits(
-        sizes=(300, 0, 0), seq_length=SEQ, seed=31, blend=([prefix], [1.0]), split="1,0,0"
-    )
+    theirs = megatrons((300, 0, 0), blend=([prefix], [1.0]), split="1,0,0")
     assert_equal(mine.train, theirs[0], num_samples=300)
 
 
@@ -138,10 +128,6 @@ def test_every_sample_once(tmp_path: Path, seed: int) -> None:
             open_corpus=IndexedDataset,
         ),
     )
-    theirs = megatron_splits(
-        sizes=(0, None, 0),
-        seq_length=SEQ,
-        seed=31,
-        blend_per_split=[None, (corpora.prefixes, None), None],
-    )
+    own = [None, (corpora.prefixes, None), None]
+    theirs = megatrons((0, None, 0), blend_per_split=own)
     assert_equal(mine, theirs[1], num_samples=len(mine))

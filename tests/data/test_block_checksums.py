@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.block_checksums import BLOCK_BYTES, BlockSums, checksums_path
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDataset
 from paro.errors import UserError
+from tests.helpers.corpora import write_corpus
 
 NUM_TOKENS = 3 * BLOCK_BYTES // 2 + 500  # three whole blocks, and a part of one
 SEQUENCE = 1000
@@ -25,10 +26,8 @@ SEQUENCE = 1000
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
     ids = np.random.default_rng(0).integers(0, 60_000, NUM_TOKENS).astype("<u2")
-    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-        for begin in range(0, NUM_TOKENS, SEQUENCE):
-            writer.add_document([ids[begin : begin + SEQUENCE]])
-    return tmp_path / "x"
+    begins = range(0, NUM_TOKENS, SEQUENCE)
+    return write_corpus(tmp_path / "x", ([ids[at : at + SEQUENCE]] for at in begins))
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:
@@ -111,9 +110,7 @@ def test_without_checksums_nothing_is_checked(prefix: Path) -> None:
 def test_whatever_is_wrong_with_the_checksums_is_noticed_at_open(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    prefix = tmp_path_factory.mktemp("sums") / "x"
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        writer.add_document([np.arange(20_000)])
+    prefix = write_corpus(tmp_path_factory.mktemp("sums") / "x", [[np.arange(20_000)]])
     path = checksums_path(prefix)
     content = bytearray(path.read_bytes())
     kind = data.draw(st.sampled_from(["flip", "cut", "extend"]))
@@ -186,9 +183,7 @@ def test_checksums_that_cannot_be_read_are_not_taken_for_absent(
 
 
 def test_a_corpus_without_a_token_has_checksums_too(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-        writer.add_document([])
-    empty = IndexedDataset(tmp_path / "x")
+    empty = IndexedDataset(write_corpus(tmp_path / "x", [[]]))
     assert empty.has_checksums
     assert list(empty.parts()) == []
     assert checksums_path(tmp_path / "x").stat().st_size == 32

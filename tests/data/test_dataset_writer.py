@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from data import indexed_dataset
 from data.indexed_dataset import EncodedDocuments, IndexedDatasetWriter
 from paro.errors import UserError
+from tests.helpers.corpora import corpus_bytes
 
 DTYPE = np.dtype("<u2")
 Document = list[list[int]]
@@ -26,10 +27,6 @@ def encoded(documents: list[Document], *, unfinished: bool = False) -> EncodedDo
         np.array([len(document) for document in documents], dtype=np.int64),
         unfinished,
     )
-
-
-def both_files(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx", "bin.crc")]
 
 
 SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
@@ -59,7 +56,7 @@ def test_in_bulk_is_one_by_one(
                 for document in batch:
                     one.add_document(document)
         assert (bulk.num_tokens, bulk.num_documents) == (one.num_tokens, one.num_documents)
-    assert both_files(folder / "bulk") == both_files(folder / "one")
+    assert corpus_bytes(folder / "bulk") == corpus_bytes(folder / "one")
 
 
 def test_a_document_in_parts_may_become_too_long(

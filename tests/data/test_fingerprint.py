@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from data.config import DataConfig
@@ -20,7 +19,7 @@ from data.fingerprint import (
     fingerprint_path,
     read_fingerprint,
 )
-from data.indexed_dataset import IndexedDatasetWriter, bin_path
+from data.indexed_dataset import bin_path
 from data.loader import SplitCounts, build_datasets
 from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
@@ -32,6 +31,7 @@ from paro.training.assembly import build_data
 from paro.training.dry_run import run_dry
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.data.test_tokenizer import TEXT, train_sentencepiece
+from tests.helpers.corpora import write_corpus
 from tools.preprocess_data import main as preprocess
 
 MADE = Fingerprint(tokenizer_type="HuggingFaceTokenizer", file="a", vocab_size=300, digest="1" * 32)
@@ -73,13 +73,14 @@ def test_types_and_places_of_one_vocabulary_are_the_same(pieces: Path, tmp_path:
 
 
 def test_another_order_or_end_is_another(tmp_path: Path) -> None:
-    first = fingerprint(
-        "HuggingFaceTokenizer", hugging_face(tmp_path / "a", ["<s>", "</s>"], "</s>")
+    first, order, end = (
+        fingerprint("HuggingFaceTokenizer", hugging_face(tmp_path / name, special, eos))
+        for name, special, eos in (
+            ("a", ["<s>", "</s>"], "</s>"),
+            ("b", ["</s>", "<s>"], "</s>"),
+            ("c", ["<s>", "</s>"], "<s>"),
+        )
     )
-    order = fingerprint(
-        "HuggingFaceTokenizer", hugging_face(tmp_path / "b", ["</s>", "<s>"], "</s>")
-    )
-    end = fingerprint("HuggingFaceTokenizer", hugging_face(tmp_path / "c", ["<s>", "</s>"], "<s>"))
     assert len({first.digest, order.digest, end.digest}) == 3
     assert first.vocab_size == order.vocab_size == end.vocab_size
 
@@ -92,26 +93,21 @@ def test_the_definition_stays() -> None:
 def test_numbers_go_with_any_corpus(tmp_path: Path) -> None:
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
     assert fingerprint_of(config) is None
-    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2"), MADE) as writer:
-        writer.add_document([[1]])
-    check_tokenizer(tmp_path / "x", config)
+    check_tokenizer(write_corpus(tmp_path / "x", [[[1]]], made_with=MADE), config)
     check_tokenizer(tmp_path / "megatrons", config_of("Llama2Tokenizer", Path("not looked at")))
 
 
 def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
-    prefix = tmp_path / "x"
-    with IndexedDatasetWriter(prefix, np.dtype("<u2"), MADE) as writer:
-        writer.add_document([[1]])
-    assert read_fingerprint(prefix) == MADE
-    with (
-        pytest.raises(KeyboardInterrupt),
-        IndexedDatasetWriter(prefix, np.dtype("<u2"), replace(MADE, digest="2" * 32)),
-    ):
+    def interrupted() -> Iterator[list[list[int]]]:
         raise KeyboardInterrupt
+        yield
+
+    prefix = write_corpus(tmp_path / "x", [[[1]]], made_with=MADE)
     assert read_fingerprint(prefix) == MADE
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        writer.add_document([[1]])
-    assert read_fingerprint(prefix) is None
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(prefix, interrupted(), made_with=replace(MADE, digest="2" * 32))
+    assert read_fingerprint(prefix) == MADE
+    assert read_fingerprint(write_corpus(prefix, [[[1]]])) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.bin.crc", "x.idx"]
 
 
@@ -160,8 +156,7 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
 
 def test_every_corpus_of_a_blend_is_compared(pieces: Path, tmp_path: Path) -> None:
     for name, made_with in (("a", fingerprint("Llama2Tokenizer", pieces)), ("b", MADE)):
-        with IndexedDatasetWriter(tmp_path / name, np.dtype("<u2"), made_with) as writer:
-            writer.add_document([[1] * 99])
+        write_corpus(tmp_path / name, [[[1] * 99]], made_with=made_with)
     config = DataConfig(seq_length=8, data_path=("1", str(tmp_path / "a"), "1", f"{tmp_path}/b"))
     with pytest.raises(UserError, match=r"b\.bin was made with"):
         build_datasets(config, SplitCounts(train=4), 300, config_of("Llama2Tokenizer", pieces))

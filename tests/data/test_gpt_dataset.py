@@ -26,26 +26,21 @@ from data.gpt_dataset import (
     check_vocabulary,
 )
 from data.index_cache import cached_arrays
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDataset
 from data.stored_array import StoredArray
 from paro.errors import UserError
+from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import HANGS_AFTER
 
 VOCAB = 1000
 SAMPLING = Sampling(split="80,20,0", seq_length=8, seed=1234)
 
 
-def write_corpus(prefix: Path, *, seed: int = 0, num_documents: int = 30) -> IndexedDataset:
-    random = np.random.RandomState(seed)
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        for _ in range(num_documents):
-            writer.add_document([random.randint(0, VOCAB, size=random.randint(1, 40))])
-    return IndexedDataset(prefix)
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> IndexedDataset:
-    return write_corpus(tmp_path / "corpus")
+    random = np.random.RandomState(0)
+    documents = ([random.randint(0, VOCAB, size=random.randint(1, 40))] for _ in range(30))
+    return IndexedDataset(write_corpus(tmp_path / "corpus", documents))
 
 
 def build(
@@ -113,14 +108,7 @@ def test_a_second_start_reads_the_cache(corpus: IndexedDataset, tmp_path: Path) 
     assert not (tmp_path / "corpus").exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"seq_length": 9},
-        {"split": "70,30,0"},
-    ],
-)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"seq_length": 9}, {"split": "70,30,0"}])
 def test_another_question_gets_another_cache_entry(
     corpus: IndexedDataset, change: dict[str, int]
 ) -> None:
@@ -133,10 +121,8 @@ def test_another_question_gets_another_cache_entry(
 def test_rewritten_data_does_not_meet_the_old_order(tmp_path: Path) -> None:
     sizes = list(range(1, 31))
     for rewritten in (sizes, sizes[::-1]):  # the same number of tokens and documents
-        with IndexedDatasetWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
-            for size in rewritten:
-                writer.add_document([[size] * size])
-        dataset = build(IndexedDataset(tmp_path / "corpus"), sampling=replace(SAMPLING, split="1"))
+        prefix = write_corpus(tmp_path / "corpus", ([[size] * size] for size in rewritten))
+        dataset = build(IndexedDataset(prefix), sampling=replace(SAMPLING, split="1"))
         assert "written" in dataset.source
         assert all(len(sample) == 9 for sample in all_samples(dataset))
 
@@ -307,8 +293,7 @@ def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedData
 
 
 def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-        writer.add_document([list(range(9))])
+    write_corpus(tmp_path / "x", [[range(9)]])
     sampling = replace(SAMPLING, split="1,0,0")
     dataset = build(IndexedDataset(tmp_path / "x"), sampling=sampling, num_samples=3)
     # Two epochs and a token: samples cross the end of an epoch.
@@ -348,9 +333,7 @@ def test_an_id_outside_the_vocabulary_is_found_when_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_bytes: int
 ) -> None:
     monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", scan_bytes)
-    with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-        writer.add_document([[1] * 999 + [VOCAB]])
-    indexed = IndexedDataset(tmp_path / "x")
+    indexed = IndexedDataset(write_corpus(tmp_path / "x", [[[1] * 999 + [VOCAB]]]))
     check_vocabulary(indexed, VOCAB + 1)
     with pytest.raises(UserError, match=f"token id {VOCAB}, the vocabulary has {VOCAB} entries"):
         check_vocabulary(indexed, VOCAB)
@@ -361,8 +344,7 @@ def test_the_scan_reads_every_token_of_a_corpus_of_its_size(
 ) -> None:
     monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", 2 * 640)
     for place in range(0, 633, 7):
-        with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
-            writer.add_document([[1] * place + [VOCAB] + [1] * (632 - place)])
+        write_corpus(tmp_path / "x", [[[1] * place + [VOCAB] + [1] * (632 - place)]])
         with pytest.raises(UserError, match="token id"):
             check_vocabulary(IndexedDataset(tmp_path / "x"), VOCAB)
 

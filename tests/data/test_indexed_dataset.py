@@ -16,21 +16,17 @@ from data import indexed_dataset
 from data.indexed_dataset import (
     HEADER,
     IndexedDataset,
-    IndexedDatasetWriter,
     dtype_for_vocab,
     sequence_pointers,
 )
 from paro.errors import UserError
+from tests.helpers.corpora import Documents, write_corpus
 
-Documents = list[list[list[int]]]
 DOCUMENTS: Documents = [[[1, 2, 3]], [], [[4], [5, 6]]]
 
 
 def write(prefix: Path, documents: Documents, vocab_size: int = 100) -> Path:
-    with IndexedDatasetWriter(prefix, dtype_for_vocab(vocab_size)) as writer:
-        for sequences in documents:
-            writer.add_document(sequences)
-    return prefix
+    return write_corpus(prefix, documents, dtype_for_vocab(vocab_size))
 
 
 def read_slowly(prefix: Path) -> Documents:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.gpt_dataset import Sampling, build_gpt_dataset
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
+from data.indexed_dataset import IndexedDataset
 from data.sample_order import split_bounds, split_matrix
 from tests.data.megatron import (
     megatron_datasets,
@@ -17,6 +17,7 @@ from tests.data.megatron import (
     random_corpus,
     text_of,
 )
+from tests.helpers.corpora import corpus_bytes, write_corpus
 
 SPLITS = ("969, 30, 1", "1,0,0", "0.7,0.2,0.1", "33,33,34", "90,10", "2 1 1", "7,0,3")
 
@@ -35,11 +36,7 @@ def documents_of(seed: int) -> tuple[list[list[list[int]]], np.dtype[np.generic]
 
 
 def write_ours(prefix: Path, seed: int) -> IndexedDataset:
-    documents, dtype = documents_of(seed)
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for sequences in documents:
-            writer.add_document([np.array(sequence) for sequence in sequences])
-    return IndexedDataset(prefix)
+    return IndexedDataset(write_corpus(prefix, *documents_of(seed)))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -56,8 +53,8 @@ def test_our_bytes_are_megatrons(tmp_path: Path, seed: int) -> None:
         joined = [token for sequence in sequences for token in sequence]
         builder.add_document(torch.tensor(joined), [len(sequence) for sequence in sequences])
     builder.finalize(str(tmp_path / "theirs.idx"))
-    for path in (bin_path, idx_path):
-        assert path(tmp_path / "ours").read_bytes() == path(tmp_path / "theirs").read_bytes()
+    both = [corpus_bytes(tmp_path / name, "bin", "idx") for name in ("ours", "theirs")]
+    assert both[0] == both[1]
     ours = IndexedDataset(tmp_path / "theirs")
     theirs = megatron_datasets().IndexedDataset(str(tmp_path / "ours"), mmap=True)
     assert ours.dtype == theirs[0].dtype

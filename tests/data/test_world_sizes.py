@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
-from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import MicroBatches, Samples, SplitCounts, build_datasets
 from paro.config.batch_schedule import BatchSchedule
+from tests.helpers.corpora import write_corpus
 
 WORLDS = (1, 2, 6, 8)
 SAMPLES = 24 * 9
@@ -24,9 +24,8 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
     folder = tmp_path_factory.mktemp("data")
     random = np.random.RandomState(0)
     for name in ("a", "b"):
-        with IndexedDatasetWriter(folder / name, np.dtype("<u2")) as writer:
-            for _ in range(50):
-                writer.add_document([random.randint(0, 1000, size=random.randint(0, 40))])
+        lengths = (random.randint(0, 40) for _ in range(50))
+        write_corpus(folder / name, ([random.randint(0, 1000, size=n)] for n in lengths))
     words = ("0.3", str(folder / "a"), "0.7", str(folder / "b"))
     config = DataConfig(seq_length=8, data_path=words, split="1,0,0")
     return build_datasets(config, SplitCounts(train=SAMPLES), vocab_size=1000).train

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, MagicMock
 
-import numpy as np
 import pytest
 
 import pretrain_llama
-from data.indexed_dataset import IndexedDatasetWriter
 from data.tokenizer import NullTokenizer
 from model.config import RecomputeConfig
 from model.lora_config import LoraConfig
@@ -30,6 +28,7 @@ from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
 from paro.planning.search.trainable import Trainable
 from paro.strategy import Strategy
+from tests.helpers.corpora import write_corpus
 from tests.helpers.field_reads import field_reads
 from tests.helpers.gpt2 import write_gpt2
 from tests.helpers.house import ROOT, is_within
@@ -348,9 +347,7 @@ def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     write_gpt2(tmp_path)
     (tmp_path / "files").symlink_to(ROOT / "tests" / "fixtures" / "2026-11-21")
-    with IndexedDatasetWriter("corpus", np.dtype("<u2")) as writer:
-        for _ in range(30):
-            writer.add_document([np.arange(13)])
+    write_corpus("corpus", [[range(13)]] * 30)
     monkeypatch.setattr("paro.optim.step_checks._WARMUP_STEPS", 2)
     outcomes = [StorageError("the disk is full"), DEFAULT, DEFAULT]
     saves = MagicMock(wraps=write_states, side_effect=outcomes)

@@ -7,26 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed_dataset import IndexedDatasetWriter
 from paro.errors import UserError
+from tests.helpers.corpora import write_corpus
 from tests.helpers.training import TINY
 from tests.paro.training.test_loop import run_loop
 
 CORPUS = TINY.replace("--mock-data ", "").replace("--micro-batch-size 1 ", "")
 
 
-def write(prefix: Path, num_documents: int, seed: int) -> str:
-    random = np.random.RandomState(seed)
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        for _ in range(num_documents):
-            writer.add_document([random.randint(0, 59, size=13)])
-    return str(prefix)
-
-
 @pytest.fixture
 def flags(tmp_path: Path) -> str:
     for place, name in enumerate(("train", "prose", "code")):
-        write(tmp_path / name, 30 - 9 * place, seed=place)
+        random = np.random.RandomState(place)
+        documents = ([random.randint(0, 59, size=13)] for _ in range(30 - 9 * place))
+        write_corpus(tmp_path / name, documents)
     return (
         f"--train-data-path {tmp_path / 'train'} --valid-data-path {tmp_path / 'prose'} "
         f"{tmp_path / 'code'} --train-iters 4"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data import indexed_dataset
 from data.fingerprint import fingerprint_of
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatches
 from data.tokenizer_config import TokenizerConfig
 from paro.arguments.parser import parse_args
@@ -23,6 +23,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
+from tests.helpers.corpora import write_corpus
 from tools.inspect_dataset import main
 from tools.inspection import contents
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
@@ -31,23 +32,16 @@ NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 EOD = 1000
 
 
-def write(prefix: Path, documents: list[list[list[int]]]) -> Path:
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return prefix
-
-
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     chooser = np.random.default_rng(0)
     sizes = chooser.integers(1, 40, 60).tolist()
     documents = [[[*chooser.integers(0, 999, size).tolist(), EOD]] for size in sizes]
-    return write(tmp_path / "data" / "corpus", [[], *documents])
+    return write_corpus(tmp_path / "data" / "corpus", [[], *documents])
 
 
 def test_counts_lengths_and_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prefix = write(tmp_path / "x", [[[1, 2, 3, EOD]], [], [[4], [5, 6]], [[7] * 100]])
+    prefix = write_corpus(tmp_path / "x", [[[1, 2, 3, EOD]], [], [[4], [5, 6]], [[7] * 100]])
     picture = tmp_path / "pictures" / "lengths.png"
     flags = ["--data-path", "0.5", str(prefix), "--documents", "9", "--histogram", str(picture)]
     main([*flags, *NULL])
@@ -137,8 +131,7 @@ def test_the_tokenizer_of_a_corpus_is_named_and_compared(
     own = train_sentencepiece(tmp_path / "own.model")
     given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model"]
     config = TokenizerConfig(tokenizer_type=given[1], tokenizer_model=str(own))
-    with IndexedDatasetWriter(corpus, np.dtype("<u2"), fingerprint_of(config)) as writer:
-        writer.add_document([[1]])
+    write_corpus(corpus, [[[1]]], made_with=fingerprint_of(config))
     assert f"made with SentencePieceTokenizer {tmp_path.name}/own.model (280 ids" in told()
     assert told(*given, str(own)).endswith(", which is the one given")
     other = train_sentencepiece(tmp_path / "other.model", user_defined_symbols=["zz"])
@@ -153,7 +146,7 @@ def test_lengths_and_histogram_count_every_document(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]]
 ) -> None:
     documents = [[[1] * size for size in document] for document in sizes]
-    prefix = write(tmp_path_factory.mktemp("lengths") / "x", documents)
+    prefix = write_corpus(tmp_path_factory.mktemp("lengths") / "x", documents)
     lengths = document_lengths(IndexedDataset(prefix))
     expected = [sum(document) for document in sizes]
     assert lengths.tolist() == expected

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.fingerprint import Fingerprint, read_fingerprint
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDataset
+from tests.helpers.corpora import Documents, corpus_bytes, read_corpus, write_corpus
 from tools.merge_datasets import main
-
-Documents = list[list[list[int]]]
-
-
-def write(prefix: Path, documents: Documents, dtype: str = "<u2") -> None:
-    with IndexedDatasetWriter(prefix, np.dtype(dtype)) as writer:
-        for document in documents:
-            writer.add_document(document)
-
-
-def read(prefix: Path) -> Documents:
-    indexed = IndexedDataset(prefix)
-    bounds = indexed.document_indices().tolist()
-    return [[indexed[i].tolist() for i in range(begin, end)] for begin, end in pairwise(bounds)]
-
 
 SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
 CORPORA = st.lists(st.lists(st.lists(SEQUENCE, max_size=3), max_size=6), min_size=1, max_size=4)
@@ -41,20 +25,18 @@ def test_joined_is_as_if_written_at_once(
 ) -> None:
     folder = tmp_path_factory.mktemp("parts")
     for number in reversed(range(len(corpora))):
-        write(folder / f"part{number}", corpora[number])
+        write_corpus(folder / f"part{number}", corpora[number])
     (folder / "notes.txt").write_text("not a data set")
     assert main(["--input", str(folder), "--output-prefix", str(folder / "sub" / "all")]) == 0
-    write(folder / "once", [document for corpus in corpora for document in corpus])
-    for suffix in ("bin", "idx", "bin.crc"):
-        joined = (folder / "sub" / f"all.{suffix}").read_bytes()
-        assert joined == (folder / f"once.{suffix}").read_bytes()
+    write_corpus(folder / "once", [document for corpus in corpora for document in corpus])
+    assert corpus_bytes(folder / "sub" / "all") == corpus_bytes(folder / "once")
 
 
 def test_sequences_in_another_order_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "in"
-    write(folder / "a", [[[1], [2], [3], [4, 5]]])
+    write_corpus(folder / "a", [[[1], [2], [3], [4, 5]]])
     content = bytearray((folder / "a.idx").read_bytes())
     struct.pack_into("<4q", content, 34 + 4 * 4, 0, 4, 2, 6)
     (folder / "a.idx").write_bytes(content)
@@ -70,7 +52,7 @@ def test_half_a_data_set_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str, message: str
 ) -> None:
     for name in "ab":
-        write(tmp_path / "in" / name, [[[1]]])
+        write_corpus(tmp_path / "in" / name, [[[1]]])
     (tmp_path / "in" / missing).unlink()
     assert main(["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x")]) == 2
     err = capsys.readouterr().err
@@ -83,7 +65,7 @@ def test_other_types_folders_and_targets_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "in"
-    write(folder / "a", [[[1]]])
+    write_corpus(folder / "a", [[[1]]])
     before = (folder / "a.bin").read_bytes()
     cases = [
         (["--input", str(tmp_path / "none"), "--output-prefix", "x"], "is no folder"),
@@ -93,7 +75,7 @@ def test_other_types_folders_and_targets_are_refused(
     for flags, message in cases:
         assert main(flags) == 2
         assert message in capsys.readouterr().err
-    write(folder / "b", [[[70000]]], "<i4")
+    write_corpus(folder / "b", [[[70000]]], "<i4")
     assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
     assert "holds int32" in capsys.readouterr().err
     assert (folder / "a.bin").read_bytes() == before
@@ -104,19 +86,19 @@ def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "in"
-    write(folder / "a", [[[1, 2, 3]]])
-    write(folder / "b", [[[4, 5]]])
+    write_corpus(folder / "a", [[[1, 2, 3]]])
+    write_corpus(folder / "b", [[[4, 5]]])
     (folder / "b.bin").write_bytes(b"\x05\0\x05\0")
-    write(tmp_path / "x", [[[9]]])
+    write_corpus(tmp_path / "x", [[[9]]])
     flags = ["--input", str(folder), "--output-prefix", str(tmp_path / "x")]
     assert main(flags) == 2
     assert f"error: {folder / 'b'}.bin is damaged in bytes 0 to 4, " in capsys.readouterr().err
-    assert read(tmp_path / "x") == [[[9]]]
+    assert read_corpus(tmp_path / "x") == [[[9]]]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["in", "x.bin", "x.bin.crc", "x.idx"]
     (folder / "b.bin.crc").unlink()
     assert main(flags) == 0
-    assert read(tmp_path / "x") == [[[1, 2, 3]], [[5, 5]]]
+    assert read_corpus(tmp_path / "x") == [[[1, 2, 3]], [[5, 5]]]
     assert IndexedDataset(tmp_path / "x").has_checksums
 
 
@@ -124,7 +106,7 @@ def test_a_part_with_bad_document_indices_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "in"
-    write(folder / "a", [[[1]], [[2]], [[3]]])
+    write_corpus(folder / "a", [[[1]], [[2]], [[3]]])
     index = (folder / "a.idx").read_bytes()
     (folder / "a.idx").write_bytes(index[:-24] + index[-16:-8] + index[-24:-16] + index[-8:])
     assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
@@ -139,8 +121,7 @@ def made(prefix: Path, digest: str | None) -> None:
         made_with = Fingerprint(
             tokenizer_type="Llama2Tokenizer", file=f"{digest}.model", vocab_size=9, digest=digest
         )
-    with IndexedDatasetWriter(prefix, np.dtype("<u2"), made_with) as writer:
-        writer.add_document([[1]])
+    write_corpus(prefix, [[[1]]], made_with=made_with)
 
 
 def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(

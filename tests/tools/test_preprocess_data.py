@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from data import corpus
-from data.indexed_dataset import IndexedDataset
 from data.sources import Piece
+from tests.helpers.corpora import corpus_bytes, read_corpus
 from tools import preprocess_data, train_tokenizer
 from tools.preprocess_data import main
 
@@ -27,25 +26,19 @@ def write_lines(path: Path, *entries: object) -> Path:
     return path
 
 
-def read(prefix: Path) -> list[list[list[int]]]:
-    indexed = IndexedDataset(prefix)
-    bounds = indexed.document_indices().tolist()
-    return [[indexed[i].tolist() for i in range(begin, end)] for begin, end in pairwise(bounds)]
-
-
 def test_documents_in_order_with_their_ends(tmp_path: Path) -> None:
     entries = [{"text": "1 2 3"}, {"text": ""}, {"text": ["4", "", "5 6"]}]
     path = write_lines(tmp_path / "a.jsonl", *entries)
     flags = ["--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "1"]
     assert main(["--input", str(path), *flags, *NULL]) == 0
-    assert read(tmp_path / "out_text_document") == [[[1, 2, 3, EOD]], [], [[4], [5, 6, EOD]]]
+    assert read_corpus(tmp_path / "out_text_document") == [[[1, 2, 3, EOD]], [], [[4], [5, 6, EOD]]]
 
 
 def test_without_ends(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": "1 2"})
     flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main(["--input", str(path), *flags, *NULL]) == 0
-    assert read(tmp_path / "out_text_document") == [[[1, 2]]]
+    assert read_corpus(tmp_path / "out_text_document") == [[[1, 2]]]
 
 
 def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> None:
@@ -54,8 +47,8 @@ def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> Non
     flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     keys = ["--json-keys", "title", "body"]
     assert main(["--input", str(path), str(tmp_path / "b.txt"), *keys, *flags, *NULL]) == 0
-    assert read(tmp_path / "out_title_document") == [[[1]], [[4, 5]]]
-    assert read(tmp_path / "out_body_document") == [[[2, 3]], [[4, 5]]]
+    assert read_corpus(tmp_path / "out_title_document") == [[[1]], [[4, 5]]]
+    assert read_corpus(tmp_path / "out_body_document") == [[[2, 3]], [[4, 5]]]
 
 
 @pytest.mark.process
@@ -166,8 +159,7 @@ def lines_file(path: Path, count: int) -> Path:
 
 def both_files(prefix: Path, key: str = "text") -> list[bytes]:
     """The corpus's two files, and the checksums."""
-    suffixes = ("bin", "idx", "bin.crc")
-    return [Path(f"{prefix}_{key}_document.{suffix}").read_bytes() for suffix in suffixes]
+    return corpus_bytes(f"{prefix}_{key}_document")
 
 
 @pytest.mark.process
@@ -238,10 +230,10 @@ def test_a_long_text_is_one_sequence_with_one_end(
     (tmp_path / "b.txt").write_text("3 4")
     flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", "--append-eod"]
     assert main(["--input", f"{tmp_path}/*.txt", *flags, *NULL]) == 0
-    assert read(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
+    assert read_corpus(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
     (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)) + " " * 500)
     assert main(["--input", f"{tmp_path}/*.txt", *flags, *NULL]) == 0
-    assert read(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
+    assert read_corpus(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
 
 
 def test_malformed_lines_are_counted_and_left_out(
@@ -251,7 +243,7 @@ def test_malformed_lines_are_counted_and_left_out(
     path.write_bytes(b'{"text": "1"}\n{\n{"text": "2"}\n{"body": ""}\n\xff\n[]\n{"text": "3"}')
     flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", "--skip-malformed"]
     assert main(["--input", str(path), *flags, *NULL]) == 0
-    assert read(tmp_path / "out_text_document") == [[[1]], [[2]], [[3]]]
+    assert read_corpus(tmp_path / "out_text_document") == [[[1]], [[2]], [[3]]]
     out = capsys.readouterr().out
     assert f"skipped 4 malformed documents: {path}, line 2 is not valid JSON" in out
     assert "; ..." in out
@@ -267,10 +259,10 @@ def test_llama2_begins_every_text(tmp_path: Path) -> None:
     model = ["--tokenizer-model", f"{prefix}.model", "--append-eod"]
     flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main([*flags, "--tokenizer-type", "Llama2Tokenizer", *model]) == 0
-    with_beginning = read(tmp_path / "out_text_document")
+    with_beginning = read_corpus(tmp_path / "out_text_document")
     assert [[ids[0] for ids in document] for document in with_beginning] == [[1, 1], []]
     assert main([*flags, "--tokenizer-type", "SentencePieceTokenizer", *model]) == 0
-    without = read(tmp_path / "out_text_document")
+    without = read_corpus(tmp_path / "out_text_document")
     assert without == [[ids[1:] for ids in document] for document in with_beginning]
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.corpora import corpus_bytes
 from tools import merge_datasets, preprocess_data
 
 NULL = ["--tokenizer-type", "NullTokenizer"]
@@ -45,10 +46,6 @@ def write_as_megatron(
             lengths[-1] += 1
         builder.add_document(np.array(ids, dtype=np.int64), lengths)
     builder.finalize(f"{prefix}.idx")
-
-
-def both_files(prefix: Path) -> list[bytes]:
-    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
 def write_lines(path: Path, documents: list[list[list[int]]]) -> Path:
@@ -87,7 +84,8 @@ def test_preprocessed_files_are_megatrons(
     flags = ["--input", str(path), "--output-prefix", str(folder / "ours"), "--workers", "1"]
     flags += [*NULL, "--vocab-size", str(size + 1), "--partitions", str(parts)]
     assert preprocess_data.main([*flags, "--append-eod"] if append_eod else flags) == 0
-    assert both_files(folder / "ours_text_document") == both_files(folder / "theirs")
+    ours, theirs = folder / "ours_text_document", folder / "theirs"
+    assert corpus_bytes(ours, "bin", "idx") == corpus_bytes(theirs, "bin", "idx")
 
 
 @QUICK
@@ -107,4 +105,5 @@ def test_joined_files_are_megatrons(
     joined.finalize(f"{folder / 'theirs'}.idx")
     flags = ["--input", str(folder / "in"), "--output-prefix", str(folder / "ours")]
     assert merge_datasets.main(flags) == 0
-    assert both_files(folder / "ours") == both_files(folder / "theirs")
+    ours, theirs = folder / "ours", folder / "theirs"
+    assert corpus_bytes(ours, "bin", "idx") == corpus_bytes(theirs, "bin", "idx")

@@ -1,0 +1,41 @@
+"""Writes small corpora in the .bin/.idx format, and reads them back as lists of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from data.fingerprint import Fingerprint
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+
+Documents = list[list[list[int]]]
+
+
+def write_corpus(
+    prefix: Path | str,
+    documents: Iterable[Iterable[ArrayLike]],
+    dtype: DTypeLike = "<u2",
+    made_with: Fingerprint | None = None,
+) -> Path:
+    """Writes documents, each of any number of sequences of ids; returns the prefix."""
+    with IndexedDatasetWriter(prefix, np.dtype(dtype), made_with) as writer:
+        for sequences in documents:
+            writer.add_document(sequences)
+    return Path(prefix)
+
+
+def read_corpus(prefix: Path | str) -> Documents:
+    """All documents, each a list of sequences of ids."""
+    indexed = IndexedDataset(prefix)
+    bounds = indexed.document_indices().tolist()
+    return [[indexed[i].tolist() for i in range(begin, end)] for begin, end in pairwise(bounds)]
+
+
+def corpus_bytes(prefix: Path | str, *suffixes: str) -> list[bytes]:
+    """The contents of a corpus's files: of all three, or of those with these suffixes."""
+    names = suffixes or ("bin", "idx", "bin.crc")
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in names]
