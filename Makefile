@@ -66,7 +66,7 @@ verify: setup  ## the long studies that `make test` leaves out
 GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)
 
 gpu: $(if $(REHEARSE),setup)  ## check and measure GPUs: PARTS=a,e GPUS=8 OUT=folder REHEARSE=1
-	$(GPU_PYTHON) tools/check_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(GPUS),--gpus $(GPUS)) \
+	$(GPU_PYTHON) tools/bench/check_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(GPUS),--gpus $(GPUS)) \
 		$(if $(OUT),--out $(OUT)) $(if $(REHEARSE),--rehearse)
 
 files:  ## every file of the product, with its first line

@@ -45,8 +45,9 @@ def test_every_file_keeps(rule: Rule) -> None:
     assert not offences, "\n".join([str(rule.__doc__), *offences])
 
 
-def test_what_lies_in_tools_itself_is_a_program() -> None:
-    modules = set((ROOT / "tools").glob("*.py")) - {ROOT / "tools" / "__init__.py"}
+@pytest.mark.parametrize("folder", ["tools", "tools/bench"])
+def test_what_lies_in_tools_itself_is_a_program(folder: str) -> None:
+    modules = set((ROOT / folder).glob("*.py")) - {ROOT / folder / "__init__.py"}
     helpers = [path.name for path in modules if "__main__" not in path.read_text(encoding="utf-8")]
     assert modules
     assert not helpers, "these belong in a package"

@@ -1,1 +1,1 @@
-"""Command-line programs: text to data sets, benchmarks, planning, reports."""
+"""Command-line programs for users: text to data sets, conversion, planning, reports."""

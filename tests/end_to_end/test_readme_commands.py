@@ -49,7 +49,7 @@ BY_VERIFY = (
 )
 
 # The first needs a checkout of another project, and tests/tools/bench tests its code; the second
-# repeats all tests; the others need GPUs, and tests/tools/test_check_gpu.py rehearses them.
+# repeats all tests; the others need GPUs, and tests/tools/bench/test_check_gpu.py rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "make coverage",

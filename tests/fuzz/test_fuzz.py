@@ -65,19 +65,18 @@ READERS = {
     "paro.report.progress": "tests/paro/report/test_progress.py",
     "paro.report.run_record_file": "metrics",
     "paro.training.resume": "records",
+    "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
     "tools.profiles.device": "tests/tools/profiles/test_device_trace.py",
     "tools.generate": "generation",
-    "tools.gpu_check.page": "tests/tools/test_check_gpu.py",
     "tools.preprocessing.partitions": "partitions",
     "tools.run_report.runs": "report",
 }
 # Programs whose flags are not damaged: they measure for minutes, make namespaces of the kernel, or
 # have torch's flags.
 OTHER_PROGRAMS = {
-    *("bench_checkpoint.py", "bench_collectives.py", "bench_model.py", "bench_preprocess.py"),
-    *("check_gpu.py", "emulated_cluster.py", "torchrun.py"),
+    *("bench_checkpoint.py", "bench_collectives.py", "emulated_cluster.py", "torchrun.py"),
 }
 SAMPLE = cases(40, seed=1)
 

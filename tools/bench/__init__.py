@@ -1,1 +1,1 @@
-"""The project's own evidence: benchmarks and studies whose results are recorded."""
+"""What measures the project itself: programs whose results are recorded; a folder has a subject."""

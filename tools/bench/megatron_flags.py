@@ -32,7 +32,7 @@ from paro.arguments.words import by_flag
 from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
 from paro.training.dry_run import run_dry
-from tools.bench.megatron_page import Count, page
+from tools.bench.megatron.page import Count, page
 
 CONFIGURATIONS = "tests/functional_tests/test_cases/gpt/gpt3*/model_config.yaml"
 RANKS = 8  # of a functional test, which runs on one node

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import ROOT
+from tools.bench.megatron.page import page, rule_lines
 from tools.bench.megatron_flags import (
     command_line,
     count_of,
@@ -14,7 +15,6 @@ from tools.bench.megatron_flags import (
     read_configurations,
     try_configuration,
 )
-from tools.bench.megatron_page import page, rule_lines
 
 SMALL = """\
   --num-layers: 2

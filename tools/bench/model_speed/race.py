@@ -18,7 +18,7 @@ import torch
 
 from paro.report.log import print_line
 from paro.report.memory import peak_memory_bytes
-from tools.model_speed.contenders import CONTENDERS, Step, Task
+from tools.bench.model_speed.contenders import CONTENDERS, Step, Task
 
 ROUND = "round "  # what the line of a round begins with
 _SCRIPT = Path(__file__).resolve().parents[1] / "bench_model.py"

@@ -6,7 +6,7 @@ import importlib.util
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 
-from tools.gpu_check.running import ROOT, Ended, Outcome, Runner
+from tools.bench.gpu_check.running import ROOT, Ended, Outcome, Runner
 
 _NEEDED = ("pytest", "hypothesis")
 # Skips that no machine of today's kind can avoid; the reasons that tests give.

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PART_SECONDS = 8 * 60.0
 
 # torchrun ends its ranks when it is asked to stop; it kills them itself after 30 s.

@@ -9,7 +9,7 @@ import pytest
 
 from data.sources import find_pieces
 from data.tokenizer_config import TokenizerConfig
-from tools.bench_preprocess import main, shares_of_texts
+from tools.bench.bench_preprocess import main, shares_of_texts
 from tools.preprocessing.encode import EncodingPlan
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]

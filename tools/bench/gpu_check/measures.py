@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paro.quantities import count_text
-from tools.gpu_check.running import Ended, Outcome, Runner
+from tools.bench.gpu_check.running import Ended, Outcome, Runner
 
 _MB = 2**20
 _DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-iters 0 --lr 1e-4"
@@ -120,7 +120,7 @@ def _speed(runner: Runner, machine: Machine, names: Sequence[str], title: str) -
         shape += f" --rounds 3 --steps 1 --most-seconds {CONTENDER_SECONDS}"
     file = runner.folder / f"{title}.json"
     file.unlink(missing_ok=True)
-    words = ["tools/bench_model.py", "--own-process", "--contenders", ",".join(names)]
+    words = ["tools/bench/bench_model.py", "--own-process", "--contenders", ",".join(names)]
     ended = runner.python(title, [*words, *shape.split(), "--json", file])
     if not file.exists():
         return Outcome(passed=False, lines=(ended.failure or "no figures",))

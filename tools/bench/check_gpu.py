@@ -13,16 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository root is not on sys.path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from model.config import FP8_CAPABILITY
 from paro.errors import UserError
 from paro.quantities import count_text
 from paro.report.log import print_line
-from tools.gpu_check import measures, suites
-from tools.gpu_check.measures import Machine
-from tools.gpu_check.page import PAGE, read_results, write_results
-from tools.gpu_check.running import PART_SECONDS, ROOT, Outcome, Runner
+from tools.bench.gpu_check import measures, suites
+from tools.bench.gpu_check.measures import Machine
+from tools.bench.gpu_check.page import PAGE, read_results, write_results
+from tools.bench.gpu_check.running import PART_SECONDS, ROOT, Outcome, Runner
 from tools.shared.command_line import Parser, status_of
 
 DESCRIPTION = """\

@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 
 if not __package__:  # run as a script: the repository root is not on sys.path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.loader import Batch
 from model.config import LlamaConfig, RecomputeConfig, flops_per_token, num_parameters
@@ -42,8 +42,8 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.report.flops import find_peak
 from paro.report.log import print_line
-from tools.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Task
-from tools.model_speed.race import Result, race, race_in_own_processes
+from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Task
+from tools.bench.model_speed.race import Result, race, race_in_own_processes
 from tools.shared.command_line import Parser, status_of
 from tools.shared.device import device_of
 from tools.shared.output import write_text

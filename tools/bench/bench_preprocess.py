@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if not __package__:  # run as a script: the repository root is not on sys.path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.corpus import read_batches, texts_of
 from data.sources import Piece

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.scripts import run_script
-from tools.bench_model import (
+from tools.bench.bench_model import (
     Result,
     check_losses,
     main,
@@ -22,9 +22,9 @@ from tools.bench_model import (
     race_in_own_processes,
     task_of,
 )
-from tools.model_speed.contenders import CONTENDERS, DEFAULT
+from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
 
-SCRIPT = "tools/bench_model.py"
+SCRIPT = "tools/bench/bench_model.py"
 VOCAB_SIZE = 64
 TINY = [
     *("--num-layers", "2", "--hidden-size", "16", "--ffn-hidden-size", "32"),
@@ -165,7 +165,7 @@ def raced_on(
     found: list[list[str]] = []
     task = replace(task_of(make_parser().parse_args(TINY)), device=torch.device(device))
     monkeypatch.setattr(
-        "tools.model_speed.race._OwnProcess",
+        "tools.bench.model_speed.race._OwnProcess",
         lambda name, *_: FakeProcess(name, log, stops_at=stops_at),
     )
     names = ("a", "b", "c")

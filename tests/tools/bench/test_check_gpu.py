@@ -11,17 +11,17 @@ import pytest
 
 from paro.errors import UserError
 from tests.helpers.scripts import run_script
-from tools.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
-from tools.gpu_check import running, suites
-from tools.gpu_check.measures import (
+from tools.bench.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
+from tools.bench.gpu_check import running, suites
+from tools.bench.gpu_check.measures import (
     CONTENDER_SECONDS,
     HEADLINE,
     VARIANTS,
     memory_failure,
     num_layers_that_fit,
 )
-from tools.gpu_check.page import PAGE, RESULTS, read_results, write_results
-from tools.gpu_check.running import Ended, Runner
+from tools.bench.gpu_check.page import PAGE, RESULTS, read_results, write_results
+from tools.bench.gpu_check.running import Ended, Runner
 
 H200 = 150_754_820_096  # bytes that torch reports
 
@@ -34,7 +34,7 @@ def runner(folder: Path, *, rehearse: bool = False) -> Runner:
 def test_a_rehearsal_runs_every_part_and_keeps_earlier_results(tmp_path: Path) -> None:
     folder = tmp_path / "gpu"
     write_results(folder, {"h": {**EARLIER, "title": "collectives"}}, rehearsal=True)
-    done = run_script(["tools/check_gpu.py", "--rehearse", "--out", folder])
+    done = run_script(["tools/bench/check_gpu.py", "--rehearse", "--out", folder])
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((folder / RESULTS).read_text())
     assert list(results) == ["a", "b", "c", "d", "e", "f", "g", "h", "j"]
@@ -133,7 +133,7 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
 def test_a_mistake_is_one_line(
     flags: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.check_gpu.ask_torch", lambda: Found(torch="2.13", gpus=0))
+    monkeypatch.setattr("tools.bench.check_gpu.ask_torch", lambda: Found(torch="2.13", gpus=0))
     assert main(flags.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
