@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,66 +18,54 @@ from paro.errors import UserError
 TRITON_DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
 
 
-class AdamW(Protocol):
+class Update(NamedTuple):
+    """One update of a range, with its gradient times `factor`; `copy` gets the parameters, cast."""
+
+    lr: float
+    weight_decay: float
+    factor: float = 1.0
+    copy: Tensor | None = None
+
+
+@dataclass(eq=False)
+class AdamW(ABC):
     """Updates one range of parameters, whose weights all decay or none; on one device, fp32."""
 
-    def step(
-        self,
-        grad: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-        factor: float = 1.0,
-        copy: Tensor | None = None,
-    ) -> None:
-        """Updates the parameters and their moments in place, with the gradient times `factor`.
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    _: KW_ONLY
+    betas: tuple[float, float]
+    eps: float
 
-        `copy` gets the parameters, cast. The gradient is undefined afterwards.
-        """
+    def __post_init__(self) -> None:
+        self.set_num_steps(0)
 
+    @abstractmethod
+    def step(self, grad: Tensor, update: Update) -> None:
+        """Updates the parameters and moments in place; the gradient is undefined afterwards."""
+
+    @abstractmethod
     def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of updates in the moments, for bias correction; it starts at 0."""
 
 
-class TorchAdamW:
+class TorchAdamW(AdamW):
     """`torch.optim.AdamW(fused=True)`, without its class, whose first use imports torch.compile.
 
     That import would take over a second of every rank's start.
     """
 
-    def __init__(
-        self,
-        param: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self._state = ([param], [exp_avg], [exp_avg_sq])
-        self._num_steps = torch.zeros((), dtype=torch.float32, device=param.device)
-        self._betas = betas
-        self._eps = eps
-
-    def step(
-        self,
-        grad: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-        factor: float = 1.0,
-        copy: Tensor | None = None,
-    ) -> None:
-        params, exp_avgs, exp_avg_sqs = self._state
-        beta1, beta2 = self._betas
+    def step(self, grad: Tensor, update: Update) -> None:
+        beta1, beta2 = self.betas
         scale = None  # the kernel divides by it in its only pass
-        if factor != 1.0:
-            scale = torch.full((), 1.0 / factor, device=grad.device)
+        if update.factor != 1.0:
+            scale = torch.full((), 1.0 / update.factor, device=grad.device)
         adamw(
-            params,
+            [self.param],
             [grad.float()],
-            exp_avgs,
-            exp_avg_sqs,
+            [self.exp_avg],
+            [self.exp_avg_sq],
             max_exp_avg_sqs=[],
             state_steps=[self._num_steps],
             fused=True,
@@ -83,51 +73,39 @@ class TorchAdamW:
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self._eps,
+            lr=update.lr,
+            weight_decay=update.weight_decay,
+            eps=self.eps,
             maximize=False,
         )
-        if copy is not None:
-            copy.copy_(params[0])
+        if update.copy is not None:
+            update.copy.copy_(self.param)
 
     def set_num_steps(self, num_steps: int) -> None:
-        self._num_steps.fill_(num_steps)
+        steps = torch.full((), num_steps, dtype=torch.float32, device=self.param.device)
+        self._num_steps = steps
 
 
-class ApexAdamW:
+class ApexAdamW(AdamW):
     """NVIDIA's `FusedAdam`, which counts the steps in its param group."""
 
-    def __init__(
-        self,
-        param: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self._param = param
-        self._fused_adam = find_apex()([param], lr=0.0, betas=betas, eps=eps, adam_w_mode=True)
-        self._fused_adam.state[param] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    def __post_init__(self) -> None:
+        apex = find_apex()
+        self._fused_adam = apex(
+            [self.param], lr=0.0, betas=self.betas, eps=self.eps, adam_w_mode=True
+        )
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        self._fused_adam.state[self.param] = moments
 
-    def step(
-        self,
-        grad: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-        factor: float = 1.0,
-        copy: Tensor | None = None,
-    ) -> None:
+    def step(self, grad: Tensor, update: Update) -> None:
         (group,) = self._fused_adam.param_groups
-        group.update(lr=lr, weight_decay=weight_decay)
+        group.update(lr=update.lr, weight_decay=update.weight_decay)
         grad = grad.float()
-        self._param.grad = grad if factor == 1.0 else grad.mul_(factor)
+        self.param.grad = grad if update.factor == 1.0 else grad.mul_(update.factor)
         self._fused_adam.step()
-        self._param.grad = None
-        if copy is not None:
-            copy.copy_(self._param)
+        self.param.grad = None
+        if update.copy is not None:
+            update.copy.copy_(self.param)
 
     def set_num_steps(self, num_steps: int) -> None:
         (group,) = self._fused_adam.param_groups
@@ -178,7 +156,7 @@ def _compare(make: Callable[..., AdamW], device: torch.device) -> None:
         )
         for step in (1, 2):
             grad = torch.linspace(-step, 2.0, 99, device=device)
-            adam.step(grad, lr=0.1, weight_decay=0.1, factor=0.5, copy=copy)
+            adam.step(grad, Update(lr=0.1, weight_decay=0.1, factor=0.5, copy=copy))
         found.append((param, copy.float()))
     errors = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
     if not (errors[0] <= 1e-5 and errors[1] <= 2.0**-7):

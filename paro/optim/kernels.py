@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paro.optim.adamw import AdamW, Update
+
 _BLOCK = 1024  # elements of a program
 
 VERSION: str = triton.__version__
@@ -36,50 +38,28 @@ def _adamw(
         tl.store(copy + at, p, mask=inside)
 
 
-class TritonAdamW:
+class TritonAdamW(AdamW):
     """AdamW in one pass: it reads gradient, master and moments once and writes all results once."""
 
-    def __init__(
-        self,
-        param: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        self._state = (param, exp_avg, exp_avg_sq)
-        self._betas = betas
-        self._eps = eps
-        self._num_steps = 0
-
-    def step(
-        self,
-        grad: Tensor,
-        *,
-        lr: float,
-        weight_decay: float,
-        factor: float = 1.0,
-        copy: Tensor | None = None,
-    ) -> None:
+    def step(self, grad: Tensor, update: Update) -> None:
         self._num_steps += 1
-        beta1, beta2 = self._betas
-        param, exp_avg, exp_avg_sq = self._state
-        _adamw[(triton.cdiv(param.numel(), _BLOCK),)](
-            param,
-            exp_avg,
-            exp_avg_sq,
+        beta1, beta2 = self.betas
+        numel = self.param.numel()
+        _adamw[(triton.cdiv(numel, _BLOCK),)](
+            self.param,
+            self.exp_avg,
+            self.exp_avg_sq,
             grad,
-            param if copy is None else copy,
-            param.numel(),
-            factor,
-            1.0 - lr * weight_decay,
+            self.param if update.copy is None else update.copy,
+            numel,
+            update.factor,
+            1.0 - update.lr * update.weight_decay,
             beta1,
             beta2,
-            self._eps,
-            lr / (1.0 - beta1**self._num_steps),
+            self.eps,
+            update.lr / (1.0 - beta1**self._num_steps),
             (1.0 - beta2**self._num_steps) ** 0.5,
-            COPIES=copy is not None,
+            COPIES=update.copy is not None,
             BLOCK=_BLOCK,
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from paro.distributed.profile_range import profile_range
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
-from paro.optim.adamw import AdamW, choose_adamw, find_apex
+from paro.optim.adamw import AdamW, Update, choose_adamw, find_apex
 from paro.optim.states import ADAMW, MASTER, MOMENTS, PARAM, master_is_param
 from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
 from paro.sharding.distributed_model import DistributedModel
@@ -95,13 +95,13 @@ class UnitOptimizer:
         grad, sends_exactly = unit.optim_grad, unit.coded_update is None or unit.exact
         copy = unit.optim_param if sends_exactly and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
-            adamw.step(
-                grad[part],
+            update = Update(
                 lr=lr,
                 weight_decay=weight_decay if decays else 0.0,
                 factor=factor,
                 copy=None if copy is None else copy[part],
             )
+            adamw.step(grad[part], update)
         if sends_exactly:
             unit.gather_updated()
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paro.errors import UserError
 from paro.optim import adamw
-from paro.optim.adamw import AdamW, TorchAdamW, choose_adamw
+from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
 from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, run_apart
 
 STEPS = ((0.01, 0.1), (0.02, 0.0), (0.005, 0.3))  # learning rate, weight decay
@@ -76,7 +76,7 @@ def test_an_update_has_the_bits_of_the_class(implementation: str) -> None:
     wanted = expected(param)
     ours = make(implementation, param, torch.zeros(37), torch.zeros(37))
     for grad, (lr, weight_decay) in zip(gradients(), STEPS, strict=True):
-        ours.step(grad, lr=lr, weight_decay=weight_decay)
+        ours.step(grad, Update(lr, weight_decay))
     assert torch.equal(param, wanted)
 
 
@@ -87,7 +87,7 @@ def test_it_continues_from_moments_and_their_number_of_steps(implementation: str
     for index, (grad, (lr, weight_decay)) in enumerate(zip(gradients(), STEPS, strict=True)):
         ours = make(implementation, param, *moments)
         ours.set_num_steps(index)
-        ours.step(grad, lr=lr, weight_decay=weight_decay)
+        ours.step(grad, Update(lr, weight_decay))
     assert torch.equal(param, wanted)
 
 
@@ -111,7 +111,7 @@ def test_one_pass_is_scaling_updating_and_casting(kind: torch.dtype, copies: boo
                 if step == 1:
                     ours = make(name, *states)
                     ours.set_num_steps(1)
-                ours.step(grad.to(kind), lr=0.1, weight_decay=0.2, factor=0.3, copy=copy)
+                ours.step(grad.to(kind), Update(0.1, 0.2, factor=0.3, copy=copy))
             found.append((*states, *([] if copy is None else [copy.float()])))
     for torchs, tritons in zip(*found, strict=True):
         rounding = 2.0**-7 if copies and torchs is found[0][-1] else 1e-5
@@ -144,8 +144,8 @@ def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 class TwiceAsFar(TorchAdamW):
     """A kernel that is wrong."""
 
-    def step(self, grad: Tensor, *, lr: float, **options: Any) -> None:
-        super().step(grad, lr=2 * lr, **options)
+    def step(self, grad: Tensor, update: Update) -> None:
+        super().step(grad, update._replace(lr=2 * update.lr))
 
 
 def compile_all() -> None:
