@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 from model.lora_config import LoraConfig, down_name, up_name
 from paro.errors import UserError
@@ -169,112 +170,75 @@ def attention_norms(config: LlamaConfig) -> tuple[str, ...]:
     return ("attention_norm", *(("q_norm", "k_norm") if config.qk_layernorm else ()))
 
 
-def _llama1(layers: int, hidden: int, ffn: int, heads: int, epsilon: float) -> LlamaConfig:
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> LlamaConfig:
+    """Without groups of queries, and with heads as wide as fit, unless `more` says otherwise."""
+    by_heads = {"num_query_groups": heads, "kv_channels": hidden // heads}
     return LlamaConfig(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        max_position_embeddings=2048,
-        vocab_size=32000,
-        norm_epsilon=epsilon,
+        **(by_heads | more),
     )
 
 
-def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> LlamaConfig:
-    return LlamaConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=hidden // heads,
-        max_position_embeddings=4096,
-        vocab_size=32000,
-    )
+_llama1 = partial(_sizes, max_position_embeddings=2048, vocab_size=32000, norm_epsilon=1e-6)
+_llama2 = partial(_sizes, max_position_embeddings=4096, vocab_size=32000)
+_llama3 = partial(
+    _sizes,
+    num_query_groups=8,
+    max_position_embeddings=8192,
+    vocab_size=128256,
+    rotary_base=500000.0,
+)
+_llama3_1 = partial(_llama3, max_position_embeddings=131072, use_rope_scaling=True)
+_llama3_2 = partial(_llama3_1, rope_scaling_factor=32.0, tie_embeddings_and_output_weights=True)
+_qwen3 = partial(
+    _sizes,
+    num_query_groups=8,
+    kv_channels=128,
+    max_position_embeddings=40960,
+    vocab_size=151936,
+    rotary_base=1e6,
+    norm_epsilon=1e-6,
+    qk_layernorm=True,
+)
+_small_qwen3 = partial(_qwen3, tie_embeddings_and_output_weights=True)
 
 
-def _llama3(layers: int, hidden: int, ffn: int, heads: int, *, scaling: float = 0.0) -> LlamaConfig:
-    """`scaling` is the RoPE factor of 3.1 and 3.2; it also raises positions to 131,072."""
-    return LlamaConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        kv_channels=hidden // heads,
-        max_position_embeddings=131072 if scaling else 8192,
-        vocab_size=128256,
-        rotary_base=500000.0,
-        use_rope_scaling=bool(scaling),
-        rope_scaling_factor=scaling or 8.0,
-        tie_embeddings_and_output_weights=scaling == 32.0,
-    )
-
-
-def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool = False) -> LlamaConfig:
-    return LlamaConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        kv_channels=128,
-        max_position_embeddings=40960,
-        vocab_size=151936,
-        rotary_base=1e6,
-        norm_epsilon=1e-6,
-        qk_layernorm=True,
-        tie_embeddings_and_output_weights=tied,
-    )
-
-
-def _mistral(
-    layers: int, hidden: int, ffn: int, heads: int, *, vocab: int, positions: int, base: float
-) -> LlamaConfig:
+def _mistral(*sizes: int, vocab: int, positions: int, base: float) -> LlamaConfig:
     """A Mistral model without sliding-window attention."""
-    return LlamaConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=8,
-        kv_channels=128,
-        max_position_embeddings=positions,
-        vocab_size=vocab,
-        rotary_base=base,
-    )
+    more = {"max_position_embeddings": positions, "vocab_size": vocab, "rotary_base": base}
+    return _sizes(*sizes, num_query_groups=8, kv_channels=128, **more)
 
 
 # Sizes as in the published config.json and params.json files, smallest model first.
 LLAMA_PRESETS: dict[str, LlamaConfig] = {
-    "qwen3-0.6B": _qwen3(28, 1024, 3072, 16, tied=True),
-    "llama3.2-1B": _llama3(16, 2048, 8192, 32, scaling=32.0),
-    "qwen3-1.7B": _qwen3(28, 2048, 6144, 16, tied=True),
-    "llama3.2-3B": _llama3(28, 3072, 8192, 24, scaling=32.0),
-    "qwen3-4B": _qwen3(36, 2560, 9728, 32, tied=True),
-    "7B": _llama1(32, 4096, 11008, 32, 1e-6),
-    "llama2-7B": _llama2(32, 4096, 11008, 32, 32),
+    "qwen3-0.6B": _small_qwen3(28, 1024, 3072, 16),
+    "llama3.2-1B": _llama3_2(16, 2048, 8192, 32),
+    "qwen3-1.7B": _small_qwen3(28, 2048, 6144, 16),
+    "llama3.2-3B": _llama3_2(28, 3072, 8192, 24),
+    "qwen3-4B": _small_qwen3(36, 2560, 9728, 32),
+    "7B": _llama1(32, 4096, 11008, 32),
+    "llama2-7B": _llama2(32, 4096, 11008, 32),
     # Version 0.3: 0.1 has a sliding window.
     "mistral-7B": _mistral(32, 4096, 14336, 32, vocab=32768, positions=32768, base=1e6),
     "llama3-8B": _llama3(32, 4096, 14336, 32),
-    "llama3.1-8B": _llama3(32, 4096, 14336, 32, scaling=8.0),
+    "llama3.1-8B": _llama3_1(32, 4096, 14336, 32),
     "qwen3-8B": _qwen3(36, 4096, 12288, 32),
     "mistral-nemo-12B": _mistral(40, 5120, 14336, 32, vocab=131072, positions=131072, base=1e6),
-    "13B": _llama1(40, 5120, 13824, 40, 1e-6),
-    "llama2-13B": _llama2(40, 5120, 13824, 40, 40),
+    "13B": _llama1(40, 5120, 13824, 40),
+    "llama2-13B": _llama2(40, 5120, 13824, 40),
     "qwen3-14B": _qwen3(40, 5120, 17408, 40),
     "mistral-small-24B": _mistral(40, 5120, 32768, 32, vocab=131072, positions=32768, base=1e8),
-    "30B": _llama1(60, 6656, 17920, 52, 1e-6),
+    "30B": _llama1(60, 6656, 17920, 52),
     "qwen3-32B": _qwen3(64, 5120, 25600, 64),
-    "65B": _llama1(80, 8192, 22016, 64, 1e-5),
-    "llama2-70B": _llama2(80, 8192, 28672, 64, 8),
+    "65B": _llama1(80, 8192, 22016, 64, norm_epsilon=1e-5),
+    "llama2-70B": _llama2(80, 8192, 28672, 64, num_query_groups=8),
     "llama3-70B": _llama3(80, 8192, 28672, 64),
-    "llama3.1-70B": _llama3(80, 8192, 28672, 64, scaling=8.0),
+    "llama3.1-70B": _llama3_1(80, 8192, 28672, 64),
     "mistral-large-123B": _mistral(88, 12288, 28672, 96, vocab=32768, positions=131072, base=1e6),
-    "llama3.1-405B": _llama3(126, 16384, 53248, 128, scaling=8.0),
+    "llama3.1-405B": _llama3_1(126, 16384, 53248, 128),
 }
 
 
