@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.atomic_file import temporary_beside
 from paro.checkpoint.owner import Owner
 from paro.errors import StorageError, UserError
 from paro.untrusted.schema import parse_json
@@ -30,7 +29,6 @@ BEAT_SECONDS = 5.0
 STILL_SECONDS = 60.0
 _NAME = re.compile(r"lease_(\d{1,15})\.json")
 _FILE_BYTES = 2048  # constant, so that a heartbeat replaces the whole content with one write
-_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LeaseLostError(StorageError):
@@ -240,30 +238,23 @@ def _path(root: Path, number: int) -> Path:
 
 
 def _create(root: Path, number: int, owner: Owner) -> bool:
-    """Creates lease `number`, complete at once, and removes older ones; False if too late.
+    """Creates lease `number` and removes older ones; False if too late.
 
-    A slow contender may create a number that its successors have passed and removed.
+    A slow contender may create a number that its successors have passed and removed. Where a disk
+    lets several create one, its last writer owns it, and the others lose it at their next check.
     """
     path = _path(root, number)
-    temporary = temporary_beside(path)
-    content = _content(owner, beats=0, released=False)
     try:
-        _write_new(temporary, content)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            # Over NFS an answer may be lost and its repetition fail: then the file has two names.
-            if temporary.stat().st_nlink != 2:
-                return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            try:
-                _write_new(path, content)
-            except FileExistsError:
-                return False
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        _overwrite(descriptor, _content(owner, beats=0, released=False))
+    except OSError:  # a full disk: an empty lease would be watched for a minute
+        path.unlink(missing_ok=True)
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
     others = _numbers(root)
     if max(others) > number:
         path.unlink(missing_ok=True)
@@ -272,14 +263,6 @@ def _create(root: Path, number: int, owner: Owner) -> bool:
         if older < number:
             _path(root, older).unlink(missing_ok=True)
     return True
-
-
-def _write_new(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        _overwrite(descriptor, content)
-    finally:
-        os.close(descriptor)
 
 
 def _overwrite(descriptor: int, content: bytes) -> None:

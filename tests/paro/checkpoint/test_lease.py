@@ -246,15 +246,32 @@ def test_what_a_lease_says_is_fit_for_a_terminal(tmp_path: Path) -> None:
     lease.check()
 
 
-def test_without_hard_links_a_lease_is_created_exclusively(
+def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_names: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
+    def not_exclusive(path: Path, flags: int, mode: int = 0o777) -> int:
+        return opened(path, flags & ~os.O_EXCL, mode)
 
-    monkeypatch.setattr(os, "link", refuse)
+    opened = os.open
+    first = take(tmp_path, owner(rendezvous_id="a"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", not_exclusive)
+        patch.setattr(lease_module, "_newest", lambda _root: None)  # what it read just before
+        second = take(tmp_path, owner(rendezvous_id="b"))
+    with pytest.raises(LeaseLostError, match=r"torchrun's job b, .* has taken it over"):
+        first.check()
+    first.release()
+    second.check()
+
+
+def test_a_lease_is_created_once_and_never_left_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take(tmp_path, owner()).check()
     assert not lease_module._create(tmp_path, 1, owner())
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(OSError, match="No space left"):
+        lease_module._create(tmp_path, 2, owner())
     assert files(tmp_path) == ["lease_1.json"]
 
 
