@@ -77,6 +77,7 @@ def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = 
 Failure = UserError | OSError  # the latter is of the storage
 
 
+@dataclass(eq=False)
 class Fetch(Dataset[Batch | Failure]):
     """Maps the sample numbers of a micro-batch to the batch.
 
@@ -84,12 +85,9 @@ class Fetch(Dataset[Batch | Failure]):
     a worker process only a page of text arrives.
     """
 
-    def __init__(
-        self, dataset: Samples, rules: DocumentRules | None, *, masks_beyond_end: bool = False
-    ) -> None:
-        self.dataset = dataset
-        self.rules = rules
-        self.masks_beyond_end = masks_beyond_end
+    dataset: Samples
+    rules: DocumentRules | None
+    masks_beyond_end: bool = False
 
     def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1

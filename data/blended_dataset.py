@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,26 +29,19 @@ from data.indexed_dataset import IndexedDataset
 from paro.errors import UserError
 
 
+@dataclass(eq=False)
 class BlendedDataset:
     """Sample i is the next sample of the corpus that the blend order gives for i.
 
     Held-out data with fewer samples than are drawn are read again from the start.
     """
 
-    def __init__(
-        self,
-        members: Sequence[GPTDataset],
-        indices: BlendIndices,
-        *,
-        num_samples: int,
-        source: str,
-        left_out: Sequence[str] = (),
-    ) -> None:
-        self.members = tuple(members)
-        self.indices = indices
-        self.num_samples = num_samples
-        self.source = source
-        self.left_out = tuple(left_out)
+    members: Sequence[GPTDataset]
+    indices: BlendIndices
+    _: KW_ONLY
+    num_samples: int
+    source: str
+    left_out: Sequence[str] = ()
 
     def __len__(self) -> int:
         return self.num_samples
@@ -184,8 +176,6 @@ def _cached_indices(
     build: Callable[[], BlendIndices],
 ) -> tuple[BlendIndices, str]:
     """The order of a blend, cached: it depends only on weights or sizes and on its length."""
-    sampling = request.sampling
-    beside_the_data = Path(blend.prefixes[0]) / "cache" / "GPTDataset_indices"
     facts = {
         "class": "BlendedDataset",
         "datasets": list(blend.prefixes),
@@ -194,7 +184,7 @@ def _cached_indices(
         "size": None if request.num_samples is None else size,
     }
     entry = CacheEntry(
-        folder=Path(sampling.cache_path) if sampling.cache_path else beside_the_data,
+        folder=request.sampling.cache_folder(blend.prefixes[0]),
         split_name=request.split_name,
         description=json.dumps(facts, indent=4),
         kind="BlendedDataset",

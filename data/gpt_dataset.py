@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,24 +42,21 @@ class Sampling:
     cache_path: str | None = None  # None: next to the data
     flag: str = "--data-path"  # that named the corpus, for messages
 
+    def cache_folder(self, prefix: str) -> Path:
+        """Where indices are kept; Megatron's folder next to the data unless one is given."""
+        return Path(self.cache_path or f"{prefix}/cache/GPTDataset_indices")
 
+
+@dataclass(eq=False)
 class GPTDataset:
     """A split: sample i is the i-th sample to train on, an array of seq_length + 1 token ids."""
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        plan: OrderPlan,
-        order: SampleOrder,
-        *,
-        vocab_size: int,
-        source: str = "indices kept in memory",
-    ) -> None:
-        self.indexed = indexed
-        self.plan = plan
-        self.order = order
-        self.vocab_size = vocab_size
-        self.source = source
+    indexed: IndexedDataset
+    plan: OrderPlan
+    order: SampleOrder
+    _: KW_ONLY
+    vocab_size: int
+    source: str = "indices kept in memory"
 
     def __len__(self) -> int:
         return self.plan.total_samples
@@ -166,8 +163,7 @@ def _cache_entry(
     sampling: Sampling,
     num_samples: int | None,
 ) -> CacheEntry:
-    """Megatron's folder, file names and facts; they identify sizes instead of the tokenizer."""
-    beside_the_data = Path(prefix) / "cache" / "GPTDataset_indices"
+    """Megatron's file names and facts; they identify sizes instead of the tokenizer."""
     facts = {
         "class": "GPTDataset",
         "dataset_path": prefix,
@@ -179,7 +175,7 @@ def _cache_entry(
         "split_matrix": None if sampling.split is None else split_matrix(sampling.split),
     }
     return CacheEntry(
-        folder=Path(sampling.cache_path) if sampling.cache_path else beside_the_data,
+        folder=sampling.cache_folder(prefix),
         split_name=split_name,
         description=describe_order(facts, lengths),
     )

@@ -208,7 +208,7 @@ _small_qwen3 = partial(_qwen3, tie_embeddings_and_output_weights=True)
 
 def _mistral(*sizes: int, vocab: int, positions: int, base: float) -> LlamaConfig:
     """A Mistral model without sliding-window attention."""
-    more = {"max_position_embeddings": positions, "vocab_size": vocab, "rotary_base": base}
+    more: Any = {"max_position_embeddings": positions, "vocab_size": vocab, "rotary_base": base}
     return _sizes(*sizes, num_query_groups=8, kv_channels=128, **more)
 
 

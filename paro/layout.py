@@ -27,6 +27,11 @@ _LEAST_CHUNKS = 4
 Shape = tuple[int, ...]
 
 
+def shape_text(shape: Shape) -> str:
+    """The shape as text, such as 3x4."""
+    return "x".join(map(str, shape)) or "a scalar"
+
+
 def decays(shape: Shape) -> bool:
     """Whether weight decay applies to a parameter: as in Megatron, not to norms and biases."""
     return len(shape) > 1

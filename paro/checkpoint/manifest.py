@@ -102,13 +102,7 @@ class Manifest:
             wanted = self.files.get(name)
             if wanted is None:
                 raise DamagedError(f"{path} is not in {MANIFEST}")
-            try:
-                status = path.stat()
-            except OSError as error:
-                raise DamagedError(f"{path} is missing ({describe(error)})") from None
-            if not stat.S_ISREG(status.st_mode):
-                raise DamagedError(f"{path} is no regular file")
-            found = status.st_size
+            found = size_of(path)
             if found != wanted.num_bytes:
                 what = "truncated" if found < wanted.num_bytes else "too long"
                 raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
@@ -143,6 +137,17 @@ class Manifest:
                         stop = stretch.begin + stretch.length
                         raise DamagedError(_wrong(path, stretch.begin, stop))
         return sum(file.num_bytes for file in self.files.values())
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a regular file of a checkpoint; `DamagedError` if it is none."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DamagedError(f"{path} is missing ({describe(error)})") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedError(f"{path} is no regular file")
+    return status.st_size
 
 
 def sum_of(content: bytes) -> FileSum:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.manifest import DamagedError
 from paro.errors import UserError
-from paro.layout import Shape
+from paro.layout import Shape, shape_text
 from paro.optim.states import PARAM
 
 MISMATCH = "the checkpoint does not match the model"
@@ -134,17 +134,14 @@ def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> 
             raise UserError(f"{MISMATCH}: only the model has {what}")
         there = getattr(saved[name], "size", None)
         if there is None or tuple(there) != state.shape:
+            found = "no tensor" if there is None else shape_text(there)
             raise UserError(
-                f"{MISMATCH}: {name} is {_text(there)} there and {_text(state.shape)} here"
+                f"{MISMATCH}: {name} is {found} there and {shape_text(state.shape)} here"
             )
     for name in saved:
         kind, _, parameter = name.partition(".")
         if kind == PARAM and name not in states:
             raise UserError(f"{MISMATCH}: only the checkpoint has {parameter}")
-
-
-def _text(shape: Iterable[int] | None) -> str:
-    return "x".join(map(str, shape)) or "a scalar" if shape is not None else "no tensor"
 
 
 def _chunk(corner: Shape, values: Tensor) -> ChunkStorageMetadata:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -33,7 +32,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
-from paro.checkpoint.manifest import DamagedError, FileSum, Manifest, Stretch
+from paro.checkpoint.manifest import DamagedError, FileSum, Manifest, Stretch, size_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
 from paro.errors import describe
@@ -266,16 +265,9 @@ def check_files(directory: Path, places: list[Any]) -> None:
         needed[place.relative_path] = max(stop, needed.get(place.relative_path, 0))
     for name, num_bytes in needed.items():
         path = directory / name
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise DamagedError(f"{path} is missing ({describe(error)})") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedError(f"{path} is no regular file")
-        if found.st_size < num_bytes:
-            raise DamagedError(
-                f"{path} is truncated: {found.st_size} bytes of at least {num_bytes}"
-            )
+        found = size_of(path)
+        if found < num_bytes:
+            raise DamagedError(f"{path} is truncated: {found} bytes of at least {num_bytes}")
 
 
 def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
@@ -36,6 +37,7 @@ class View(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
 class Records:
     """The files that the first rank writes; one that fails is reported once, then not used.
 
@@ -43,39 +45,32 @@ class Records:
     same files.
     """
 
-    def __init__(
-        self,
-        log: Log,
-        metrics: MetricsFile | None,
-        run: RunRecord | None,
-        is_ours: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._log = log
-        self._metrics = metrics
-        self._run = run
-        self._is_ours = is_ours
+    log: Log
+    metrics: MetricsFile | None
+    run: RunRecord | None
+    is_ours: Callable[[], bool] = lambda: True
 
     def write(self, metrics: Metrics) -> None:
-        if self._metrics is None or not self._is_ours():
+        if self.metrics is None or not self.is_ours():
             return
         try:
-            self._metrics.write(metrics)
+            self.metrics.write(metrics)
         except OSError as error:  # e.g. a full disk: this must not stop the training
-            self._log.log0(f"--metrics-file is left out from here on: {error}")
-            self._metrics = None
+            self.log.log0(f"--metrics-file is left out from here on: {error}")
+            self.metrics = None
 
     def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:
-        if self._run is None or not self._is_ours():
+        if self.run is None or not self.is_ours():
             return
         try:
-            self._run.validation(iteration=iteration, data_set=data_set, lm_loss=lm_loss)
+            self.run.validation(iteration=iteration, data_set=data_set, lm_loss=lm_loss)
         except OSError as error:
-            self._log.log0(f"the record of --metrics-file is left out from here on: {error}")
-            self._run = None
+            self.log.log0(f"the record of --metrics-file is left out from here on: {error}")
+            self.run = None
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        if self.metrics is not None:
+            self.metrics.close()
 
 
 class Report:

@@ -16,6 +16,7 @@ from paro.checkpoint.convert.merge import with_adapters
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.errors import UserError, about
+from paro.layout import shape_text
 from paro.untrusted.schema import Between, Positive, conform, read_json
 
 CONFIG = "adapter_config.json"
@@ -217,7 +218,7 @@ def _check_shapes(
         rows, columns = base.tensors[weight].shape
         for name, shape in ((down_name(weight), (rank, columns)), (up_name(weight), (rows, rank))):
             if adapters[name].shape != shape:
-                there, here = ("x".join(map(str, s)) for s in (adapters[name].shape, shape))
+                there, here = map(shape_text, (adapters[name].shape, shape))
                 raise UserError(
                     f"{path}: {peft_name(name)} is {there}, and a model of --base needs {here}: "
                     "these are adapters of another model"

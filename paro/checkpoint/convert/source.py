@@ -15,7 +15,7 @@ from model.config import LlamaConfig, parameter_shapes
 from model.lora_config import LoraConfig
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
-from paro.layout import Shape
+from paro.layout import Shape, shape_text
 from paro.untrusted.schema import read_json
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
@@ -140,10 +140,8 @@ def checked_tensors(
         if name not in found:
             raise UserError(f"{where} has no {theirs}: a file is missing or damaged")
         if found[name].shape != shape:
-            raise UserError(
-                f"{where}: {theirs} is {_times(found[name].shape)}, and its configuration makes "
-                f"it {_times(shape)}"
-            )
+            there, here = map(shape_text, (found[name].shape, shape))
+            raise UserError(f"{where}: {theirs} is {there}, and its configuration makes it {here}")
         tensors[name] = found[name]
     return tensors
 
@@ -158,7 +156,3 @@ def unpadded(
         name: tensor.first_rows(vocab_size) if name in by_vocab else tensor
         for name, tensor in tensors.items()
     }
-
-
-def _times(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "a scalar"

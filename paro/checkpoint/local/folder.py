@@ -178,11 +178,8 @@ def _remove_leftovers(own: Path) -> Iterator[str]:
 
 def _is_in_memory(path: Path) -> bool:
     """Whether the folder is in a tmpfs or ramfs."""
-    best, kind = "", ""
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").split("\n"):
-        _, _, rest = line.partition(" ")
-        mount, _, tail = rest.partition(" ")
-        inside = mount == "/" or f"{path}/".startswith(f"{mount}/")
-        if mount and inside and len(mount) >= len(best):
-            best, kind = mount, tail.split(" ")[0]
-    return kind in ("tmpfs", "ramfs")
+    import psutil
+
+    mounts = [m for m in psutil.disk_partitions(all=True) if path.is_relative_to(m.mountpoint)]
+    innermost = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return innermost is not None and innermost.fstype in ("tmpfs", "ramfs")

@@ -24,7 +24,6 @@ from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.local.regions import Region
 from paro.checkpoint.pinned import pin
 from paro.errors import UserError
-from paro.layout import Shape
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import RegularFile, read_bytes
 from paro.untrusted.schema import Count, conform, parse_json
@@ -217,16 +216,12 @@ def _placed(states: Mapping[str, BoxedState]) -> tuple[list[StoredRegion], int]:
                 state=name,
                 dtype=_NAMES[state.dtype],  # type: ignore[arg-type]
                 corner=corner,
-                extent=_shape(values),
+                extent=tuple(values.shape),
                 offset=offset,
             )
             placed.append(stored)
             offset += -(-stored.num_bytes // _ALIGN) * _ALIGN
     return placed, offset
-
-
-def _shape(values: Tensor) -> Shape:
-    return tuple(values.shape)
 
 
 def _sum_line(body: bytes) -> bytes:

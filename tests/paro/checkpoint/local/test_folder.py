@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,11 +150,12 @@ def test_shares_of_the_ranks_of_a_node_are_all_files(tmp_path: Path) -> None:
     assert all("-b." in path.name for path in tmp_path.iterdir())
 
 
-def mounts(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(Path, "read_text", lambda _self, **_: text)
-
-
-@pytest.mark.parametrize(("path", "is_so"), [("/dev/shm/x", True), ("/dev/shmx", False)])
+@pytest.mark.parametrize(
+    ("path", "is_so"),
+    [("/dev/shm/x", True), ("/dev/shmx", False), ("/mnt/x", False)],
+)
 def test_memory_is_told_from_disk(monkeypatch: pytest.MonkeyPatch, path: str, is_so: bool) -> None:
-    mounts(monkeypatch, "ext4 / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\n")
+    kinds = (("/", "ext4"), ("/dev/shm", "tmpfs"), ("/mnt", "tmpfs"), ("/mnt", "xfs"))
+    mounts = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in kinds]
+    monkeypatch.setattr("psutil.disk_partitions", lambda **_: mounts)
     assert module._is_in_memory(Path(path)) == is_so
