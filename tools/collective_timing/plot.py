@@ -40,31 +40,3 @@ def _draw(panel: Any, op: str, rows: Sequence[Row]) -> None:
     panel.set(xscale="log", yscale="log")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
-
-
-def plot_gains(path: Path, title: str, curves: Sequence[Row]) -> None:
-    """Draws by what fraction HO-Ring takes less time than others, over the link speeds' ratio.
-
-    `curves` has rows of nic, other, ratio, measured and model: a panel per nic, a line per other.
-    """
-    nics = list(dict.fromkeys(row["nic"] for row in curves))
-    with drawing(path, 1, len(nics), size=(5 * len(nics), 4.5), sharey=True) as (figure, panels):
-        figure.suptitle(title, fontsize="medium")
-        for panel, nic in zip(panels[0], nics, strict=True):
-            _draw_gains(panel, nic, [row for row in curves if row["nic"] == nic])
-
-
-def _draw_gains(panel: Any, nic: str, curves: Sequence[Row]) -> None:
-    rows = sorted(curves, key=lambda row: row["ratio"])
-    for number, other in enumerate(dict.fromkeys(row["other"] for row in rows)):
-        mine = [row for row in rows if row["other"] == other]
-        ratios = [row["ratio"] for row in mine]
-        measured, model = ([100 * row[key] for row in mine] for key in ("measured", "model"))
-        color = f"C{number}"
-        panel.plot(ratios, measured, marker="o", color=color, label=f"than {other}, measured")
-        panel.plot(ratios, model, linestyle="--", color=color, label=f"than {other}, model")
-    panel.axhspan(25, 40, color="gray", alpha=0.2, label="published, than ring")
-    panel.set(title=f"NIC {nic}", xlabel="speed inside a node by speed between nodes, per rank")
-    panel.set(xscale="log", ylabel="HO-Ring takes less time, %")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize="small")
