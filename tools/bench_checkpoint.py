@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -48,7 +47,7 @@ from paro.training.saving import Saver
 from paro.training.step import train_step
 from tools.shared.command_line import Parser
 from tools.shared.meters import MemoryMeter
-from tools.shared.output import print_json
+from tools.shared.output import print_json, write_json
 
 BLOCK_BYTES = 2**20
 STATES = tuple(state.name for state in ADAMW)
@@ -230,7 +229,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="on the disk in question; is emptied")
     add("--params", type=int, default=100_000_000, help="12 bytes of state each")
@@ -254,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if world.rank == 0:
             shutil.rmtree(args.folder)
             if args.json:
-                args.json.write_text(json.dumps(figures, indent=1) + "\n")
+                write_json(args.json, figures)
             print_json(figures, indent=1)
 
 

@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -50,8 +49,9 @@ from tools.collective_timing.plot import plot
 from tools.collective_timing.race import Outcome, Race
 from tools.collective_timing.text import describe, memory_line, table, written_lines
 from tools.collective_timing.trial import Move
-from tools.shared.output import write_text
-from tools.shared.picture import check_can_draw
+from tools.shared.command_line import RankParser
+from tools.shared.output import write_json, write_text
+from tools.shared.picture import check_outputs
 
 DESCRIPTION = """\
 Times all-gather, reduce-scatter and all-reduce of the whole world by several algorithms, and checks
@@ -87,19 +87,8 @@ class Settings:
         return [Move(op=op, run=run, numel=numel, dtype=dtype) for numel in numels]
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises `UserError` instead of exiting, so that only one rank reports the error."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = RankParser(description=DESCRIPTION)
     add = parser.add_argument
     ops = ",".join(op.value for op in Op)
     names = ",".join(COLLECTIVES)
@@ -139,11 +128,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         raise UserError(f"--group-size {group_size} does not divide the {world.size} ranks")
     if args.rounds < 1:
         raise UserError(f"--rounds {args.rounds} must be at least 1")
-    for flag, path in (("--json", args.json), ("--machine-file", args.machine_file)):
-        check_can_write(flag, path)
-    if args.plot is not None:
-        check_can_write("--plot", args.plot)
-        check_can_draw(args.plot)
+    check_outputs(args, "--json", "--machine-file", pictures=["--plot"])
     backend = args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     possible = NCCL_COLLECTIVES if backend == "nccl" else COLLECTIVES
     return Settings(
@@ -185,11 +170,6 @@ def size_of(text: str) -> int:
     if size < 1:
         raise UserError(f"--sizes {text!r} is no size: write it as 4096, 64K or 1.5M")
     return size
-
-
-def check_can_write(flag: str, path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UserError(f"{flag} {path} cannot be written: it is a folder, or its folder is not")
 
 
 def known_machine(args: argparse.Namespace, world_size: int, group_size: int) -> Machine:
@@ -344,8 +324,7 @@ def write(
     of_world = [row for row in rows if row["axes"] == world]
     if settings.json is not None:
         alone = [row for row in rows if row["axes"] != world]
-        text = json.dumps({**facts, "rows": of_world, "axis_rows": alone}, indent=1)
-        write_text(settings.json, text + "\n")
+        write_json(settings.json, {**facts, "rows": of_world, "axis_rows": alone})
     if settings.machine_file is not None:
         source = f"measured by tools/bench_collectives.py: {describe(facts)}"
         machine = measured_machine(settings, outcomes, source, device)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from paro.errors import UserError
 from paro.report.log import print_line
 from tools.run_report.runs import Run, read_runs
 from tools.shared.command_line import Parser
-from tools.shared.output import write_text
+from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -115,7 +114,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=DESCRIPTION)
     add = parser.add_argument
     add("metrics", nargs="+", type=Path, help="what --metrics-file wrote; the first is compared to")
     add("--names", nargs="+", default=(), help="of the runs; default: strategies")
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "distances": [asdict(row) for row in distances],
             "losses": {run.name: losses_of(run) for run in runs},
         }
-        write_text(options.json, json.dumps(figures) + "\n")
+        write_json(options.json, figures)
     if options.plot is not None:
         draw(options.plot, runs)
 

@@ -28,7 +28,6 @@ def make_parser() -> argparse.ArgumentParser:
             "Converts a LLaMA from one format of checkpoints to another. Tensors keep their bits "
             "unless --dtype is given; a few hundred MB of them are in memory at a time."
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--from", required=True, choices=SOURCES, dest="source_format", help="what it is")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from tools.planning.pictures import draw_timeline
 from tools.profiles.device import DeviceProfile, device_profile, is_of_device
 from tools.profiles.device_report import device_figures, device_text, draw_streams
 from tools.shared.command_line import Parser, status_of
-from tools.shared.output import write_text
+from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -187,12 +186,7 @@ def figures(profile: Profile) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="draw_profile.py",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="draw_profile.py", description=DESCRIPTION)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a file per rank")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the steps; .svg, .pdf")
     parser.add_argument("--title", help="of the picture")
@@ -223,7 +217,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json is not None:
         ranks = [*map(figures, on_cpu), *map(device_figures, on_gpu)]
         content = {"device": "cuda" if on_gpu else "cpu", "ranks": ranks}
-        write_text(args.json, json.dumps(content, indent=1) + "\n")
+        write_json(args.json, content)
     if args.plot is not None:
         if on_gpu:
             draw_streams(args.plot, on_gpu, title)

@@ -44,16 +44,11 @@ limits, and runs scripts in them under torchrun, with gloo. Needs Linux, root an
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="emulated_cluster.py",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="emulated_cluster.py", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(command: str, summary: str, details: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(command, help=summary, description=details, allow_abbrev=False)
+        added = commands.add_parser(command, help=summary, description=details)
         added.add_argument(
             "--name", default="default", help="of the cluster, where there are several"
         )

@@ -70,7 +70,6 @@ def make_parser() -> argparse.ArgumentParser:
             "every time, so that --split of the training cuts off a representative rest."
         ),
         epilog="next: tools/train_tokenizer.py and tools/preprocess_data.py on the same file",
-        allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
     parser.add_argument(

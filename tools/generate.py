@@ -197,7 +197,6 @@ def make_parser() -> argparse.ArgumentParser:
             "Continues prompts with the latest checkpoint of a training, a converted model or a "
             "Hugging Face folder, in fp32 unless --bf16 or --fp16 is given."
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="the model")

@@ -132,7 +132,7 @@ def verify(kind: str, directory: Path, iteration: int | None) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="a checkpoint of any format")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")

@@ -56,7 +56,6 @@ def make_parser() -> argparse.ArgumentParser:
             "--dump-samples samples.jsonl --seq-length 2048 --train-samples 1000 --split 95,5,0 "
             "added, the first 1000 samples of training"
         ),
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

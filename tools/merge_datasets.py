@@ -77,7 +77,6 @@ def make_parser() -> argparse.ArgumentParser:
             "Joins all data sets (.bin and .idx) of a folder, sorted by name, into "
             "PREFIX.bin and PREFIX.idx. They have to be of one tokenizer."
         ),
-        allow_abbrev=False,
     )
     parser.add_argument("--input", type=Path, required=True, metavar="DIR")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")

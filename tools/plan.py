@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -44,8 +43,8 @@ from tools.planning.tables import (
 )
 from tools.planning.workload import case_of, make_parser
 from tools.shared.command_line import status_of
-from tools.shared.output import write_text
-from tools.shared.picture import check_can_draw
+from tools.shared.output import write_json, write_text
+from tools.shared.picture import check_outputs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,21 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: Namespace) -> None:
-    check_files(args)
+    check_outputs(args, "--json", "--trace", pictures=["--plot", "--timeline", "--scaling"])
     workload = case_of(args)
     if args.mtbf_hours is not None:
         failures_of(args, workload)  # its mistakes, before the plan takes time
     report(args, workload)
-
-
-def check_files(args: Namespace) -> None:
-    """Raises `UserError` if an output file could not be written at the end."""
-    for flag in ("json", "plot", "trace", "timeline", "scaling"):
-        path: Path | None = getattr(args, flag)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UserError(f"--{flag} {path} cannot be written: there is no such folder")
-        if path is not None and flag in ("plot", "timeline", "scaling"):
-            check_can_draw(path, f"--{flag}")
 
 
 def report(args: Namespace, workload: Workload) -> None:
@@ -98,8 +87,7 @@ def report(args: Namespace, workload: Workload) -> None:
         curves = scaling(workload, find_machine(args.paro_machine), args.paro_group_size)
     if args.json is not None:
         fields = fields_of(workload, rows, found, bought, curves) | {"failures": failing}
-        text = json.dumps(fields, indent=1)
-        write_text(args.json, text + "\n")
+        write_json(args.json, fields)
     if args.plot is not None:
         draw_front(args.plot, workload, rows, found)
     if args.scaling is not None:

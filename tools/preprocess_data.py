@@ -303,7 +303,6 @@ def make_parser() -> argparse.ArgumentParser:
             "example: python tools/preprocess_data.py --input books.jsonl --output-prefix books "
             "--append-eod --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model"
         ),
-        allow_abbrev=False,
     )
     add_input_args(parser)
     group = parser.add_argument_group("output data")

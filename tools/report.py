@@ -28,7 +28,7 @@ communication, configuration and environment. The page needs no network and no o
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=DESCRIPTION)
     parser.add_argument(
         "metrics", nargs="+", type=Path, help="the files of --metrics-file; reads FILE.run.json too"
     )

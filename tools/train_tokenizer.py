@@ -119,7 +119,6 @@ def make_parser() -> argparse.ArgumentParser:
             "next: tools/preprocess_data.py --tokenizer-type SentencePieceTokenizer "
             "--tokenizer-model PREFIX.model"
         ),
-        allow_abbrev=False,
     )
     add_source_args(parser.add_argument_group("input data"))
     parser.add_argument(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -40,8 +39,8 @@ from data.indexed_dataset import (
 )
 from data.loader import MicroBatches
 from paro.errors import UserError
-from tools.shared.command_line import status_of
-from tools.shared.output import write_text
+from tools.shared.command_line import Parser, status_of
+from tools.shared.output import write_json
 
 VOCAB_SIZE = 60_000
 DOCUMENT_TOKENS = 1000  # on average
@@ -175,12 +174,11 @@ def run(options: argparse.Namespace) -> None:
     opening = measure_opening(options.folder / "corpus", options.rounds)
     print(f"opened in {1e3 * opening['seconds']:.1f} ms: {opening['documents']:,} documents")
     if options.json is not None:
-        found = {"reading": rows, "opening": opening}
-        write_text(options.json, json.dumps(found, indent=1) + "\n")
+        write_json(options.json, {"reading": rows, "opening": opening})
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
     add("--gigabytes", type=float, default=2.0, help="of the corpus; default 2")

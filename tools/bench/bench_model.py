@@ -24,7 +24,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -46,7 +45,8 @@ from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, 
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
 from tools.shared.command_line import Parser, status_of
 from tools.shared.device import device_of
-from tools.shared.output import write_text
+from tools.shared.output import write_json
+from tools.shared.picture import check_outputs
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
@@ -190,8 +190,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
         raise UserError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
+    check_outputs(args, "--json")
     torch.set_num_threads(args.threads)
     task = task_of(args)
     batch_size, seq_length = task.batch.tokens_BS.shape
@@ -206,7 +205,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     def write(result: Result) -> None:
         if args.json is not None:
             rows = [row for row, _ in report(task, result, peak_flops)]
-            write_text(args.json, json.dumps({**shape, "rows": rows}, indent=1) + "\n")
+            write_json(args.json, {**shape, "rows": rows})
 
     if args.own_process:
         result = race_in_own_processes(

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -33,7 +32,7 @@ from paro.report.log import print_line
 from tools import preprocess_data
 from tools.preprocessing.encode import EncodingPlan, tokenizer_of
 from tools.shared.command_line import Parser, status_of
-from tools.shared.output import write_text
+from tools.shared.output import write_json
 
 SCRIPT = Path(preprocess_data.__file__)
 
@@ -144,7 +143,6 @@ def make_parser() -> argparse.ArgumentParser:
             "but --output-prefix are understood."
         ),
         usage="%(prog)s [--rounds N] [--json FILE] [flag of preprocess_data.py ...]",
-        allow_abbrev=False,
     )
     parser.add_argument("--rounds", type=int, default=3, help="pairs to time (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
@@ -167,7 +165,7 @@ def run(own: argparse.Namespace, words: Sequence[str]) -> None:
     if own.json is not None:
         figures = {"bytes": job.num_bytes, "workers": args.workers, "ratio": ratio, "rounds": rows}
         figures["cpu_ratio"] = cpu_ratio
-        write_text(own.json, json.dumps(figures, indent=1))
+        write_json(own.json, figures)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -24,7 +22,6 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from rich.console import Console
 
-from data.atomic_file import replacing
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -41,6 +38,8 @@ from paro.report.report import Records, Report
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.loop import Loop
 from paro.training.placement import placement_lines, predict_memory, predicted_bytes
+from tools.shared.command_line import Parser
+from tools.shared.output import write_json
 
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "
@@ -163,7 +162,7 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="pairs of steps; default 20")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(argv)
@@ -179,9 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"spent in the report: {100 * cost.part_in_report:.2f}%"
         )
     if options.json is not None:
-        with replacing(options.json) as temporary:
-            rows = [asdict(cost) | {"part": cost.part} for cost in found]
-            temporary.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, [asdict(cost) | {"part": cost.part} for cost in found])
 
 
 if __name__ == "__main__":

@@ -74,11 +74,7 @@ class Found:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(description=DESCRIPTION)
     add = parser.add_argument
     titles = "; ".join(f"{letter}: {title}" for letter, (title, _) in PARTS.items())
     add("--parts", metavar="LETTERS", help=f"default: all that the machine allows. {titles}")

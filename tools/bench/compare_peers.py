@@ -20,17 +20,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.atomic_file import replacing
 from model.config import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
@@ -53,7 +51,9 @@ from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import check_name, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
-from tools.shared.picture import check_can_draw
+from tools.shared.command_line import RankParser
+from tools.shared.output import write_json
+from tools.shared.picture import check_outputs
 
 CONTENDERS = (
     "ddp,zero-redundancy,fsdp2,fsdp2-ahead,fsdp2-hybrid,deepspeed-1,deepspeed-2,deepspeed-3,"
@@ -64,21 +64,8 @@ VOCAB_SIZE = 4096
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that only one rank reports the error."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    description, _, epilog = (__doc__ or "").partition("\n\n")
-    parser = _Parser(
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = RankParser(description=__doc__)
     _add_run_args(parser)
     _add_task_args(parser)
     return parser
@@ -215,16 +202,6 @@ def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
     )
 
 
-def check_files(args: argparse.Namespace) -> None:
-    """Raises `UserError` for output files that could not be written at the end."""
-    for flag in ("json", "plot"):
-        path: Path | None = getattr(args, flag)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"--{flag} {path}: there is no folder {path.absolute().parent}")
-    if args.plot is not None:
-        check_can_draw(args.plot)
-
-
 def race(args: argparse.Namespace, task: Task, plan: Comparison, world: World) -> Rounds:
     """Runs all turns of all rounds; every rank returns the same figures."""
     rounds: Rounds = {name: [] for name in plan.names}
@@ -274,8 +251,7 @@ def report(
             "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
             "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
         }
-        with replacing(args.json) as temporary:
-            temporary.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, figures)
     if args.plot is not None:
         plot(args.plot, title, summaries, rounds)
 
@@ -285,7 +261,7 @@ def main() -> None:
     world = read_world()
     task = task_of(args, world)
     plan = plan_of(args, task, world)
-    check_files(args)
+    check_outputs(args, "--json", pictures=["--plot"])
     if world.rank == 0:
         for name, reason in plan.left_out.items():
             print(f"without {name}: {reason}", flush=True)

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -23,10 +22,11 @@ from typing import Any
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.atomic_file import replacing
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.strategy import legal_letters
+from tools.shared.command_line import Parser
+from tools.shared.output import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 FIELDS = (
@@ -155,7 +155,7 @@ def differences(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path, help="the record: written, or read and compared with")
     parser.add_argument("--only", default="", metavar="TEXT", help="runs with TEXT in their names")
@@ -163,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.what == "record":
         runs = train_all(args.only)
         record = {"machine": machine(), "runs": runs}
-        with replacing(args.file) as path:
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_json(args.file, record)
         print(f"{args.file}: {len(runs)} runs")
         return
     record = json.loads(args.file.read_text(encoding="utf-8"))

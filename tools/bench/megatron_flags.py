@@ -25,7 +25,6 @@ import yaml
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.atomic_file import replacing
 from paro.arguments.megatron import refused
 from paro.arguments.parser import build_parser, parse_args, parse_known
 from paro.arguments.words import by_flag
@@ -33,6 +32,8 @@ from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
 from paro.training.dry_run import run_dry
 from tools.bench.megatron.page import Count, page
+from tools.shared.command_line import Parser, status_of
+from tools.shared.output import write_text
 
 CONFIGURATIONS = "tests/functional_tests/test_cases/gpt/gpt3*/model_config.yaml"
 RANKS = 8  # of a functional test, which runs on one node
@@ -170,25 +171,22 @@ def count_of(trials: Sequence[Trial], commit: str, date: str) -> Count:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkout", type=Path, metavar="MEGATRON_CHECKOUT")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the page there")
-    options = parser.parse_args(argv)
-    try:
-        configurations = read_configurations(options.checkout)
-        commit, date = commit_of(options.checkout)
-    except UserError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+def run(options: argparse.Namespace) -> None:
+    configurations = read_configurations(options.checkout)
+    commit, date = commit_of(options.checkout)
     trials = [try_configuration(name, words) for name, words in configurations.items()]
     count = count_of(trials, commit, date)
     if options.output is not None:
-        with replacing(options.output) as temporary:
-            temporary.write_text(page(count), encoding="utf-8")
+        write_text(options.output, page(count))
     print("\n".join(count.lines()))
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("checkout", type=Path, metavar="MEGATRON_CHECKOUT")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the page there")
+    options = parser.parse_args(argv)
+    return status_of("megatron_flags.py", lambda: run(options))
 
 
 if __name__ == "__main__":

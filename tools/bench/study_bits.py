@@ -21,9 +21,9 @@ from statistics import mean
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.atomic_file import replacing
 from paro.errors import UserError
 from tools.shared.command_line import Parser, status_of
+from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -225,8 +225,7 @@ def execute(args: argparse.Namespace) -> int:
     for job in JOBS:
         if key_of(job) not in found and time.monotonic() < deadline:
             found[key_of(job)] = train(job, args.data.resolve(), args.folder)
-            with replacing(args.json) as temporary:
-                temporary.write_text(json.dumps(found) + "\n")
+            write_json(args.json, found)
             print(f"{key_of(job)}: {last(found[key_of(job)]):.4f}", flush=True)
     print(table(found))
     if args.plot is not None:
@@ -235,12 +234,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="study_bits.py",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="study_bits.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
     add("--folder", type=Path, required=True, metavar="DIR", help="of a training; is emptied")

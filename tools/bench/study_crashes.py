@@ -29,6 +29,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
+from tools.shared.command_line import Parser
+from tools.shared.output import print_json, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVE_INTERVAL = 3
@@ -346,7 +348,7 @@ def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="folder of the trainings; is emptied")
     add("--kills", type=int, default=30, help="how many, half of them with --async-save")
@@ -367,8 +369,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     study = make_study(args)
     figures = describe(study, args)
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in figures.items() if name != "each"}, indent=1))
+        write_json(args.json, figures)
+    print_json({name: value for name, value in figures.items() if name != "each"}, indent=1)
     if study.complaints:
         raise SystemExit(1)
 

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.atomic_file import replacing
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
@@ -37,6 +36,7 @@ from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.device import training_config
 from tools.shared.command_line import Parser, status_of
+from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -307,8 +307,7 @@ def report(args: argparse.Namespace) -> None:
     chapters = chapters_of(args.folder)
     names = {row["shape"] for row in rows_of(args.folder)}
     shapes = {name: flags for name, flags in (SHAPES | PARTIAL).items() if name in names}
-    with replacing(page_file) as temporary:
-        temporary.write_text(page(args.folder, chapters, shapes), encoding="utf-8")
+    write_text(page_file, page(args.folder, chapters, shapes))
     draw(picture, chapters)
     print(f"wrote {page_file} and {picture}")
 
@@ -320,14 +319,9 @@ def _run(made: Cluster, argv: Sequence[str]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="study_plan.py",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="study_plan.py", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    measuring = commands.add_parser("measure", help="measure what is missing", allow_abbrev=False)
+    measuring = commands.add_parser("measure", help="measure what is missing")
     add = measuring.add_argument
     add("--folder", type=Path, required=True, metavar="DIR", help="of rows and machine files")
     add("--minutes", type=float, default=60.0, help="begin nothing after so many; default 60")
@@ -348,7 +342,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     names = ",".join(part.name for part in parts())
     add("--parts", help=f"some of {names}; default all")
-    reporting = commands.add_parser("report", help="write the page", allow_abbrev=False)
+    reporting = commands.add_parser("report", help="write the page")
     reporting.add_argument("--folder", type=Path, required=True, metavar="DIR")
     return parser
 

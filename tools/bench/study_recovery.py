@@ -230,12 +230,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="study_recovery.py",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="study_recovery.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
     add("--folder", type=Path, required=True, metavar="DIR", help="of the trainings; is emptied")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from argparse import Namespace
 from dataclasses import replace
@@ -36,12 +35,7 @@ takes on a machine, the best setting of all, and what more memory or bandwidth w
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="plan.py",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="plan.py", description=DESCRIPTION)
     add = parser.add_argument_group("the run, as in pretrain_llama.py").add_argument
     add("--world-size", type=int, metavar="RANKS", help="default: the machine's")
     add("--paro-machine", required=True, metavar="NAME", help="a shipped machine, or a file")

@@ -31,9 +31,15 @@ _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # bytes, of Linux
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, with the name of the program."""
+    """Reports a mistake in one line, with the name of the program; takes whole flags only.
+
+    A description of several lines is shown as it is.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        if "\n" in (kwargs.get("description") or ""):
+            kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, **kwargs)
         self.register("type", Path, _as_path)
 
@@ -56,6 +62,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         program = self.prog.split()[0]  # without the subcommand, where there is one
         self.exit(2, f"{program}: error: {one_line(message)}\n")
+
+
+class RankParser(Parser):
+    """Raises `UserError` for a mistake, so that only one of several ranks reports it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
 def _as_path(text: str) -> Path:

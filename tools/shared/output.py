@@ -27,6 +27,10 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
 def print_json(value: Any, *, indent: int | None = None) -> None:
     """Prints a value as JSON, of any length; a terminal acts upon no character of it."""
     print_line(json.dumps(value, indent=indent).replace("\x7f", r"\u007f"), whole=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ def check_can_draw(path: Path, flag: str = "--plot") -> None:
         raise UserError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(f"{flag} needs matplotlib: pip install -r requirements.txt")
+
+
+def check_outputs(args: Namespace, *flags: str, pictures: Sequence[str] = ()) -> None:
+    """Raises `UserError` early for files of these flags that could not be written at the end."""
+    for flag in (*flags, *pictures):
+        path: Path | None = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UserError(f"{flag} {path} cannot be written: is its folder there?")
+        if path is not None and flag in pictures:
+            check_can_draw(path, flag)
 
 
 @contextmanager

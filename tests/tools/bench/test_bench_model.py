@@ -216,7 +216,7 @@ def test_a_ratio_is_the_median_of_neighbours_in_time() -> None:
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--clip-grad", "-1"], "--clip-grad -1.0 is not a norm; 0 turns clipping off"),
         (["--clip-grad", "nan"], "--clip-grad nan is not a norm"),
-        (["--json", "nowhere/figures.json"], "--json nowhere/figures.json: there is no folder"),
+        (["--json", "nowhere/figures.json"], "--json nowhere/figures.json cannot be written"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

@@ -11,7 +11,7 @@ import pytest
 from paro.distributed.world import World
 from paro.errors import UserError
 from tests.helpers.scripts import run_script
-from tools.bench.compare_peers import check_files, make_parser, plan_of, task_of
+from tools.bench.compare_peers import main, make_parser, plan_of, task_of
 from tools.bench.peers import registry
 from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
 
@@ -174,13 +174,18 @@ def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--json nowhere/a.json", "--json nowhere/a.json: there is no folder .*nowhere"),
+        ("--json nowhere/a.json", "--json nowhere/a.json cannot be written"),
         ("--plot peers.txt", "--plot peers.txt: the name must end in .png, .svg, .pdf"),
     ],
 )
-def test_a_file_that_could_not_be_written_is_refused_at_the_start(flags: str, told: str) -> None:
+@pytest.mark.usefixtures("launched")
+def test_a_file_that_could_not_be_written_is_refused_at_the_start(
+    flags: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["compare_peers.py", *flags.split()])
+    monkeypatch.setattr("tools.bench.compare_peers.read_world", lambda: WORLD)
     with pytest.raises(UserError, match=told):
-        check_files(make_parser().parse_args(flags.split()))
+        main()
 
 
 @pytest.mark.usefixtures("launched")

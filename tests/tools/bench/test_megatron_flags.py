@@ -121,9 +121,7 @@ def test_a_folder_that_is_no_checkout_is_one_line(
     if has_configurations:
         (tmp_path / "tests").symlink_to(checkout / "tests")
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(SystemExit) as end:
-        main([str(tmp_path), "--output", str(tmp_path / "page.md")])
-    assert end.value.code == 2
+    assert main([str(tmp_path), "--output", str(tmp_path / "page.md")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert ("is no checkout of git's" if has_configurations else "give a checkout") in line
     assert not (tmp_path / "page.md").exists()

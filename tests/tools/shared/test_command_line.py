@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from paro.errors import RunError, UserError
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser, RankParser, status_of
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +27,22 @@ def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         parser.parse_args(["measure", "--\x1b[2J"])
     assert "\\x1b[2J" in capsys.readouterr().err
+
+
+def test_flags_are_whole_and_a_description_keeps_its_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = Parser(prog="tool.py", description="What it does.\n\n  tool.py   --rounds 3")
+    parser.add_argument("--rounds", type=int)
+    assert "\n  tool.py   --rounds 3\n" in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--round", "3"])
+    assert "--round" in capsys.readouterr().err
+
+
+def test_a_rank_raises_a_mistake() -> None:
+    with pytest.raises(UserError, match="--round"):
+        RankParser().parse_args(["--round", "3"])
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 from paro.errors import UserError
 from paro.untrusted.schema import Figure, read_json
-from tools.shared.output import write_text
+from tools.shared.output import write_json, write_text
 
 RESULTS = "results.json"
 PAGE = "README.md"
@@ -43,7 +42,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) -> None:
     ordered = {letter: results[letter] for letter in sorted(results)}
-    write_text(folder / RESULTS, json.dumps(ordered, indent=1) + "\n")
+    write_json(folder / RESULTS, ordered)
     write_text(folder / PAGE, page(ordered, rehearsal=rehearsal))
 
 

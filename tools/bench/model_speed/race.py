@@ -19,6 +19,7 @@ import torch
 from paro.report.log import print_line
 from paro.report.memory import peak_memory_bytes
 from tools.bench.model_speed.contenders import CONTENDERS, Step, Task
+from tools.bench.peers.figures import order_of_round
 
 ROUND = "round "  # what the line of a round begins with
 _SCRIPT = Path(__file__).resolve().parents[1] / "bench_model.py"
@@ -72,7 +73,7 @@ def race(
 
     for index in range(rounds):
         go()
-        for name in _rotated(names, index):
+        for name in order_of_round(names, index):
             seconds[name].append(turn(contenders[name]))
         last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
         print_line(f"{ROUND}{index + 1:3d}, seconds: {last}")
@@ -83,11 +84,6 @@ def race(
         first_losses=first_losses,
         peak_bytes=alone,
     )
-
-
-def _rotated(names: Sequence[str], index: int) -> tuple[str, ...]:
-    start = index % len(names)
-    return (*names[start:], *names[:start])
 
 
 class _OwnProcess:
@@ -171,7 +167,7 @@ def race_in_own_processes(
         try:
             for group in groups:
                 for index in range(rounds):
-                    for name in _rotated(group, index):
+                    for name in order_of_round(group, index):
                         if name not in started:
                             started[name] = _OwnProcess(name, argv, Path(folder), most_seconds)
                         started[name].run_round()

@@ -41,6 +41,7 @@ from tools.bench.peers.own import parse_setting
 from tools.bench.peers.turn import in_own_process, process_group, rehearse
 from tools.bench.planning.shared_groups import SharedGroups
 from tools.collective_timing.device import same_batches
+from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 
 # Steps of a turn, (untimed, timed). In the untimed steps malloc and caches still hold another
@@ -212,7 +213,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = RankParser(description=__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="a JSON line is added per row")
     add("--label", type=json.loads, default={}, metavar="JSON", help="fields of every row")

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from data.atomic_file import replacing
 from tools.bench.recovery.cases import CASES, Case
+from tools.shared.output import write_json
 from tools.shared.picture import drawing
 
 
@@ -50,8 +50,7 @@ class Study:
             "steady": self.steady,
             "failures": [asdict(failure) for failure in self.failures],
         }
-        with replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(self._path, content)
 
     def of(self, case: Case, kind: str | None = None) -> list[Failure]:
         failures = [failure for failure in self.failures if failure.case == case.name]
