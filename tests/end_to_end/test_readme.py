@@ -1,4 +1,4 @@
-"""README and docs/ match the code: commands, flags, tables, links and the list of files."""
+"""The pages match the code: commands, flags, tables, links and the files that they name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ from tests.helpers.ranks import ROOT
 # Every page by its path, the README first.
 PAGES = {
     path: path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
 }
 README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
@@ -149,9 +153,10 @@ def test_the_readme_is_short() -> None:
     assert not [line for line in wide if "](" not in line]
 
 
-def test_every_page_is_in_the_readmes_table() -> None:
+def test_the_readme_links_every_page() -> None:
     for page in PAGES:
-        assert page.name == "README.md" or f"](docs/{page.name})" in README, page
+        place = page.relative_to(ROOT)
+        assert page.name == "README.md" or f"]({place})" in README, page
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -160,6 +165,17 @@ def test_every_file_that_is_named_exists() -> None:
     assert len(named) > 5
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def test_the_path_through_the_engine_is_short() -> None:
+    text = PAGES[ROOT / "CONTRIBUTING.md"]
+    table = re.search(
+        r"^## A path through the engine\n\nAbout ([\d,]+) lines.*?(?=^## )", text, re.M | re.S
+    )
+    assert table is not None
+    files = re.findall(r"^\| `([\w/.]+)` \|", table[0], re.M)
+    found = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    assert found == pytest.approx(int(table[1].replace(",", "")), rel=0.15)
 
 
 # Tables

@@ -1,4 +1,4 @@
-"""Every command printed in README and docs/ is run as printed, here or by a command of CI.
+"""Every command that the pages print is run as printed, here or by a command of CI.
 
 The commands of a section run in one shell, in a scratch copy of the repository, with small
 stand-ins for the reader's files. A command that is in none of the lists below fails a test.
@@ -19,6 +19,7 @@ import pytest
 from pyarrow import parquet
 
 from data.tokenizer_json import write_tokenizer_json
+from tests.end_to_end.test_readme import TEXT
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.test_generate import SIZES, save_untrained
@@ -42,16 +43,26 @@ LONG = (
     "An adapter on your own text",
 )
 # Commands of other sections, by what runs them.
-BY_CI = ("make test",)
+BY_CI = (
+    "make test",
+    "make setup",
+    "make lint",
+    ".venv/bin/python -m pytest -n 2 tests/paro/optim",
+)
 BY_VERIFY = (
     "make quickstart",
     "make check",
 )
 
-# The first needs a checkout of another project, and tests/tools/bench tests its code; the second
-# repeats all tests; the others need GPUs, and tests/tools/bench/test_check_gpu.py rehearses them.
+# The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
+# stand-in here: tests/tools has tests of all three. `make coverage` repeats all tests; the others
+# need GPUs, and tests/tools/bench/test_check_gpu.py rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
+    "python tools/bench/fixed_runs.py record before.json",
+    "python tools/bench/fixed_runs.py compare before.json",
+    "torchrun --standalone --nproc-per-node 4 tools/bench_collectives.py --group-size 2 \\\n"
+    "    --algorithms native,ho-ring --sizes 64K,1M",
     "make coverage",
     "make gpu",
     "make gpu PARTS=a,e",
@@ -118,10 +129,6 @@ def commands(text: str) -> list[Command]:
     ]
 
 
-TEXT = "\n".join(
-    path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-)
 COMMANDS = commands(TEXT)
 
 
