@@ -1,17 +1,14 @@
-"""LLaMA sizes, published presets, and their parameter and FLOP counts."""
+"""LLaMA sizes, and those of published models as presets."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from model.lora_config import LoraConfig, down_name, up_name
+from model.lora_config import LoraConfig
 from paro.errors import UserError
 
-Shape = tuple[int, ...]
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 Fp8Format = Literal["e4m3", "hybrid"]
@@ -151,25 +148,6 @@ class LlamaConfig:
 LOSS_CHUNK_TOKENS = 1024
 
 
-# A part of a unit can be computed slice by slice. Its weights are cut along these dims, which cuts
-# attention by heads (query heads together with the key and value heads they use), the feed-forward
-# by columns, and the vocabulary by rows. Each slice gives a partial result; it reads norms whole.
-ATTENTION_CUTS = {"wq": 0, "wk": 0, "wv": 0, "wo": 1}
-QKV_BIAS_CUTS = {"bq": 0, "bk": 0, "bv": 0}
-MLP_CUTS = {"w_gate": 0, "w_up": 0, "w_down": 1}
-VOCABULARY_CUTS = {"weight": 0}
-
-
-def attention_cuts(config: LlamaConfig) -> dict[str, int]:
-    """The cut dim of every attention weight of a block, including biases."""
-    return ATTENTION_CUTS | (QKV_BIAS_CUTS if config.add_qkv_bias else {})
-
-
-def attention_norms(config: LlamaConfig) -> tuple[str, ...]:
-    """Names of the norm parameters that a block's attention reads."""
-    return ("attention_norm", *(("q_norm", "k_norm") if config.qk_layernorm else ()))
-
-
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> LlamaConfig:
     """Without groups of queries, and with heads as wide as fit, unless `more` says otherwise."""
     by_heads = {"num_query_groups": heads, "kv_channels": hidden // heads}
@@ -250,113 +228,3 @@ def preset_name(text: str) -> str:
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
-
-
-def unit_shapes(config: LlamaConfig) -> dict[str, dict[str, Shape]]:
-    """The shapes of every unit's parameters by their names in the unit, in model order."""
-    hidden, ffn, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
-    query = config.num_attention_heads * config.kv_channels
-    key = config.num_query_groups * config.kv_channels
-    block: dict[str, Shape] = {
-        "attention_norm": (hidden,),
-        "wq": (query, hidden),
-        "wk": (key, hidden),
-        "wv": (key, hidden),
-        "wo": (hidden, query),
-    }
-    if config.add_qkv_bias:
-        block |= {"bq": (query,), "bk": (key,), "bv": (key,)}
-    if config.qk_layernorm:
-        block |= {"q_norm": (config.kv_channels,), "k_norm": (config.kv_channels,)}
-    block |= {
-        "mlp_norm": (hidden,),
-        "w_gate": (ffn, hidden),
-        "w_up": (ffn, hidden),
-        "w_down": (hidden, ffn),
-    }
-    if config.lora is not None:
-        block |= config.lora.shapes(block)
-    head: dict[str, Shape] = {"norm": (hidden,)}
-    if not config.tie_embeddings_and_output_weights:
-        head["weight"] = (vocab, hidden)
-    blocks = {f"blocks.{layer}": block for layer in range(config.num_layers)}
-    return {"embedding": {"weight": (vocab, hidden)}, **blocks, "head": head}
-
-
-def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
-    """Every parameter's shape by its name in the model, in model order."""
-    return {
-        f"{unit}.{name}": shape
-        for unit, shapes in unit_shapes(config).items()
-        for name, shape in shapes.items()
-    }
-
-
-def num_parameters(config: LlamaConfig) -> int:
-    """The number of parameters; a tied weight counts once."""
-    return sum(map(math.prod, parameter_shapes(config).values()))
-
-
-def flops_per_token(
-    config: LlamaConfig, seq_length: int, trained: Collection[str] | None = None, *, causal: bool
-) -> float:
-    """FLOPs of forward and backward for one token: matmuls only, a multiply-add counts as two.
-
-    Forward: 2 per weight of every linear layer and of the output layer, plus attention's two
-    matmuls over all `seq_length` positions (half of them if `causal`). Backward is twice the
-    forward if all trains; if only the parameters `trained` by name do, it is what they need: the
-    gradients of their values, and those of inputs down to the first of them (attention's matmuls as
-    a whole, as kernels compute them). The embedding lookup,
-    norms, rotary embedding and recomputation do not count. PaLM (appendix B) counts attention in
-    full, Megatron-LM halves it.
-    """
-    shapes = unit_shapes(config)
-    if trained is None:
-        trained = parameter_shapes(config)
-    width = config.num_attention_heads * config.kv_channels
-    core = 2 * width * (seq_length / 2 if causal else seq_length)
-    forward, backward = 0.0, 0.0
-    reached = "embedding.weight" in trained  # whether anything up to here trains
-    for layer in range(config.num_layers):
-        unit = f"blocks.{layer}"
-        own = {name for name in shapes[unit] if f"{unit}.{name}" in trained}
-        block_forward, block_backward = _block_products(shapes[unit], own, core, reached=reached)
-        forward, backward = forward + block_forward, backward + block_backward
-        reached = reached or bool(own)
-    logits = config.vocab_size * config.hidden_size
-    tied = config.tie_embeddings_and_output_weights
-    weight_trains = ("embedding.weight" if tied else "head.weight") in trained
-    reached = reached or "head.norm" in trained
-    return 2.0 * (forward + backward + logits * (1 + reached + weight_trains))
-
-
-def _block_products(
-    shapes: Mapping[str, Shape], trained: Collection[str], core: float, *, reached: bool
-) -> tuple[float, float]:
-    """Multiply-adds of a block's forward and backward; `core` are those of attention's matmuls.
-
-    `reached`: whether the block's input needs a gradient.
-    """
-
-    def products(*names: str) -> int:
-        return sum(math.prod(shapes[name]) for name in names)
-
-    def trains(*names: str) -> bool:
-        return any(name in trained or up_name(name) in trained for name in names)
-
-    def input_of(*names: str) -> int:
-        """The products that the gradient of the input of these weights and adapters takes."""
-        return products(*names, *(down_name(name) for name in names if down_name(name) in shapes))
-
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
-    backward: float = products(*(name for name in matrices if name in trained))
-    # The gradient of what an adapter's first matrix makes.
-    backward += products(*(up_name(name) for name in shapes if down_name(name) in trained))
-    through_norm = reached or "attention_norm" in trained
-    through_core = through_norm or trains("wq", "wk", "wv", "bq", "bk", "bv", "q_norm", "k_norm")
-    backward += through_norm * input_of("wq", "wk", "wv")
-    backward += through_core * (2 * core + input_of("wo"))
-    through_norm = through_core or trains("wo", "mlp_norm")
-    backward += through_norm * input_of("w_gate", "w_up")
-    backward += (through_norm or trains("w_gate", "w_up")) * input_of("w_down")
-    return products(*matrices) + core, backward

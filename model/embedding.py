@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from model.config import LlamaConfig
 from model.matmul import GradSink, sink_of, store_weight_grad
+from model.slices import Slices, add_slices
 
 
 class Embedding(nn.Module):
     """The token embedding."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    weight: nn.Parameter
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.first_row = 0  # if `weight` is a slice: the token id of its first row
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -32,6 +33,9 @@ class Embedding(nn.Module):
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
         x_BSD = _rows(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
         return x_BSD.masked_fill(elsewhere_BS[..., None], 0.0)
+
+    def join_look_up(self, slices: Slices, tokens_BS: Tensor) -> Tensor:
+        return add_slices(slices, tokens_BS)
 
 
 def _rows(row_BS: Tensor, weight_VD: Tensor) -> Tensor:

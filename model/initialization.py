@@ -11,8 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from model.config import QKV_BIAS_CUTS, LlamaConfig, unit_shapes
+from model.config import LlamaConfig
 from model.lora_config import down_name, is_adapter
+from model.units import parameter_shapes
 
 BLOCK = 2**16  # elements of a flattened parameter per seed
 
@@ -39,19 +40,16 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
     """
     narrow = config.init_method_std / math.sqrt(2.0 * config.num_layers)
     specs = {}
-    for unit, shapes in unit_shapes(config).items():
-        for part, shape in shapes.items():
-            name, numel = f"{unit}.{part}", math.prod(shape)
-            std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
-            if len(shape) == 1:
-                std = None
-            constant = 0.0 if part in QKV_BIAS_CUTS or is_adapter(part) else 1.0
-            bound: float | None = None
-            if is_adapter(part):
-                std, bound = None, shape[1] ** -0.5 if part.endswith(down_name("")) else None
-            specs[name] = ParameterInit(
-                name=name, numel=numel, std=std, bound=bound, constant=constant
-            )
+    for name, shape in parameter_shapes(config).items():
+        part, numel = name.rpartition(".")[2], math.prod(shape)
+        std: float | None = narrow if part in ("wo", "w_down") else config.init_method_std
+        if len(shape) == 1:
+            std = None
+        constant = 0.0 if part in ("bq", "bk", "bv") or is_adapter(part) else 1.0
+        bound: float | None = None
+        if is_adapter(part):
+            std, bound = None, shape[1] ** -0.5 if part.endswith(down_name("")) else None
+        specs[name] = ParameterInit(name=name, numel=numel, std=std, bound=bound, constant=constant)
     return specs
 
 

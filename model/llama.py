@@ -10,14 +10,13 @@
 # heads and the MLP by columns, and since checkpoints name each projection.
 #
 # Each part of a unit that uses weight matrices is a method that takes its sizes from the weights:
-# given a slice of each weight it computes a partial result, and `SlicedPart` defines how to combine
-# the partial results of all slices.
+# given a slice of each weight it computes a partial result, and another method joins the partial
+# results of all slices. model/units.py lists units, parameters and parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from model.attention import Documents, attend, documents_of
 from model.compilation import compiled
 from model.config import LlamaConfig
-from model.cross_entropy import linear_cross_entropy, slice_scores
+from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8
 from model.layers import (
@@ -40,9 +39,9 @@ from model.layers import (
 )
 from model.lora import AdaptedBlock, Drops, checkpointed
 from model.matmul import number_weights
-from model.parts import UnitSpec
 from model.rotary import rotate, rotations
-from model.slices import LOOK_UP, LOSS, block_parts
+from model.slices import Slices, add_slices_after
+from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rotated q_BSNH and k_BSKH, and v_BSKH
 
@@ -60,32 +59,27 @@ class Places(NamedTuple):
 class Block(AdaptedBlock):
     """A pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
+    attention_norm: nn.Parameter
+    wq: nn.Parameter
+    wk: nn.Parameter
+    wv: nn.Parameter
+    wo: nn.Parameter
+    bq: nn.Parameter
+    bk: nn.Parameter
+    bv: nn.Parameter
+    q_norm: nn.Parameter
+    k_norm: nn.Parameter
+    mlp_norm: nn.Parameter
+    w_gate: nn.Parameter
+    w_up: nn.Parameter
+    w_down: nn.Parameter
+
     def __init__(self, config: LlamaConfig, *, layer: int, recomputed: bool) -> None:
         super().__init__(config, layer=layer)
-        hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        query = config.num_attention_heads * config.kv_channels
-        key = config.num_query_groups * config.kv_channels
         self.recomputed = recomputed  # by itself, from its own input
         fp8, fused = config.fp8_format, config.fuses_fp8_casts
         self.fp8 = Fp8(fp8, fused) if fp8 is not None else None
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
-        self.attention_norm = nn.Parameter(torch.empty(hidden))
-        self.wq = nn.Parameter(torch.empty(query, hidden))
-        self.wk = nn.Parameter(torch.empty(key, hidden))
-        self.wv = nn.Parameter(torch.empty(key, hidden))
-        self.wo = nn.Parameter(torch.empty(hidden, query))
-        if config.add_qkv_bias:
-            self.bq = nn.Parameter(torch.empty(query))
-            self.bk = nn.Parameter(torch.empty(key))
-            self.bv = nn.Parameter(torch.empty(key))
-        if config.qk_layernorm:
-            self.q_norm = nn.Parameter(torch.empty(config.kv_channels))
-            self.k_norm = nn.Parameter(torch.empty(config.kv_channels))
-        self.mlp_norm = nn.Parameter(torch.empty(hidden))
-        self.w_gate = nn.Parameter(torch.empty(ffn, hidden))
-        self.w_up = nn.Parameter(torch.empty(ffn, hidden))
-        self.w_down = nn.Parameter(torch.empty(hidden, ffn))
-        self.make_adapters()
 
     def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
         """`attend` replaces causal attention within `x`, for example to use a KV cache."""
@@ -118,6 +112,9 @@ class Block(AdaptedBlock):
         q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, places.cos, places.sin, drops, norm)
         out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places.documents, attend)
         return self._output(out_BSNH, drops)
+
+    def join_attention(self, slices: Slices, *args: Any) -> Tensor:
+        return add_slices_after(self.attention_norm, self.config.norm_epsilon, slices, *args)
 
     def project(
         self,
@@ -195,6 +192,9 @@ class Block(AdaptedBlock):
             y_BSD = self.adapted_alone("w_down", y_BSD, gated, (gate_BSF, up_BSF), drops)
         return y_BSD
 
+    def join_mlp(self, slices: Slices, *args: Any) -> Tensor:
+        return add_slices_after(self.mlp_norm, self.config.norm_epsilon, slices, *args)
+
 
 @cache
 def _compiled_block(backend: str) -> tuple[Callable[..., Any], ...]:
@@ -210,14 +210,13 @@ def _same(x_BSD: Tensor) -> Tensor:
 class Head(nn.Module):
     """Final norm, output layer and loss; a tied output weight is passed to forward."""
 
+    norm: nn.Parameter
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.norm = nn.Parameter(torch.empty(config.hidden_size))
         self.first_row = 0  # if `weight` is a slice: the token id of its first row
-        self.weight: nn.Parameter | None = None
-        if not config.tie_embeddings_and_output_weights:
-            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.weight: nn.Parameter | None = None  # None: tied
 
     def forward(
         self,
@@ -248,6 +247,17 @@ class Head(nn.Module):
             x_BSD, self.weight, labels_BS, token_weights_BS, first_row=self.first_row
         )
 
+    def join_loss(
+        self,
+        slices: Iterable[Callable[..., tuple[Tensor, Tensor]]],
+        x_BSD: Tensor,
+        labels_BS: Tensor,
+        token_weights_BS: Tensor,
+        _weight_VD: Tensor,
+    ) -> Tensor:
+        scores = (run(x_BSD, labels_BS, token_weights_BS) for run in slices)
+        return join_scores(scores, token_weights_BS)
+
 
 class Llama(nn.Module):
     """The whole model; its parameters are uninitialized, see model/initialization.py."""
@@ -255,17 +265,21 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        specs = self.units()
         # Larger groups of blocks are recomputed together: in `forward`.
-        self._group_size = config.recompute.group_size if config.recompute else 1
-        self.embedding = Embedding(config)
+        together = config.recompute is not None and config.recompute.group_size > 1
+        self.embedding = Embedding()
         self.blocks = nn.ModuleList(
-            Block(
-                config, layer=layer, recomputed=self._group_size == 1 and self._is_recomputed(layer)
-            )
-            for layer in range(config.num_layers)
+            Block(config, layer=layer, recomputed=not together and spec.recomputed_from is not None)
+            for layer, spec in enumerate(specs[1:-1])
         )
         self.head = Head(config)
-        self._num_plain = 0  # leading blocks that backward does not reach
+        for spec in specs:
+            module = self.get_submodule(spec.name)
+            for name, shape in spec.shapes.items():
+                setattr(module, name, nn.Parameter(torch.empty(shape)))
+        self._together = together
+        self._groups = recomputed_groups(specs, 0) if together else ()
         self._activations: torch.dtype | None = None  # None: as the weights
 
     def freeze(
@@ -279,8 +293,9 @@ class Llama(nn.Module):
         self._activations = activations
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained(name))
-        parts = takewhile(_is_frozen, (self.embedding, *self.blocks))
-        self._num_plain = max(0, len(list(parts)) - 1)
+        if self._together:
+            specs = self.units()
+            self._groups = recomputed_groups(specs, first_trained_unit(specs, is_trained))
 
     def forward(
         self,
@@ -308,50 +323,22 @@ class Llama(nn.Module):
             cos, sin = cos[positions_BS], sin[positions_BS]
         documents = documents_of(document_lengths, len(tokens_BS), tokens_BS.device)
         places = Places(cos, sin, documents, drops, document_lengths is not None)
-        run = self._group_size
-        recomputes = run > 1 and torch.is_grad_enabled()
-        for first in range(0, len(self.blocks), run):
-            blocks = list(self.blocks[first : first + run])
-            plain = max(0, self._num_plain - first) if recomputes else run
-            x_BSD = _run_blocks(blocks[:plain], x_BSD, places)
-            if blocks[plain:]:
-                # Recomputation in backward runs the hooks on these blocks again.
-                x_BSD = checkpointed(_run_blocks, blocks[plain:], x_BSD, places)
+        blocks, plain = list(self.blocks), 0
+        for group in self._groups if torch.is_grad_enabled() else ():
+            first, stop = group.start - 1, group.stop - 1  # the embedding is unit 0
+            x_BSD = _run_blocks(blocks[plain:first], x_BSD, places)
+            # Recomputation in backward runs the hooks on these blocks again.
+            x_BSD = checkpointed(_run_blocks, blocks[first:stop], x_BSD, places)
+            plain = stop
+        x_BSD = _run_blocks(blocks[plain:], x_BSD, places)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
         return logits_or_loss
 
-    def units(self) -> list[UnitSpec]:
-        """The units in forward order."""
-        tied = self.config.tie_embeddings_and_output_weights
-        embedding = UnitSpec(
-            name="embedding",
-            module=self.embedding,
-            parts=(LOOK_UP,),
-            # The embedding's backward sums gradients by token id and reads no weight.
-            backward_needs_weight=False,
-        )
-        blocks = (
-            UnitSpec(
-                name=f"blocks.{layer}",
-                module=block,
-                parts=block_parts(self.config),
-                recomputed=self._is_recomputed(layer),
-            )
-            for layer, block in enumerate(self.blocks)
-        )
-        borrows = ("embedding",) if tied else ()
-        head = UnitSpec(name="head", module=self.head, parts=(LOSS,), borrows=borrows)
-        return [embedding, *blocks, head]
-
-    def _is_recomputed(self, layer: int) -> bool:
-        recompute = self.config.recompute
-        return recompute is not None and recompute.first_layer(layer) is not None
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in module.parameters())
+    def units(self) -> tuple[UnitSpec, ...]:
+        """The units in forward order; the name of one is the path of its module."""
+        return unit_specs(self.config)
 
 
 def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, places: Places) -> Tensor:

@@ -68,14 +68,6 @@ class AdaptedBlock(nn.Module):
         self.layer = layer
         self.starts: dict[str, int] = {}  # of weights that are slices: the first row or column
 
-    def make_adapters(self) -> None:
-        """Adds the adapters' parameters; call it after those of the projections."""
-        if self.config.lora is None:
-            return
-        shapes = {name: tuple(weight.shape) for name, weight in self.named_parameters()}
-        for name, shape in self.config.lora.shapes(shapes).items():
-            setattr(self, name, nn.Parameter(torch.empty(shape)))
-
     def adapts(self, name: str) -> bool:
         """Whether the weight of this name has an adapter."""
         lora = self.config.lora

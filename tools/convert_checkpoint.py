@@ -12,7 +12,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from tqdm import tqdm
 
-from model.config import num_parameters
+from model.units import num_parameters
 from paro.checkpoint.convert.conversion import DTYPES, SOURCES, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from model.config import RecomputeConfig, num_parameters, parameter_shapes
+from model.config import RecomputeConfig
+from model.units import num_parameters, parameter_shapes
 from paro.config.run import RunConfig
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from model.units import UnitSpec, first_trained_unit
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, decays, make_layout, whole_box
 from paro.optim.states import ADAMW, MOMENTS, bytes_of, master_is_param
@@ -16,16 +17,6 @@ from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
 from paro.topology import Axis, AxisSpan, Link, Topology, split_by_link
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitShapes:
-    """A unit's parameter shapes and how it uses them; units are given in forward order."""
-
-    name: str
-    shapes: Mapping[str, Shape]
-    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
-    backward_needs_weight: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +60,7 @@ class ModelStateBytes:
 
 
 def size_units(
-    units: Sequence[UnitShapes],
+    units: Sequence[UnitSpec],
     *,
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
@@ -80,8 +71,7 @@ def size_units(
     needs no weight (embedding), follows at once (the last unit), or stops above it (no parameter at
     or below it trains). A unit that borrows another gathers it again.
     """
-    trained = (index for index, unit in enumerate(units) if any(map(is_trained, unit.shapes)))
-    first = next(trained, len(units))
+    first = first_trained_unit(units, is_trained)
     in_backward = {
         unit.name: unit.backward_needs_weight and first <= index < len(units) - 1
         for index, unit in enumerate(units)
@@ -91,10 +81,10 @@ def size_units(
         for name in (unit.name, *unit.borrows):
             num_gathers[name] += 2 if in_backward[unit.name] else 1
 
-    def size(unit: UnitShapes) -> UnitSize:
+    def size(unit: UnitSpec) -> UnitSize:
         trainable, frozen = (
             layout_of(
-                {name: shape for name, shape in unit.shapes.items() if is_trained(name) is trained},
+                {n: shape for n, shape in unit.parameters.items() if is_trained(n) is trained},
                 world_size,
             )
             for trained in (True, False)

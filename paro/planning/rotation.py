@@ -7,33 +7,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
-from model.config import (
-    MLP_CUTS,
-    VOCABULARY_CUTS,
-    LlamaConfig,
-    attention_cuts,
-    attention_norms,
-    parameter_shapes,
-)
-from model.lora_config import down_name, up_name
+from model.config import LlamaConfig
+from model.units import parameter_shapes, unit_specs
 from paro.layout import Shape, UnitLayout, halves_of, make_layout, make_sliced_layout, whole_box
 from paro.planning.cost_model import UnitSize
 from paro.strategy import FLAG, Strategy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
-    """A part of the model and the matrices that it reads."""
-
-    unit: str
-    matrices: Mapping[str, int]  # and biases: name to the dim along which it is cut
-    norms: tuple[str, ...]  # and adapters: what it reads whole
-    shares: int | None = None  # it can only be cut between these (query groups)
-    returns: bool = True  # backward reads them
-    recomputed: bool = False
 
 
 def rotation_conflict(config: LlamaConfig) -> str | None:
@@ -102,46 +83,47 @@ def rotating_units_of(
     `in_place`, where slices are sent in halves.
     """
     shapes = parameter_shapes(config)
-    passes: dict[str, int] = {}
-    reductions: dict[str, int] = {}
-    uses: dict[str, _Use] = {}
+    parts: dict[str, tuple[dict[str, int], int | None]] = {}  # cuts and shares by label
+    gathers: Counter[str] = Counter()
+    reductions: Counter[str] = Counter()
     reached = False  # whether backward reaches the part
-    for use in _uses(config):
-        reached = reached or any(map(is_trained, (*use.matrices, *use.norms)))
-        num_passes = 1 + (reached and use.returns) + (reached and use.recomputed)
-        passes[use.unit] = passes.get(use.unit, 0) + num_passes
-        reductions[use.unit] = reductions.get(use.unit, 0) + 1
-        uses[use.unit] = use
+    for spec in unit_specs(config):
+        for part in spec.parts:
+            cuts, label = spec.cuts_of(part), spec.label_of(part)
+            whole = (f"{spec.name}.{name}" for name in part.replicated)
+            reached = reached or any(map(is_trained, (*cuts, *whole)))
+            again = spec.backward_needs_weight + (spec.recomputed_from is not None)
+            gathers[label] += 1 + reached * again
+            reductions[label] += 1
+            parts[label] = cuts, part.shares
 
-    def layout(use: _Use, half: int | None, *, trained: bool) -> UnitLayout:
-        own: dict[str, Shape] = {n: shapes[n] for n in use.matrices if is_trained(n) is trained}
+    def layout(cuts: Mapping[str, int], half: int | None, *, trained: bool) -> UnitLayout:
+        own = {name: shapes[name] for name in cuts if is_trained(name) is trained}
         if not own:
             return UnitLayout((), 0, 0)
-        return make_sliced_layout(
-            own, cuts=use.matrices, number=degree, world_size=world_size, half=half
-        )
+        return make_sliced_layout(own, cuts=cuts, number=degree, world_size=world_size, half=half)
 
-    def halves(use: _Use) -> tuple[int | None, ...]:
+    def halves(cuts: Mapping[str, int], shares: int | None) -> tuple[int | None, ...]:
         if not in_place:
             return (None,)
-        own = {name: shapes[name] for name in use.matrices}
-        return halves_of(own, cuts=use.matrices, number=degree, shares=use.shares)
+        own = {name: shapes[name] for name in cuts}
+        return halves_of(own, cuts=cuts, number=degree, shares=shares)
 
     units = [
         UnitSize(
-            name=name if half is None else f"{name} {half + 1}/2",
-            part=name,
-            trainable_numel=(trainable := layout(use, half, trained=True)).numel,
-            frozen_numel=layout(use, half, trained=False).numel,
-            gathers_per_micro_batch=passes[name],
-            reductions_per_micro_batch=reductions[name],
+            name=label if half is None else f"{label} {half + 1}/2",
+            part=label,
+            trainable_numel=(trainable := layout(cuts, half, trained=True)).numel,
+            frozen_numel=layout(cuts, half, trained=False).numel,
+            gathers_per_micro_batch=gathers[label],
+            reductions_per_micro_batch=reductions[label],
             num_slices=trainable.num_slices,
             matrix_stop=trainable.decayed_stop,
         )
-        for name, use in uses.items()
-        for half in halves(use)
+        for label, (cuts, shares) in parts.items()
+        for half in halves(cuts, shares)
     ]
-    cut = {name for use in uses.values() for name in use.matrices}
+    cut = {name for cuts, _ in parts.values() for name in cuts}
     norms = {name: shape for name, shape in shapes.items() if name not in cut}
     return (_norms(norms, world_size, is_trained), *units)
 
@@ -162,46 +144,6 @@ def _norms(
         gathers_per_micro_batch=0,
         replicated=True,
     )
-
-
-def _uses(config: LlamaConfig) -> list[_Use]:
-    def named(prefix: str, cuts: Mapping[str, int]) -> dict[str, int]:
-        return {f"{prefix}.{name}": dim for name, dim in cuts.items()}
-
-    uses = [
-        _Use(
-            unit="embedding",
-            matrices=named("embedding", VOCABULARY_CUTS),
-            norms=(),
-            returns=False,
-        )
-    ]
-    recompute = config.recompute
-    for layer in range(config.num_layers):
-        recomputed = recompute is not None and recompute.first_layer(layer) is not None
-        for part, cuts, norms in (
-            ("attention", attention_cuts(config), attention_norms(config)),
-            ("mlp", MLP_CUTS, ("mlp_norm",)),
-        ):
-            uses.append(
-                _Use(
-                    unit=f"blocks.{layer}.{part}",
-                    matrices=named(f"blocks.{layer}", cuts),
-                    norms=tuple(
-                        f"blocks.{layer}.{name}" for name in (*norms, *_adapters_of(cuts, config))
-                    ),
-                    shares=config.num_query_groups if part == "attention" else None,
-                    recomputed=recomputed,
-                )
-            )
-    holder = "embedding" if config.tie_embeddings_and_output_weights else "head"
-    uses.append(_Use(unit=holder, matrices=named(holder, VOCABULARY_CUTS), norms=("head.norm",)))
-    return uses
-
-
-def _adapters_of(weights: Iterable[str], config: LlamaConfig) -> Iterable[str]:
-    targets = config.lora.targets if config.lora is not None else ()
-    return (of(name) for name in weights if name in targets for of in (down_name, up_name))
 
 
 def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:

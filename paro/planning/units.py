@@ -29,8 +29,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.config import LOSS_CHUNK_TOKENS, LlamaConfig, unit_shapes
-from paro.planning.cost_model import UnitShapes, UnitSize, first_trained, size_units
+from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
+from model.units import recomputed_groups, unit_specs
+from paro.planning.cost_model import UnitSize, first_trained, size_units
 from paro.planning.rotation import rotating_units_of
 from paro.precision import PrecisionConfig
 
@@ -84,25 +85,21 @@ def units_of(
         return rotating_units_of(
             config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
         )
-    tied = config.tie_embeddings_and_output_weights
-    units = [
-        UnitShapes(
-            name=unit,
-            shapes={f"{unit}.{name}": shape for name, shape in shapes.items()},
-            borrows=("embedding",) if unit == "head" and tied else (),
-            backward_needs_weight=unit != "embedding",
-        )
-        for unit, shapes in unit_shapes(config).items()
-    ]
-    return size_units(units, world_size=world_size, is_trained=is_trained)
+    return size_units(unit_specs(config), world_size=world_size, is_trained=is_trained)
 
 
 def activations_of(
     config: LlamaConfig, batch: MicroBatch, units: Sequence[UnitSize]
 ) -> tuple[UnitActivations, ...]:
     """Activations of each of the units, which `units_of` made."""
-    first = first_trained(units)
-    blocks = (_block(config, batch, layer, first) for layer in range(config.num_layers))
+    specs = unit_specs(config)
+    groups = recomputed_groups(specs, first_trained(units))
+    begins = {index: group[0] for group in groups for index in group}
+    blocks = (
+        # Those below the first trained unit are counted as if they were recomputed too.
+        _block(config, batch, index, begins.get(index, spec.recomputed_from))
+        for index, spec in enumerate(specs[1:-1], start=1)
+    )
     return (_embedding(config, batch), *blocks, _head(config, batch))
 
 
@@ -126,9 +123,8 @@ def embedding_adds_rows(batch: MicroBatch) -> bool:
 
 
 def _block(
-    config: LlamaConfig, batch: MicroBatch, layer: int, first_trained_unit: int
+    config: LlamaConfig, batch: MicroBatch, index: int, recomputed_from: int | None
 ) -> UnitActivations:
-    index = layer + 1  # after the embedding
     residual = _residual(config, batch)
     ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
@@ -159,23 +155,20 @@ def _block(
         in_forward = max(
             in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
         )
-    unkept = _before_adapters(config, batch) if layer == 0 else 0
-    first = config.recompute.first_layer(layer) if config.recompute else None
-    if first is None:
+    unkept = _before_adapters(config, batch) if index == 1 else 0
+    if recomputed_from is None:
         return UnitActivations(
             kept=block_activations(config, batch) - unkept,
             recomputed_from=index,
             in_forward=in_forward,
             **transients,
         )
-    if index >= first_trained_unit:
-        first = max(first, first_trained_unit - 1)
-    kept = residual if layer == first else 0
+    kept = residual if index == recomputed_from else 0
     recomputed = block_activations(config, batch) - max(kept, unkept)
     return UnitActivations(
         kept=kept,
         recomputed=recomputed,
-        recomputed_from=first + 1,
+        recomputed_from=recomputed_from,
         in_forward=recomputed + in_forward,
         **transients,
     )

@@ -19,44 +19,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from model.units import PartSpec
 from paro.distributed.profile_range import profile_range
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.buffers import store
 from paro.sharding.distributed_model import MicroBatchState, Phase
-
-
-class PartSpec(Protocol):
-    """A model's description of a part that can be computed slice by slice."""
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def of_slice(self) -> str: ...
-
-    @property
-    def cuts(self) -> Mapping[str, int]: ...
-
-    @property
-    def replicated(self) -> tuple[str, ...]: ...
-
-    @property
-    def join(self) -> Callable[..., Tensor]: ...
-
-    @property
-    def of_rows(self) -> bool: ...
-
-    @property
-    def of_starts(self) -> bool: ...
-
-    @property
-    def shares(self) -> int | None: ...
-
 
 # The units of a part's trainable and frozen matrices, or of half of every slice of them.
 Half = tuple[RotatingUnit, ...]
@@ -94,6 +66,7 @@ class RotatingPart:
         self._plan = plan
         self._state = state
         self._of_slice = getattr(module, spec.of_slice)
+        self._join = getattr(module, f"join_{spec.method}")
         self._whole = {name: getattr(module, name) for name in spec.cuts}
         for name in spec.cuts:
             if name not in module._parameters:  # a tied head's weight is a plain attribute
@@ -118,7 +91,7 @@ class RotatingPart:
             plan.returns and self._backward_follows(args) and not (plan.recomputed and first_of_two)
         )
         with profile_range(f"rotate:{plan.label}"):
-            out: Tensor = self.spec.join(self.module, self._slices(), *args)
+            out: Tensor = self._join(self._slices(), *args)
         return out
 
     def _backward_follows(self, args: Sequence[Any]) -> bool:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import nn
 
-from paro.layout import (
-    halves_of,
-    make_sliced_layout,
-)
-from paro.rotation.part import Half, PartSpec, RotatingPart, RotationPlan
+from model.units import UnitSpec
+from paro.layout import halves_of, make_sliced_layout
+from paro.rotation.part import Half, RotatingPart, RotationPlan
 from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
@@ -20,17 +17,6 @@ from paro.sharding.distributed_model import MicroBatchState
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext
 from paro.strategy import make_comm_plan, replicated
-
-
-class UnitSpec(wrap.UnitSpec, Protocol):
-    """A model's description of one of its units; specs are listed in forward order."""
-
-    @property
-    def parts(self) -> Sequence[PartSpec]:
-        """Methods that can be computed slice by slice; every matrix belongs to one of them."""
-
-    @property
-    def recomputed(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,33 +45,29 @@ def cut_into_parts(
     """
     original = dict(model.named_parameters())
     bound = wrap.bind_empty(model, context)
-    units: dict[str, tuple[Half, ...]] = {}  # by the name of a part's first parameter
-    labels: dict[str, str] = {}
+    units: dict[str, tuple[Half, ...]] = {}  # by the label of their matrices
     state, parts = MicroBatchState(), []
     for spec in specs:
         for part in spec.parts:
-            holder = spec.borrows[0] if spec.borrows else spec.name
-            own = {f"{holder}.{name}": dim for name, dim in part.cuts.items()}
-            key = next(iter(own))
-            if key not in units:
-                label = spec.name if len(spec.parts) == 1 else f"{spec.name}.{part.method}"
-                labels[key] = label
-                matrices = {name: original[name] for name in own}
+            cuts, label = spec.cuts_of(part), spec.label_of(part)
+            if label not in units:
+                matrices = {name: original[name] for name in cuts}
                 halves: tuple[int | None, ...] = (None,)
                 if in_place:
                     shapes = {name: tuple(matrix.shape) for name, matrix in matrices.items()}
-                    halves = halves_of(shapes, cuts=own, number=ring.size, shares=part.shares)
-                units[key] = tuple(
-                    _make_halves(label, matrices, own, halves, context, ring, in_place)
+                    halves = halves_of(shapes, cuts=cuts, number=ring.size, shares=part.shares)
+                units[label] = tuple(
+                    _make_halves(label, matrices, cuts, halves, context, ring, in_place)
                 )
             plan = RotationPlan(
                 returns=spec.backward_needs_weight,
-                recomputed=spec.recomputed,
+                recomputed=spec.recomputed_from is not None,
                 completes=not spec.borrows,
-                label=labels[key],
-                attributes={f"{holder}.{name}": name for name in part.cuts},
+                label=label,
+                attributes=dict(zip(cuts, part.cuts, strict=True)),
             )
-            parts.append(RotatingPart(spec.module, part, units[key], plan, state))
+            module = model.get_submodule(spec.name)
+            parts.append(RotatingPart(module, part, units[label], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
     held = {span.box.name for unit in rotating for span in unit.layout.spans}
     strategy = replicated(context.strategy)

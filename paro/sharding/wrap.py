@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
+from model.units import UnitSpec
 from paro.layout import Shape, decays, make_layout, whole_box
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext, param_dtype
-
-
-class UnitSpec(Protocol):
-    """A model's description of one of its units; specs are listed in forward order."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def borrows(self) -> tuple[str, ...]:
-        """Other units whose parameters this one reads in forward and backward (a tied head)."""
-
-    @property
-    def backward_needs_weight(self) -> bool: ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,7 +46,7 @@ def make_unit_modules(
     own_units: dict[str, tuple[ShardedUnit, ...]] = {}
     seen: set[str] = set()
     for spec in specs:
-        parameters = {names[id(p)]: p for p in spec.module.parameters()}
+        parameters = {names[id(p)]: p for p in model.get_submodule(spec.name).parameters()}
         assert not seen & parameters.keys(), f"{seen & parameters.keys()} lie in two units"
         seen |= parameters.keys()
         own_units[spec.name] = tuple(make_units(spec.name, parameters, context))
@@ -78,7 +61,7 @@ def make_unit_modules(
         UnitModule(
             index=index,
             name=spec.name,
-            wrapped=spec.module,
+            wrapped=model.get_submodule(spec.name),
             own=own_units[spec.name],
             needed=tuple(u for name in (spec.name, *spec.borrows) for u in own_units[name]),
             # Below the first trained unit no gradient flows, so backward gathers nothing there.

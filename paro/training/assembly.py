@@ -9,7 +9,7 @@ from hashlib import sha256
 import torch
 
 from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
-from model.config import flops_per_token
+from model.flops import flops_per_token
 from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama

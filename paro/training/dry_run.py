@@ -10,7 +10,7 @@ import torch
 from data.fingerprint import check_tokenizer
 from data.gpt_dataset import check_vocabulary
 from data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from model.config import flops_per_token
+from model.flops import flops_per_token
 from paro.arguments.parser import given
 from paro.checkpoint.directory import common_of, find_checkpoint
 from paro.config.checkpoint import resumed_samples

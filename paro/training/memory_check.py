@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from model.config import RecomputeConfig, parameter_shapes
+from model.config import RecomputeConfig
+from model.units import parameter_shapes
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from data.waits import Wait
-from model.config import num_parameters
+from model.units import num_parameters
 from paro.checkpoint.claim import Claim
 from paro.config.record import precision_line, recorded_arguments
 from paro.config.run import RunConfig, take_watch

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from model.config import LLAMA_PRESETS, num_parameters
+from model.config import LLAMA_PRESETS
+from model.units import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig, take_world
 from paro.distributed.world import World

@@ -28,8 +28,7 @@ PURE = (
     "paro.optim.step_checks",
     "paro.planning",
     *("paro.quantization.formats", "paro.quantization.ranges"),
-    "model.config",
-    "model.lora_config",
+    *("model.config", "model.flops", "model.lora_config", "model.units"),
 )
 # Entry points; only other entry points may import them.
 PROGRAMS = ("pretrain_llama", "tools")

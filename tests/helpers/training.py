@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Datasets
-from model.config import parameter_shapes
+from model.units import parameter_shapes
 from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim
 from paro.config.run import RunConfig

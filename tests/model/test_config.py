@@ -10,17 +10,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import (
-    LLAMA_PRESETS,
-    LlamaConfig,
-    RecomputeConfig,
-    flops_per_token,
-    num_parameters,
-    parameter_shapes,
-    preset_name,
-)
+from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig, preset_name
+from model.flops import flops_per_token
 from model.initialization import initialize_whole
 from model.llama import Llama
+from model.units import num_parameters, parameter_shapes
 from paro.errors import UserError
 
 SMALL = LlamaConfig(

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.config import LlamaConfig, RecomputeConfig, flops_per_token
+from model.config import LlamaConfig, RecomputeConfig
+from model.flops import flops_per_token
 from model.llama import Llama
 from tests.model.test_llama import CONFIGS, build
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch.nn import functional
 
 from model.embedding import Embedding
 from tests.paro.planning.lone_rank import allocated_at_most
-from tests.paro.planning.test_units import SMALL
 
 V, D = 60, 20
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -34,11 +31,11 @@ class Sink:
 
 def with_sink(sink: Sink, *, dtype: torch.dtype = FP32, first_row: int | None = None) -> Embedding:
     """All rows, or those of the sink from `first_row` on."""
-    model = Embedding(replace(SMALL, vocab_size=sink.buffer.shape[0], hidden_size=D)).to(dtype)
+    model = Embedding()
     first = first_row or 0
     whole_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        model.weight.copy_(whole_VD[first : first + sink.buffer.shape[0]])
+    rows_VD = whole_VD[first : first + sink.buffer.shape[0]]
+    model.weight = torch.nn.Parameter(rows_VD.to(dtype))
     model.first_row = first
     model.weight.grad_sink = sink  # type: ignore[attr-defined]
     return model

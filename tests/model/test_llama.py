@@ -231,12 +231,13 @@ def test_units_hold_everything_once_and_run_once(variant: str | None) -> None:
     assert [unit.name for unit in units] == [
         "embedding", "blocks.0", "blocks.1", "blocks.2", "head",
     ]  # fmt: skip
-    assert Counter(id(p) for unit in units for p in unit.module.parameters()) == Counter(
+    modules = {unit.name: model.get_submodule(unit.name) for unit in units}
+    assert Counter(id(p) for module in modules.values() for p in module.parameters()) == Counter(
         id(p) for p in model.parameters()
     )
     order: list[str] = []
-    for unit in units:
-        unit.module.register_forward_hook(lambda *_, name=unit.name: order.append(name))
+    for name, module in modules.items():
+        module.register_forward_hook(lambda *_, name=name: order.append(name))
 
     train_once(model)
 
@@ -247,7 +248,8 @@ def test_units_of_one_recomputed_run_run_again_together() -> None:
     model = build(replace(MHA, recompute=VARIANTS["uniform, 2 and what is left"]))
     order: list[str] = []
     for unit in model.units():
-        unit.module.register_forward_pre_hook(lambda *_, name=unit.name: order.append(name))
+        module = model.get_submodule(unit.name)
+        module.register_forward_pre_hook(lambda *_, name=unit.name: order.append(name))
 
     train_once(model)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from model.config import LlamaConfig, RecomputeConfig
 from model.llama import Llama
-from model.parts import SlicedPart, UnitSpec
+from model.units import PartSpec, UnitSpec
 from paro.layout import make_sliced_layout, slice_box
 from tests.model.test_llama import BOTH, CONFIGS, MHA, assert_near, build, train_once
 
@@ -36,35 +36,34 @@ CASES: dict[str, tuple[LlamaConfig, int]] = {
 def run_in_slices(model: Llama, number: int) -> None:
     """Computes every part of the model slice by slice from its own weights."""
     for spec in model.units():
+        module = model.get_submodule(spec.name)
         for part in spec.parts:
             weights = weights_of(model, spec, part)
-            whole = getattr(spec.module, part.of_slice)
+            whole, join = getattr(module, part.of_slice), getattr(module, f"join_{part.method}")
 
             def slices(
-                module: nn.Module = spec.module,
-                part: SlicedPart = part,
+                module: nn.Module = module,
+                part: PartSpec = part,
                 weights: dict[str, Tensor] = weights,
                 whole: Any = whole,
             ) -> Iterator[Any]:
                 for index in range(number):
                     yield partial(run_slice, module, part, weights, (index, number), whole)
 
-            def joined(
-                *args: Any, spec: UnitSpec = spec, part: SlicedPart = part, slices: Any = slices
-            ) -> Tensor:
-                return part.join(spec.module, slices(), *args)
+            def joined(*args: Any, join: Any = join, slices: Any = slices) -> Any:
+                return join(slices(), *args)
 
-            setattr(spec.module, part.method, joined)
+            setattr(module, part.method, joined)
 
 
-def weights_of(model: Llama, spec: UnitSpec, part: SlicedPart) -> dict[str, Tensor]:
-    holder = model.get_submodule(spec.borrows[0]) if spec.borrows else spec.module
+def weights_of(model: Llama, spec: UnitSpec, part: PartSpec) -> dict[str, Tensor]:
+    holder = model.get_submodule(spec.holder)
     return {name: holder.get_parameter(name) for name in part.cuts}
 
 
 def run_slice(
     module: nn.Module,
-    part: SlicedPart,
+    part: PartSpec,
     weights: dict[str, Tensor],
     place: tuple[int, int],
     whole: Any,

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from model.config import parameter_shapes
+from model.units import parameter_shapes
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event, Job

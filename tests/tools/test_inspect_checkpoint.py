@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
-from model.config import num_parameters
+from model.units import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
 from paro.checkpoint.metadata import read_metadata
 from paro.errors import UserError

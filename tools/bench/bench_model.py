@@ -35,7 +35,9 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.loader import Batch
-from model.config import LlamaConfig, RecomputeConfig, flops_per_token, num_parameters
+from model.config import LlamaConfig, RecomputeConfig
+from model.flops import flops_per_token
+from model.units import num_parameters
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError

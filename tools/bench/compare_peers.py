@@ -29,7 +29,7 @@ from typing import Any
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from model.config import num_parameters
+from model.units import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script

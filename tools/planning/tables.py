@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from model.config import num_parameters
+from model.units import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
-from model.config import LlamaConfig, parameter_shapes
+from model.config import LlamaConfig
 from model.hugging_face import hugging_face_name
+from model.units import parameter_shapes
 from paro.checkpoint.convert.safetensors_file import open_safetensors
 from paro.checkpoint.convert.source import LazyTensor, checked_tensors
 from paro.errors import UserError

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.serialization import skip_data
 
-from model.config import LlamaConfig, parameter_shapes
+from model.config import LlamaConfig
+from model.units import cut_dims, parameter_shapes
 from paro.checkpoint.convert.hugging_face import (
     begins_with_bos,
     companions_in,
@@ -30,9 +31,8 @@ from paro.checkpoint.convert.hugging_face import (
 from paro.checkpoint.convert.source import (
     LazyTensor,
     Source,
-    below_each_other,
-    beside_each_other,
     checked_tensors,
+    joined,
     unpadded,
 )
 from paro.checkpoint.convert.torch_file import (
@@ -47,7 +47,6 @@ from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform
 
 FILE = "mp_rank_00/model_optim_rng.pt"
-_CUT_BY_COLUMNS = ("wo", "w_down")
 _BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")
 COMPANIONS = "hugging_face"  # tokenizer and config files of a model converted by this project
 
@@ -289,7 +288,7 @@ def _found(
         num_query_groups=config.num_query_groups // len(ranks),
         ffn_hidden_size=config.ffn_hidden_size // len(ranks),
     )
-    fused = _fused_shapes(of_a_rank)
+    fused, dims = _fused_shapes(of_a_rank), cut_dims(config)
     found = {}
     for name, theirs in names.items():
         part = name.rpartition(".")[2]
@@ -306,11 +305,7 @@ def _found(
                 )
         views = [_place(of_a_rank, name)(tensor) for tensor in tensors]
         pieces = [_cut_out(view, by_group=part in _BY_GROUP) for view in views]
-        if len(pieces[0].shape) == 1 and part not in _BY_GROUP:
-            found[name] = pieces[0]
-        else:
-            join = beside_each_other if part in _CUT_BY_COLUMNS else below_each_other
-            found[name] = join(pieces)
+        found[name] = joined(pieces, dims.get(name))
     return found
 
 

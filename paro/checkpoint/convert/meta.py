@@ -10,14 +10,14 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from model.config import LLAMA_PRESETS, LlamaConfig, parameter_shapes
+from model.config import LLAMA_PRESETS, LlamaConfig
+from model.units import cut_dims, parameter_shapes
 from paro.checkpoint.convert.hugging_face import tokenizer_of
 from paro.checkpoint.convert.source import (
     LazyTensor,
     Source,
-    below_each_other,
-    beside_each_other,
     checked_tensors,
+    joined,
 )
 from paro.checkpoint.convert.torch_file import is_weight, lazy, load_torch_file
 from paro.errors import UserError, about
@@ -42,7 +42,6 @@ _INSIDE_A_BLOCK = {
     "w_up": "feed_forward.w3",
     "w_down": "feed_forward.w2",
 }
-_CUT_BY_COLUMNS = ("wo", "w_down")
 # Tensors that sizes are read from.
 _MEASURED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
 
@@ -80,8 +79,9 @@ def open_meta(directory: Path) -> Source:
     shards: list[Mapping[str, Tensor]] = [_tensors_in(path) for path in _files(directory)]
     config = _config(directory, params, shards)
     names = {name: meta_name(name) for name in parameter_shapes(config)}
+    dims = cut_dims(config)
     found = {
-        name: _joined(config, name, [shard[theirs] for shard in shards])
+        name: _whole(config, name, dims.get(name), [shard[theirs] for shard in shards])
         for name, theirs in names.items()
         if all(theirs in shard for shard in shards)
     }
@@ -132,17 +132,13 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _joined(config: LlamaConfig, name: str, parts: list[Tensor]) -> LazyTensor:
+def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor]) -> LazyTensor:
     """One parameter joined from its shards, with this project's order of RoPE channels."""
     part = name.rpartition(".")[2]
-    pieces = [lazy(shard) for shard in parts]
-    by_columns = part in _CUT_BY_COLUMNS or (
-        name == "embedding.weight" and parts[0].shape[1] != config.hidden_size
-    )
-    if parts[0].ndim == 1:
-        return pieces[0]
-    joined = beside_each_other(pieces) if by_columns else below_each_other(pieces)
-    return _rotated(joined, config.kv_channels) if part in ("wq", "wk") else joined
+    if name == "embedding.weight" and parts[0].shape[1] != config.hidden_size:
+        dim = 1
+    whole = joined([lazy(shard) for shard in parts], dim)
+    return _rotated(whole, config.kv_channels) if part in ("wq", "wk") else whole
 
 
 def _rotated(tensor: LazyTensor, head: int) -> LazyTensor:

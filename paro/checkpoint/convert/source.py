@@ -11,8 +11,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from model.config import LlamaConfig, parameter_shapes
+from model.config import LlamaConfig
 from model.lora_config import LoraConfig
+from model.units import parameter_shapes
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
@@ -100,12 +101,12 @@ class Source:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Several tensors concatenated along their rows."""
-    if len(parts) == 1:
+def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
+    """Tensors concatenated along rows (0) or columns (1); with None all are one, the first."""
+    if dim is None or len(parts) == 1:
         return parts[0]
 
-    def rows(start: int, stop: int) -> Tensor:
+    def below_each_other(start: int, stop: int) -> Tensor:
         found, base = [], 0
         for part in parts:
             low, high = max(start, base), min(stop, base + part.shape[0])
@@ -114,17 +115,13 @@ def below_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
             base += part.shape[0]
         return torch.cat(found)
 
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return LazyTensor(shape=shape, dtype=parts[0].dtype, rows=rows)
+    def beside_each_other(start: int, stop: int) -> Tensor:
+        return torch.cat([part.rows(start, stop) for part in parts], dim=1)
 
-
-def beside_each_other(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Several matrices concatenated along their columns."""
-    return LazyTensor(
-        shape=(parts[0].shape[0], sum(part.shape[1] for part in parts)),
-        dtype=parts[0].dtype,
-        rows=lambda start, stop: torch.cat([part.rows(start, stop) for part in parts], dim=1),
-    )
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    rows = beside_each_other if dim else below_each_other
+    return LazyTensor(shape=tuple(shape), dtype=parts[0].dtype, rows=rows)
 
 
 def checked_tensors(

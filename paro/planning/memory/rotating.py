@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
+from model.units import UnitSpec, unit_specs
 from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
@@ -163,8 +164,8 @@ def _parts(
         returns=False,
         copies=True,
     )
-    for layer in range(config.num_layers):
-        yield from _block(config, batch, units, degree, layer, direct=direct)
+    for block in unit_specs(config)[1:-1]:
+        yield from _block(config, batch, units, degree, block, direct=direct)
     head = "embedding" if config.tie_embeddings_and_output_weights else "head"
     chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
     gradient = 0 if direct else vocabulary
@@ -182,17 +183,16 @@ def _block(
     batch: MicroBatch,
     units: dict[str, list[UnitSize]],
     degree: int,
-    layer: int,
+    spec: UnitSpec,
     *,
     direct: bool,
 ) -> Iterator[_Part]:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
-    columns = -(-config.ffn_hidden_size // (degree * len(units[f"blocks.{layer}.mlp"])))
+    columns = -(-config.ffn_hidden_size // (degree * len(units[f"{spec.name}.mlp"])))
     ffn = tokens * columns * size
     matrix = 0 if direct else columns * config.hidden_size * size
-    recompute = config.recompute
-    recomputed = recompute is not None and recompute.first_layer(layer) is not None
+    recomputed = spec.recomputed_from is not None
     everything = block_activations(config, batch)
     mlp = residual + 2 * tokens * config.ffn_hidden_size * size
     norm = norm_backward(config, batch)
@@ -204,8 +204,8 @@ def _block(
         ("mlp", mlp, 0, everything - residual),
     ):
         yield _Part(
-            name=f"blocks.{layer}.{part}",
-            unit=_largest(units[f"blocks.{layer}.{part}"]),
+            name=f"{spec.name}.{part}",
+            unit=_largest(units[f"{spec.name}.{part}"]),
             kept=input_bytes if recomputed else keeps,
             recomputed=found if recomputed else 0,
             in_forward=2 * residual + max(residual, ffn) + (keeps if recomputed else 0),

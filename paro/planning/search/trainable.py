@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from model.config import LlamaConfig, parameter_shapes, unit_shapes
+from model.config import LlamaConfig
 from model.lora_config import is_adapter
+from model.units import parameter_shapes, unit_specs
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize
 from paro.planning.units import units_of
@@ -78,10 +79,9 @@ class Trainable:
         if self.kind is TrainableKind.ALL:
             return frozenset(names)
         if self.kind is TrainableKind.LAST_BLOCKS:
-            shapes = unit_shapes(config)
-            last = len(shapes) - 1  # the head
-            first = last - max(1, round(self.share * config.num_layers))
-            return frozenset(f"{unit}.{n}" for unit in [*shapes][first:last] for n in shapes[unit])
+            _, *blocks, _ = unit_specs(config)
+            trained = blocks[-max(1, round(self.share * config.num_layers)) :]
+            return frozenset(name for block in trained for name in block.parameters)
         matches = {p: [n for n in names if fnmatchcase(n, p)] for p in self.patterns}
         for pattern, found in matches.items():
             if not found:

@@ -1,6 +1,6 @@
 """Compute time of a rank in a micro-batch and in an update, unit by unit."""
 
-# Matrix products are counted as in model/config.py's flops_per_token, attention in full, and run at
+# Matrix products are counted as in model/flops.py's flops_per_token, attention in full, and run at
 # the device's sustained FLOP/s; memory-bound work takes its bytes over the memory bandwidth. The
 # loss computes its gradients in forward, so the head's backward is part of its forward. Backward is
 # twice the forward: once for the gradients of inputs, once for those of weights, as far as these
@@ -15,13 +15,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from model.config import ATTENTION_CUTS, MLP_CUTS, LlamaConfig, parameter_shapes
+from model.config import LlamaConfig
+from model.units import recomputed_groups, unit_specs
 from paro.optim.states import ADAMW, bytes_of
 from paro.planning.cost_model import UnitSize, first_trained
 from paro.planning.machine.machine import Device
@@ -73,15 +72,7 @@ class Computing:
     @cached_property
     def recomputed_groups(self) -> tuple[range, ...]:
         """The indices of units that are recomputed together, for each recomputation in backward."""
-        if self.model.recompute is None:
-            return ()
-        reached = max(1, self.first_trained)
-        sizes: Counter[int] = Counter()
-        for layer in range(reached - 1, self.model.num_layers):
-            first = self.model.recompute.first_layer(layer)
-            if first is not None:
-                sizes[max(first + 1, reached)] += 1
-        return tuple(range(first, first + size) for first, size in sizes.items())
+        return recomputed_groups(unit_specs(self.model), self.first_trained)
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
@@ -165,14 +156,14 @@ class Computing:
         config, tokens = self.model, self.batch.num_tokens
         query = config.num_attention_heads * config.kv_channels
         return Flops(
-            products=2.0 * tokens * self._weights(ATTENTION_CUTS),
+            products=2.0 * tokens * self._weights("attention"),
             attention=2.0 * tokens * 2 * self.batch.seq_length * query,
         )
 
     @cached_property
     def of_mlp(self) -> Flops:
         """FLOPs of the forward of a block's MLP."""
-        return Flops(products=2.0 * self.batch.num_tokens * self._weights(MLP_CUTS))
+        return Flops(products=2.0 * self.batch.num_tokens * self._weights("mlp"))
 
     @cached_property
     def of_logits(self) -> Flops:
@@ -180,9 +171,12 @@ class Computing:
         config = self.model
         return Flops(products=2.0 * self.batch.num_tokens * config.vocab_size * config.hidden_size)
 
-    def _weights(self, names: Collection[str]) -> int:
-        shapes = parameter_shapes(self.model)
-        return sum(math.prod(shapes[f"blocks.0.{name}"]) for name in names)
+    def _weights(self, method: str) -> int:
+        """Elements of the matrices of a part of a block."""
+        block = unit_specs(self.model)[1]
+        (part,) = (part for part in block.parts if part.method == method)
+        shapes = (block.shapes[name] for name in part.cuts)
+        return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
     def forward_and_back(
         self, flops: Flops, *, trained: float | None, recomputed: bool

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from model.units import UnitSpec
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import (
     ModelStateBytes,
-    UnitShapes,
     UnitSize,
     describe_placement,
     model_state_bytes,
@@ -40,12 +40,12 @@ PUBLISHED_7B = {
 PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 
 MODEL = (
-    UnitShapes(name="embedding", shapes={"e.w": (51, 12)}, backward_needs_weight=False),
-    UnitShapes(name="block.0", shapes={"0.norm": (12,), "0.up": (20, 12)}),
-    UnitShapes(name="block.1", shapes={"1.norm": (12,), "1.up": (20, 12)}),
-    UnitShapes(name="head", shapes={"h.norm": (12,), "h.w": (51, 12)}),
+    UnitSpec(name="embedding", shapes={"w": (51, 12)}, backward_needs_weight=False),
+    UnitSpec(name="blocks.0", shapes={"norm": (12,), "up": (20, 12)}),
+    UnitSpec(name="blocks.1", shapes={"norm": (12,), "up": (20, 12)}),
+    UnitSpec(name="head", shapes={"norm": (12,), "w": (51, 12)}),
 )
-TIED = (*MODEL[:3], UnitShapes(name="head", shapes={"h.norm": (12,)}, borrows=("embedding",)))
+TIED = (*MODEL[:3], UnitSpec(name="head", shapes={"norm": (12,)}, borrows=("embedding",)))
 
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
@@ -152,9 +152,9 @@ def test_a_tied_head_gathers_the_embedding_again() -> None:
 
 
 def test_nothing_is_gathered_for_backward_below_the_first_trained_unit() -> None:
-    units = size_units(MODEL, world_size=4, is_trained=lambda name: name == "1.norm")
+    units = size_units(MODEL, world_size=4, is_trained=lambda name: name == "blocks.1.norm")
     assert gathers(units) == [1, 1, 2, 1]
-    units = size_units(MODEL, world_size=4, is_trained=lambda name: name == "h.norm")
+    units = size_units(MODEL, world_size=4, is_trained=lambda name: name == "head.norm")
     assert gathers(units) == [1, 1, 1, 1]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata
 
-from model.config import parameter_shapes
+from model.units import parameter_shapes
 from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.metadata import read_metadata

@@ -67,7 +67,7 @@ class FullySharded:
                 cast_forward_inputs=False,
             )
         self.model = empty_model(task)
-        units = [unit.module for unit in self.model.units()]
+        units = [self.model.get_submodule(unit.name) for unit in self.model.units()]
         for module in units:
             # The last unit's backward follows its forward at once.
             fully_shard(

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from data.loader import Batch
 from model.config import LlamaConfig
 from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
+from model.units import unit_specs
 from paro.config.run import RunConfig
 from paro.sharding.buffers import TORCH_TYPES
 
@@ -45,9 +47,8 @@ class Task:
     @property
     def largest_unit(self) -> int:
         """Elements of the largest of embedding, block and head."""
-        with torch.device("meta"):
-            units = [unit.module for unit in Llama(self.model).units()]
-        return max(sum(p.numel() for p in unit.parameters()) for unit in units)
+        units = unit_specs(self.model)
+        return max(sum(map(math.prod, unit.shapes.values())) for unit in units)
 
     def first_weights(self, name: str, begin: int, end: int) -> Tensor:
         """Initial fp32 values of the elements [begin, end) of a flattened parameter."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import LlamaConfig, parameter_shapes
+from model.config import LlamaConfig
 from model.llama import Llama
+from model.units import parameter_shapes
 from paro.checkpoint.convert.source import Source
 
 VOCAB = 101  # divisible by no other size

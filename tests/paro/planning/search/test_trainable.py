@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import parameter_shapes
 from model.lora_config import LoraConfig
+from model.units import parameter_shapes
 from paro.errors import UserError
 from paro.planning.search.trainable import Trainable
 from tests.paro.planning.cases import SMALL

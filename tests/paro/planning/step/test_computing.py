@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import RecomputeConfig, flops_per_token
+from model.config import RecomputeConfig
+from model.flops import flops_per_token
 from model.lora_config import LoraConfig, targets_of
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize, Workload

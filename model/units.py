@@ -1,0 +1,177 @@
+"""The units of a LLaMA: their parameters, what reads these, how they are cut and recomputed."""
+
+# The model, its sharding, the planner and the converters read this list. A slice of the weights is
+# cut by heads in attention (query heads together with the key and value heads that they use), by
+# columns in the MLP, by rows of the vocabulary. It gives a partial result and reads norms whole.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from model.config import LlamaConfig
+from model.lora_config import Shape, down_name, up_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSpec:
+    """A method of a unit's module that can be computed one slice of its weights at a time.
+
+    `join_METHOD(slices, *args)` of the module equals `METHOD(*args)`: it calls each of `slices`
+    once, in order, and each call runs `of_slice` with a slice of the weights instead of the whole
+    weights. Parameters have their names in the module.
+    """
+
+    method: str
+    of_slice: str
+    cuts: Mapping[str, int]  # its matrices and their biases: the dim along which each is cut
+    replicated: tuple[str, ...] = ()  # its norms and adapters, which are whole on every rank
+    of_rows: bool = False  # whether the module's `first_row` is set to the slice's first row
+    of_starts: bool = False  # whether `starts` of the module gets where the slices of weights begin
+    shares: int | None = None  # indivisible shares, if it can only be cut between them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """A unit, whose parameters are gathered while it runs; `name` is the path of its module."""
+
+    name: str
+    shapes: Mapping[str, Shape]  # of its parameters, by their names in the module
+    parts: tuple[PartSpec, ...] = ()
+    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
+    backward_needs_weight: bool = True
+    recomputed_from: int | None = None  # the index of the unit at which its recomputation begins
+
+    @property
+    def parameters(self) -> dict[str, Shape]:
+        """The shapes of its parameters by their names in the model."""
+        return {f"{self.name}.{name}": shape for name, shape in self.shapes.items()}
+
+    @property
+    def holder(self) -> str:
+        """The name of the unit that has the matrices of its parts."""
+        return self.borrows[0] if self.borrows else self.name
+
+    def cuts_of(self, part: PartSpec) -> dict[str, int]:
+        """The dims along which the part's matrices are cut, by their names in the model."""
+        return {f"{self.holder}.{name}": dim for name, dim in part.cuts.items()}
+
+    def label_of(self, part: PartSpec) -> str:
+        """What the part's matrices are called together."""
+        return self.holder if len(self.parts) == 1 else f"{self.name}.{part.method}"
+
+
+def unit_specs(config: LlamaConfig) -> tuple[UnitSpec, ...]:
+    """The units in forward order: embedding, blocks, head."""
+    rows: dict[str, Shape] = {"weight": (config.vocab_size, config.hidden_size)}
+    cuts = {"weight": 0}
+    tied = config.tie_embeddings_and_output_weights
+    look_up = PartSpec(method="look_up", of_slice="look_up_slice", cuts=cuts, of_rows=True)
+    loss = PartSpec(
+        method="loss", of_slice="score_slice", cuts=cuts, replicated=("norm",), of_rows=True
+    )
+    # The embedding's backward sums gradients by token id and reads no weight.
+    embedding = UnitSpec(
+        name="embedding", shapes=rows, parts=(look_up,), backward_needs_weight=False
+    )
+    head = UnitSpec(
+        name="head",
+        shapes={"norm": (config.hidden_size,), **({} if tied else rows)},
+        parts=(loss,),
+        borrows=("embedding",) if tied else (),
+    )
+    block = UnitSpec(name="", shapes=_block_shapes(config), parts=_block_parts(config))
+    blocks = []
+    for layer in range(config.num_layers):
+        first = config.recompute.first_layer(layer) if config.recompute is not None else None
+        since = None if first is None else 1 + first  # the embedding is before the blocks
+        blocks.append(replace(block, name=f"blocks.{layer}", recomputed_from=since))
+    return embedding, *blocks, head
+
+
+def _block_shapes(config: LlamaConfig) -> dict[str, Shape]:
+    hidden, ffn, head = config.hidden_size, config.ffn_hidden_size, config.kv_channels
+    query, key = config.num_attention_heads * head, config.num_query_groups * head
+    shapes: dict[str, Shape] = {
+        "attention_norm": (hidden,),
+        "wq": (query, hidden),
+        "wk": (key, hidden),
+        "wv": (key, hidden),
+        "wo": (hidden, query),
+    }
+    if config.add_qkv_bias:
+        shapes |= {"bq": (query,), "bk": (key,), "bv": (key,)}
+    if config.qk_layernorm:
+        shapes |= {"q_norm": (head,), "k_norm": (head,)}
+    shapes |= {
+        "mlp_norm": (hidden,),
+        "w_gate": (ffn, hidden),
+        "w_up": (ffn, hidden),
+        "w_down": (hidden, ffn),
+    }
+    return shapes if config.lora is None else shapes | config.lora.shapes(shapes)
+
+
+def _block_parts(config: LlamaConfig) -> tuple[PartSpec, ...]:
+    """Attention, cut between groups of queries with their keys and values; MLP, by columns."""
+    biases = {"bq": 0, "bk": 0, "bv": 0} if config.add_qkv_bias else {}
+    of_heads = ("q_norm", "k_norm") if config.qk_layernorm else ()
+    attention = PartSpec(
+        method="attention",
+        of_slice="attention",
+        cuts={"wq": 0, "wk": 0, "wv": 0, "wo": 1} | biases,
+        replicated=("attention_norm", *of_heads),
+        shares=config.num_query_groups,
+    )
+    mlp = PartSpec(
+        method="mlp",
+        of_slice="mlp",
+        cuts={"w_gate": 0, "w_up": 0, "w_down": 1},
+        replicated=("mlp_norm",),
+    )
+    return _with_adapters(attention, config), _with_adapters(mlp, config)
+
+
+def _with_adapters(part: PartSpec, config: LlamaConfig) -> PartSpec:
+    """The part, whose slices read the adapters of its weights whole."""
+    if config.lora is None:
+        return part
+    targets = [name for name in part.cuts if name in config.lora.targets]
+    adapters = [of(name) for name in targets for of in (down_name, up_name)]
+    return replace(part, replicated=(*part.replicated, *adapters), of_starts=True)
+
+
+def first_trained_unit(units: Sequence[UnitSpec], is_trained: Callable[[str], bool]) -> int:
+    """The index of the first unit with a parameter that trains; the number of units if none has."""
+    some_train = (any(map(is_trained, unit.parameters)) for unit in units)
+    return next((index for index, trains in enumerate(some_train) if trains), len(units))
+
+
+def recomputed_groups(units: Sequence[UnitSpec], first_trained: int) -> tuple[range, ...]:
+    """The indices of the units that backward recomputes together, for each recomputation.
+
+    Backward does not reach units below the first that trains, so none of them is recomputed.
+    """
+    groups: dict[int, range] = {}
+    for index, unit in enumerate(units):
+        if unit.recomputed_from is not None and index >= first_trained:
+            first = max(unit.recomputed_from, first_trained)
+            groups[first] = range(first, index + 1)
+    return tuple(groups.values())
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
+    """Every parameter's shape by its name in the model, in model order."""
+    return {name: shape for unit in unit_specs(config) for name, shape in unit.parameters.items()}
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """The number of parameters; a tied weight counts once."""
+    return sum(map(math.prod, parameter_shapes(config).values()))
+
+
+def cut_dims(config: LlamaConfig) -> dict[str, int]:
+    """The dim along which each parameter that is cut into slices is cut, by name in the model."""
+    cuts = (unit.cuts_of(part) for unit in unit_specs(config) for part in unit.parts)
+    return {name: dim for cut in cuts for name, dim in cut.items()}
