@@ -54,7 +54,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
     """
     if not words:
         raise UserError(f"{flag} names no corpus: give the prefix of a .bin and a .idx file")
-    numbers = [_number(word) for word in words]
+    numbers = [number_in(word) for word in words]
     if all(number is None for number in numbers):
         return _checked(flag, [word.strip() for word in words], None)
     weights, prefixes = numbers[0::2], words[1::2]
@@ -112,7 +112,7 @@ def _flatten(content: list[Any], flag: str) -> list[str]:
             words.append(str(entry))
             continue
         inner = parse_blend(_flatten(entry, flag), flag)
-        outer = _number(str(content[place - 1])) if place % 2 == 1 else None
+        outer = number_in(str(content[place - 1])) if place % 2 == 1 else None
         if (outer is None) != (inner.weights is None):
             raise UserError(
                 f"{flag} a list inside a list has weights where the outer one has none, or none "
@@ -146,7 +146,8 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
     )
 
 
-def _number(word: str) -> float | None:
+def number_in(word: str) -> float | None:
+    """The number that a word is; None if it is none."""
     try:
         return float(word)
     except ValueError:

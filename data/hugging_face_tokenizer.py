@@ -169,7 +169,10 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
     else:
         ids = _read(folder / "added_tokens.json", dict[str, int])
         special = {*names, *map(_content, extra)}
-        numbered = {ids[text]: _plain_token(text, special=text in special) for text in ids}
+        numbered = {
+            ids[text]: _added_token({"content": text, "normalized": not is_one, "special": is_one})
+            for text, is_one in ((text, text in special) for text in ids)
+        }
         numbered |= present
         _mark_special(numbered.values(), names)
     tokens = [numbered[number] for number in sorted(numbered)]
@@ -212,10 +215,6 @@ def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list
 def _mark_special(tokens: Iterable[Any], names: Container[str | None]) -> None:
     for token in tokens:
         token.special = token.special or token.content in names
-
-
-def _plain_token(text: str, *, special: bool) -> Any:
-    return _added_token({"content": text, "normalized": not special, "special": special})
 
 
 def _added_token(token: str | Mapping[str, Any]) -> Any:

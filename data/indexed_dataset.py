@@ -70,9 +70,8 @@ class IndexedDataset:
         with reading(f"{bin_path(self.prefix)}"):
             _check_present(self.prefix)
         self._index = RegularFile(idx_path(prefix))
-        header = _read_header(self._index)
-        self._num_sequences, self._num_entries = header.num_sequences, header.num_document_entries
-        self.dtype = np.dtype(TOKEN_DTYPES[header.dtype_code])
+        code, self._num_sequences, self._num_entries = _read_header(self._index)
+        self.dtype = np.dtype(TOKEN_DTYPES[code])
         expected = self._bytes_by_index()
         if expected is None:
             raise UserError(f"{idx_path(prefix)} contradicts itself, it is damaged: {REMEDY}")
@@ -180,14 +179,6 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix,)
 
 
-class _Header(NamedTuple):
-    """The fields of the first 34 bytes of an index file."""
-
-    dtype_code: int
-    num_sequences: int
-    num_document_entries: int
-
-
 def _check_present(prefix: str) -> None:
     for path in (idx_path(prefix), bin_path(prefix)):
         if path.is_file():
@@ -204,7 +195,8 @@ def _check_present(prefix: str) -> None:
         )
 
 
-def _read_header(index: RegularFile) -> _Header:
+def _read_header(index: RegularFile) -> tuple[int, int, int]:
+    """The code of the type, the number of sequences, and that of the entries of documents."""
     path, size = index.path, index.size
     if size < HEADER.size or index.read(0, len(MAGIC)) != MAGIC:
         raise UserError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")
@@ -222,7 +214,7 @@ def _read_header(index: RegularFile) -> _Header:
             f"{path} holds {size} bytes where its header says {expected}, it is truncated or "
             f"damaged: {REMEDY}"
         )
-    return _Header(code, count, entries)
+    return code, count, entries
 
 
 @contextmanager

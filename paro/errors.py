@@ -108,14 +108,11 @@ def is_memory_failure(error: BaseException) -> bool:
     """Whether an allocation failed, on the host or on the device."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    if isinstance(error, MemoryError) or _is_by_torch(error):
+    # torch.OutOfMemoryError by its name, as this file does without torch.
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"MemoryError", "OutOfMemoryError"}:
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
-
-
-def _is_by_torch(error: BaseException) -> bool:
-    """Whether it is `torch.OutOfMemoryError`; by name, as this file does without torch."""
-    return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
 def lost_peer(error: BaseException) -> str | None:

@@ -198,3 +198,10 @@ def add_profiling_args(parser: ArgumentParser) -> None:
         "pytorch.org/memory_viz")
     add("--memory-snapshot-path", default="snapshot.pickle", metavar="FILE",
         help="where it is written, at every save, when memory runs out, and at the end")
+
+
+# In the order of --help.
+JOB_GROUPS = (
+    add_data_args, add_tokenizer_args, add_validation_args, add_checkpointing_args,
+    add_logging_args, add_profiling_args,
+)

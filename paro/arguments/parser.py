@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
@@ -14,26 +15,9 @@ from functools import cache
 from typing import NamedTuple
 
 from paro.arguments.corrected import corrected
-from paro.arguments.finite import finite
-from paro.arguments.inter_bits import add_inter_bits_args
-from paro.arguments.job import (
-    add_checkpointing_args,
-    add_data_args,
-    add_logging_args,
-    add_profiling_args,
-    add_tokenizer_args,
-    add_validation_args,
-)
+from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
-from paro.arguments.model import (
-    add_learning_rate_args,
-    add_lora_args,
-    add_mixed_precision_args,
-    add_model_args,
-    add_recompute_args,
-    add_regularization_args,
-    add_training_args,
-)
+from paro.arguments.model import MODEL_GROUPS, add_inter_bits_args
 from paro.arguments.needed import EXAMPLE, flags_in, missing_flags, nothing_needed_is_given
 from paro.arguments.unknown import hint_for
 from paro.arguments.words import by_flag
@@ -98,33 +82,27 @@ def build_parser() -> ArgumentParser:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.register("type", float, finite)  # for every flag of this type, also from a YAML file
+    parser.register("type", float, _finite)  # for every flag of this type, also from a YAML file
     parser.add_argument(
         "--yaml-cfg",
         metavar="FILE",
         help="read flags from this YAML file (flag: value, one level); the command line wins",
     )
-    _add_paro_args(parser)
-    add_model_args(parser)
-    add_training_args(parser)
-    add_lora_args(parser)
-    add_recompute_args(parser)
-    add_regularization_args(parser)
-    add_learning_rate_args(parser)
-    add_mixed_precision_args(parser)
-    _add_distributed_args(parser)
-    _add_dry_run_args(parser)
-    add_data_args(parser)
-    add_tokenizer_args(parser)
-    add_validation_args(parser)
-    add_checkpointing_args(parser)
-    add_logging_args(parser)
-    add_profiling_args(parser)
-    add_compatibility_args(parser)
+    launch = (_add_distributed_args, _add_dry_run_args)
+    for add in (_add_paro_args, *MODEL_GROUPS, *launch, *JOB_GROUPS, add_compatibility_args):
+        add(parser)
     for action in parser._actions:
         if action.type is int:
             action.type = _whole_number
     return parser
+
+
+def _finite(text: str) -> float:
+    """The number in `text`; a `ValueError` for what is none, as `float` raises it."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text.strip()} is not a finite number")
+    return number
 
 
 def _whole_number(text: str) -> int:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
     DamagedError,
-    FileSum,
+    Stretches,
     check_format,
     damaged,
     library_versions,
@@ -269,7 +269,7 @@ def finish_checkpoint(
     partial: Path,
     iteration: int,
     common: Mapping[str, Any],
-    files: Mapping[str, FileSum] | None = None,
+    files: Mapping[str, Stretches] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Turns a written folder into the latest checkpoint; until the last rename the old one is.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from paro.errors import UserError, describe, reading
 from paro.untrusted.checksum import crc32
@@ -56,24 +56,14 @@ class _Facts(TypedDict):
     files: dict[str, _File]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Consecutive bytes of a file, with their checksum; begin and length in bytes."""
+class Stretch(NamedTuple):
+    """Consecutive bytes of a file: how many, and their checksum."""
 
-    begin: int
     length: int
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileSum:
-    """The stretches of a file, in order and without gaps."""
-
-    stretches: tuple[Stretch, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(stretch.length for stretch in self.stretches)
+Stretches = tuple[Stretch, ...]  # of a file, in order and without gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +74,15 @@ class Manifest:
     iteration: int
     versions: Mapping[str, str]
     arguments: Mapping[str, Any]
-    files: Mapping[str, FileSum] = field(default_factory=dict)
+    files: Mapping[str, Stretches] = field(default_factory=dict)
     checksum: int = 0  # of the manifest, and so of all files
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, int], Stretch]:
         return {
-            (name, stretch.begin): stretch
-            for name, file in self.files.items()
-            for stretch in file.stretches
+            (name, begin): stretch
+            for name, stretches in self.files.items()
+            for begin, stretch in _placed(stretches)
         }
 
     def check_sizes(self, names: list[str] | None = None) -> None:
@@ -103,15 +93,14 @@ class Manifest:
             if wanted is None:
                 raise DamagedError(f"{path} is not in {MANIFEST}")
             found = size_of(path)
-            if found != wanted.num_bytes:
-                what = "truncated" if found < wanted.num_bytes else "too long"
-                raise DamagedError(f"{path} is {what}: {found} bytes of {wanted.num_bytes}")
+            num_bytes = _num_bytes(wanted)
+            if found != num_bytes:
+                what = "truncated" if found < num_bytes else "too long"
+                raise DamagedError(f"{path} is {what}: {found} bytes of {num_bytes}")
 
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
         """Raises `DamagedError` unless this is a stretch of the file with this checksum."""
-        stretch = self._by_place.get((name, begin))
-        wanted = None if stretch is None else (stretch.length, stretch.checksum)
-        if wanted != (length, checksum):
+        if self._by_place.get((name, begin)) != (length, checksum):
             raise DamagedError(_wrong(self.directory / name, begin, begin + length))
 
     def read_file(self, name: str) -> bytes:
@@ -124,19 +113,18 @@ class Manifest:
     def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
         """Verifies every file; returns the bytes read. `DamagedError` names the first bad file."""
         self.check_sizes()
-        for name, file in self.files.items():
+        for name, stretches in self.files.items():
             path = self.directory / name
             with reading(f"{path}"), path.open("rb") as opened:
-                for stretch in file.stretches:
+                for begin, stretch in _placed(stretches):
                     checksum, left = 0, stretch.length
                     while block := opened.read(min(left, _BLOCK_BYTES)):
                         checksum = crc32(block, checksum)
                         left -= len(block)
                         advance(len(block))
                     if checksum != stretch.checksum:
-                        stop = stretch.begin + stretch.length
-                        raise DamagedError(_wrong(path, stretch.begin, stop))
-        return sum(file.num_bytes for file in self.files.values())
+                        raise DamagedError(_wrong(path, begin, begin + stretch.length))
+        return sum(map(_num_bytes, self.files.values()))
 
 
 def size_of(path: Path) -> int:
@@ -150,9 +138,21 @@ def size_of(path: Path) -> int:
     return status.st_size
 
 
-def sum_of(content: bytes) -> FileSum:
+def sum_of(content: bytes) -> Stretches:
     """The checksum of a small file, which is one stretch."""
-    return FileSum((Stretch(begin=0, length=len(content), checksum=crc32(content)),))
+    return (Stretch(len(content), crc32(content)),)
+
+
+def _placed(stretches: Stretches) -> Iterator[tuple[int, Stretch]]:
+    """The stretches of a file, each with its first byte."""
+    begin = 0
+    for stretch in stretches:
+        yield begin, stretch
+        begin += stretch.length
+
+
+def _num_bytes(stretches: Stretches) -> int:
+    return sum(stretch.length for stretch in stretches)
 
 
 def library_versions() -> dict[str, str]:
@@ -167,7 +167,7 @@ def library_versions() -> dict[str, str]:
 
 
 def write_manifest(
-    directory: Path, iteration: int, files: Mapping[str, FileSum], arguments: Mapping[str, Any]
+    directory: Path, iteration: int, files: Mapping[str, Stretches], arguments: Mapping[str, Any]
 ) -> None:
     """Writes the manifest, the last file: without one the folder counts as incomplete."""
     facts = {
@@ -176,11 +176,8 @@ def write_manifest(
         "versions": library_versions(),
         "arguments": dict(arguments),
         "files": {
-            name: {
-                "bytes": file.num_bytes,
-                "crc32": [[stretch.length, stretch.checksum] for stretch in file.stretches],
-            }
-            for name, file in sorted(files.items())
+            name: {"bytes": _num_bytes(stretches), "crc32": stretches}
+            for name, stretches in sorted(files.items())
         },
     }
     text = json.dumps({**facts, "crc32": crc32(_canonical(facts))}, default=str)
@@ -209,7 +206,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         iteration=facts["iteration"],
         versions=facts["versions"],
         arguments=facts["arguments"],
-        files={name: _file_sum(file["crc32"]) for name, file in facts["files"].items()},
+        files={
+            name: tuple(Stretch(*pair) for pair in file["crc32"])
+            for name, file in facts["files"].items()
+        },
         checksum=checksum,
     )
 
@@ -239,7 +239,7 @@ def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
         )
 
 
-def write_durably(path: Path, text: str) -> FileSum:
+def write_durably(path: Path, text: str) -> Stretches:
     """Writes and fsyncs a small file, so that it survives a crash of the machine."""
     content = text.encode()
     with path.open("wb") as file:
@@ -247,14 +247,6 @@ def write_durably(path: Path, text: str) -> FileSum:
         file.flush()
         os.fsync(file.fileno())
     return sum_of(content)
-
-
-def _file_sum(pairs: list[tuple[int, int]]) -> FileSum:
-    stretches, begin = [], 0
-    for length, checksum in pairs:
-        stretches.append(Stretch(begin=begin, length=length, checksum=checksum))
-        begin += length
-    return FileSum(tuple(stretches))
 
 
 def _canonical(facts: Mapping[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
 )
 from paro.checkpoint.lease import LeaseLostError
-from paro.checkpoint.manifest import FileSum
+from paro.checkpoint.manifest import Stretches
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, check_files
@@ -68,7 +68,7 @@ def write_states(
 
 def _write(
     folder: Path, states: dict[str, BoxedState], ranks: Ranks, blame: str
-) -> dict[str, FileSum]:
+) -> dict[str, Stretches]:
     """Writes the tensor files; returns the checksums of all files in this rank's folder."""
     writer = BoundedWriter(folder)
     with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():

@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
-from paro.checkpoint.manifest import DamagedError, FileSum, Manifest, Stretch, size_of
+from paro.checkpoint.manifest import DamagedError, Manifest, Stretch, Stretches, size_of
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
 from paro.errors import describe
@@ -55,7 +55,7 @@ class BoundedWriter(FileSystemWriter):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.sums: dict[str, FileSum] = {}
+        self.sums: dict[str, Stretches] = {}
 
     def storage_meta(self) -> StorageMeta:
         """Without the folder's name, as the folder is renamed once the checkpoint is complete."""
@@ -82,13 +82,13 @@ class BoundedWriter(FileSystemWriter):
                     values = planner.resolve_data(item)
                     assert isinstance(values, Tensor), f"{item.index} is no tensor"
                     torch.save(_alone_in_storage(values.detach().cpu()), stream)  # type: ignore[arg-type]
-                    stretch = stream.end_stretch()
+                    begin, stretch = stream.end_stretch()
                     stretches.append(stretch)
                     results.append(
                         WriteResult(
                             index=item.index,
                             size_in_bytes=stretch.length,
-                            storage_data=_StorageInfo(name, stretch.begin, stretch.length),
+                            storage_data=_StorageInfo(name, begin, stretch.length),
                         )
                     )
                 os.fsync(file.fileno())
@@ -97,7 +97,7 @@ class BoundedWriter(FileSystemWriter):
             if stream is not None and stream.failure is not None:
                 raise stream.failure from error
             raise
-        self.sums[name] = FileSum(tuple(stretches))
+        self.sums[name] = tuple(stretches)
         return results
 
 
@@ -140,15 +140,15 @@ class _SummingStream:
     def flush(self) -> None:
         """A no-op: nothing is buffered."""
 
-    def end_stretch(self) -> Stretch:
-        """Ends a stretch: the bytes written since the last one."""
+    def end_stretch(self) -> tuple[int, Stretch]:
+        """Ends a stretch, the bytes written since the last one; its first byte, and it."""
         begin, self._begin = self._begin, self._written
         checksum, self._checksum = self._checksum, 0
         if self._written - self._asked >= MAX_ITEM_BYTES:
             # Linux starts writing dirty pages that it cannot drop yet, without waiting for them.
             os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
             self._asked = self._written
-        return Stretch(begin=begin, length=self._written - begin, checksum=checksum)
+        return begin, Stretch(self._written - begin, checksum)
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:

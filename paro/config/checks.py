@@ -210,12 +210,13 @@ def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
             raise UserError(
                 f"{flag} needs the package {package}: pip install {package}, or leave it out"
             )
-    if report.tensorboard_dir is not None:
-        _check_writable("--tensorboard-dir", report.tensorboard_dir)
-    if report.wandb_save_dir is not None:
-        _check_writable("--wandb-save-dir", report.wandb_save_dir)
-    if runtime.flight_recorder_dir is not None:
-        _check_writable("--flight-recorder-dir", runtime.flight_recorder_dir)
+    for flag, folder in (
+        ("--tensorboard-dir", report.tensorboard_dir),
+        ("--wandb-save-dir", report.wandb_save_dir),
+        ("--flight-recorder-dir", runtime.flight_recorder_dir),
+    ):
+        if folder is not None:
+            _check_writable(flag, folder)
 
 
 def check_profile(

@@ -10,6 +10,7 @@ import torch
 import data
 import model
 import paro
+from data.blend import number_in
 from paro.arguments.parser import build_parser
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
@@ -68,17 +69,8 @@ def _without_paths(value: object) -> str:
     if value is None:
         return _text(value)
     words = value if isinstance(value, (list, tuple)) else [value]
-    return (
-        " ".join(word if _is_number(word) else "a path" for word in map(str, words)) or "not given"
-    )
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+    shown = ("a path" if number_in(word) is None else word for word in map(str, words))
+    return " ".join(shown) or "not given"
 
 
 def _hash(text: str) -> str:

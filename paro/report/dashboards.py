@@ -235,21 +235,13 @@ def open_dashboards(
     if not log.is_last:
         return dashboards
     if config.tensorboard_dir is not None:
-        board = partial(
-            TensorBoard,
-            config.tensorboard_dir,
-            queue_size=config.tensorboard_queue_size,
-            start_iteration=start_iteration,
-        )
+        folder, length = config.tensorboard_dir, config.tensorboard_queue_size
+        board = partial(TensorBoard, folder, queue_size=length, start_iteration=start_iteration)
         dashboards.open("--tensorboard-dir", board)
     if config.wandb_project is not None:
         place = run_id_place(config, save)
-        dashboards.open(
-            "--wandb-project",
-            lambda: WeightsAndBiases(
-                config, arguments, start_iteration=start_iteration, place=place
-            ),
-        )
+        run = partial(WeightsAndBiases, config, arguments, place=place)
+        dashboards.open("--wandb-project", partial(run, start_iteration=start_iteration))
     return dashboards
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -122,7 +121,7 @@ class MemoryHistory(Observer):
             torch.cuda.memory._record_memory_history()
             attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
             if attach is not None:
-                attach(self._out_of_memory)
+                attach(lambda *_: self._write())
 
     def begins(self, what: str, iteration: int) -> None:
         if self._is_on and what == "saving":
@@ -131,9 +130,6 @@ class MemoryHistory(Observer):
     def ends(self) -> None:
         if self._is_on:
             self._write()
-
-    def _out_of_memory(self, *_: Any) -> None:
-        self._write()
 
     def _write(self) -> None:
         try:

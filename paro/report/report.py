@@ -134,8 +134,10 @@ class Report:
         self._totals["nan-iterations"] += alone.nan_iterations
         left = self._time_left.after(record.iteration, seconds=record.iteration_time_ms / 1000.0)
         self._show(lambda view: view.iteration(record, alone, seconds_left=left))
-        if due or record.iteration % self.config.tensorboard_log_interval == 0:
-            self._write_dashboards(record, alone)
+        to_dashboards = due or record.iteration % self.config.tensorboard_log_interval == 0
+        if to_dashboards and self._dashboards.any_open:
+            values = scalars_of(record, alone, self._facts, totals=self._totals)
+            self.scalars(values, record.iteration, record.consumed_samples)
         if not due:
             return
         metrics = self._summarize(self._interval)
@@ -174,9 +176,7 @@ class Report:
                 f"{name}-time": max(own.get(name, 0.0) for own in timers) / iterations
                 for name in names
             }
-            self._dashboards.write(
-                slowest, iteration=record.iteration, samples=record.consumed_samples
-            )
+            self.scalars(slowest, record.iteration, record.consumed_samples)
 
     def validation(
         self,
@@ -197,7 +197,7 @@ class Report:
         name = data_set or "validation"
         self._show(lambda view: view.validation(name, iteration=iteration, lm_loss=lm_loss))
         scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
-        self._dashboards.write(scalars, iteration=iteration, samples=samples)
+        self.scalars(scalars, iteration, samples)
         self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
@@ -243,14 +243,6 @@ class Report:
             peak_memory_bytes=peak_memory_bytes(self._device),
             peak_reserved_bytes=peak_reserved_bytes(self._device),
         )
-
-    def _write_dashboards(self, record: IterationRecord, alone: Metrics) -> None:
-        if self._dashboards.any_open:
-            self._dashboards.write(
-                scalars_of(record, alone, self._facts, totals=self._totals),
-                iteration=record.iteration,
-                samples=record.consumed_samples,
-            )
 
 
 def open_report(

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.config import LLAMA_PRESETS
-from paro.arguments.inter_bits import add_inter_bits_args
 from paro.arguments.model import (
+    add_inter_bits_args,
     add_lora_args,
     add_mixed_precision_args,
     add_model_args,

@@ -32,6 +32,7 @@ from paro.errors import UserError, about
 from paro.untrusted.schema import conform, read_json
 
 CONFIG = "config.json"
+COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -78,7 +79,10 @@ def open_hugging_face(directory: Path) -> Source:
     companions = companions_in(directory)
     begins = begins_with_bos(companions)
     tokenizer = tokenizer_of(companions, begins=begins)
-    missing = _missing_companions(directory, companions, has_tokenizer=tokenizer is not None)
+    if tokenizer is None:
+        notes.append(f"{directory} has no tokenizer: prompts are token ids")
+    if GENERATION_CONFIG not in companions:
+        notes.append(f"{directory} has no {GENERATION_CONFIG}: none is written")
     return Source(
         config=config,
         tensors=tensors,
@@ -87,7 +91,7 @@ def open_hugging_face(directory: Path) -> Source:
         origin=str(directory.resolve()),
         begins_with_bos=begins,
         token_ids=token_ids,
-        notes=(*notes, *missing),
+        notes=tuple(notes),
     )
 
 
@@ -154,6 +158,7 @@ def begins_with_bos(companions: Mapping[str, Path]) -> bool:
 
 
 def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
     for name, path in companions.items():
         shutil.copyfile(path, directory / name)
 
@@ -202,15 +207,6 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
     if write_tokenizer_json(pieces, directory, begins_texts=source.begins_with_bos):
         return []
     return [f"{pieces} is copied as it is: it has no equal in a tokenizer.json"]
-
-
-def _missing_companions(
-    directory: Path, companions: Mapping[str, Path], *, has_tokenizer: bool
-) -> Iterator[str]:
-    if not has_tokenizer:
-        yield f"{directory} has no tokenizer: prompts are token ids"
-    if GENERATION_CONFIG not in companions:
-        yield f"{directory} has no {GENERATION_CONFIG}: none is written"
 
 
 def _config_fields(source: Source) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch.serialization import skip_data
 from model.config import LlamaConfig
 from model.units import cut_dims, parameter_shapes
 from paro.checkpoint.convert.hugging_face import (
+    COMPANIONS,
     begins_with_bos,
     companions_in,
     copy_companions,
@@ -48,7 +49,6 @@ from paro.untrusted.schema import Count, conform
 
 FILE = "mp_rank_00/model_optim_rng.pt"
 _BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")
-COMPANIONS = "hugging_face"  # tokenizer and config files of a model converted by this project
 
 _OUTSIDE_BLOCKS = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -182,7 +182,6 @@ def write_megatron(
             for place, tensor in parts:
                 view = place(saved["model"][name])
                 _fill(view, tensor, advance)
-    (root / COMPANIONS).mkdir()
     copy_companions(source.companions, root / COMPANIONS)
     (root / TRACKER).write_text("release", encoding="utf-8")
 

@@ -26,6 +26,7 @@ from paro.checkpoint.base import as_base, open_base
 from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.config import FREE_FIELDS
 from paro.checkpoint.convert.hugging_face import (
+    COMPANIONS,
     CONFIG,
     companions_in,
     copy_companions,
@@ -41,15 +42,13 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.manifest import FileSum, Manifest, read_manifest
+from paro.checkpoint.manifest import Manifest, Stretches, read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
 from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
 from paro.errors import UserError
 from paro.optim.states import PARAM
 from paro.untrusted.schema import conform
-
-COMPANIONS = "hugging_face"  # folder for the tokenizer and config files of a converted model
 
 
 def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:
@@ -115,7 +114,6 @@ def write_native(
     """
     partial_directory = begin_checkpoint(root, 0)
     sums = _write_tensors(source.tensors, rows, partial_directory, final, advance)
-    (root / COMPANIONS).mkdir()
     copy_companions(source.companions, root / COMPANIONS)
     fields = asdict(replace(source.config, vocab_size=rows))
     tokenizer = _tokenizer_there(source, final / COMPANIONS)
@@ -167,7 +165,7 @@ def _write_tensors(
     directory: Path,
     final: Path,
     advance: Callable[[int], None],
-) -> dict[str, FileSum]:
+) -> dict[str, Stretches]:
     """Writes the tensors into a checkpoint's folder; the checksums of its files."""
     states, reads = _lazy_states(tensors, rows)
     writer = BoundedWriter(directory)
@@ -208,25 +206,18 @@ def _lazy_states(
     reads: dict[tuple[str, int], Callable[[], Tensor]] = {}
     for parameter, tensor in tensors.items():
         name = f"{PARAM}.{parameter}"
-        shape = tensor.shape
-        if parameter in ("embedding.weight", "head.weight"):
-            shape = (vocab_rows, *shape[1:])
-        states[name] = BoxedState(shape=shape)
-
-        def add(
-            start: int, stop: int, read: Callable[[], Tensor], name: str, tensor: LazyTensor
-        ) -> None:
-            extent = (stop - start, *tensor.shape[1:])
-            corner = (start, *(0 for _ in extent[1:]))
-            states[name].rectangles[corner] = torch.empty(extent, dtype=tensor.dtype, device="meta")
+        num_rows, *others = tensor.shape
+        pieces = [(*part, partial(tensor.rows, *part)) for part in tensor.row_ranges()]
+        if parameter in ("embedding.weight", "head.weight") and num_rows < vocab_rows:
+            padding = (vocab_rows - num_rows, *others)
+            zeros = partial(torch.zeros, padding, dtype=tensor.dtype)
+            pieces.append((num_rows, vocab_rows, zeros))
+            num_rows = vocab_rows
+        states[name] = BoxedState(shape=(num_rows, *others))
+        for start, stop, read in pieces:
+            rows = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
+            states[name].rectangles[start, *(0 for _ in others)] = rows
             reads[name, start] = read
-
-        for start, stop in tensor.row_ranges():
-            add(start, stop, partial(tensor.rows, start, stop), name, tensor)
-        if shape != tensor.shape:
-            missing = (shape[0] - tensor.shape[0], *shape[1:])
-            zeros = partial(torch.zeros, missing, dtype=tensor.dtype)
-            add(tensor.shape[0], shape[0], zeros, name, tensor)
     return states, reads
 
 

@@ -234,14 +234,10 @@ def _size(span: AxisSpan) -> int:
     return span[-1].outer // span[0].inner
 
 
-def _link_of(machine: Machine, axis: Axis) -> Link:
-    """The links that an axis uses on the machine, whatever group size the strategy has."""
-    return Link.INTRA if axis.outer <= machine.group_size else Link.INTER
-
-
 def _axes(machine: Machine, span: AxisSpan) -> Axes:
-    kinds = {_link_of(machine, axis) for axis in span}
-    return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
+    """The links that a span uses on the machine, whatever group size the strategy has."""
+    inside = [axis.outer <= machine.group_size for axis in span]
+    return Axes.INTRA if all(inside) else Axes.BOTH if any(inside) else Axes.INTER
 
 
 def _uses_nics(machine: Machine, span: AxisSpan) -> bool:

@@ -240,12 +240,5 @@ def _speed_of(link: _Link | None) -> LinkSpeed | None:
 
 
 def _measured(row: _Row) -> Measured:
-    return Measured(
-        axes=row.axes,
-        op=row.op,
-        algorithm=row.algorithm,
-        num_bytes=row.bytes,
-        seconds=row.seconds,
-        cpu_seconds=row.cpu_seconds,
-        busy_seconds=row.busy_seconds,
-    )
+    fields = asdict(row)
+    return Measured(num_bytes=fields.pop("bytes"), **fields)

@@ -52,7 +52,9 @@ def test_lists_every_file_the_arguments_and_the_versions(saved: Path) -> None:
     assert manifest.arguments == {"lr": 0.1}
     assert manifest.versions.keys() >= {"python", "torch"}
     sizes = {path.name: path.stat().st_size for path in saved.iterdir() if path.name != MANIFEST}
-    assert {name: file.num_bytes for name, file in manifest.files.items()} == sizes
+    assert {
+        name: sum(part.length for part in file) for name, file in manifest.files.items()
+    } == sizes
     assert manifest.verify() == sum(sizes.values())
 
 
