@@ -46,10 +46,11 @@ def main() -> None:
             config = RunConfig.from_args(args, world)
         if config.launch.dry_run:
             watchdog.close()
-            run_dry(config, world)
+            run_dry(config)
             return
         set_logging_level(config.report.logging_level)
         watchdog.begins("meeting the other ranks", 0)
+        world = config.world
         settings = settings_of(config) if world.size > 1 else {}
         with distributed(config.runtime, world, settings) as control:
             check_source(config.checkpoint, config.train, control)

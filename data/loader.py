@@ -201,19 +201,19 @@ def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
 class MicroBatches:
     """Endless iterator over this rank's micro-batches, in order from `consumed_samples` on.
 
-    Micro-batch m has micro_batch_size samples, starting at consumed + (m * world_size + rank) *
-    micro_batch_size: Megatron's dataloader type `single`. The caller decides how many micro-batches
-    make a step, so batch ramp-up and resuming need no code here. Drawing a sample beyond the end of
-    the data set raises `UserError`; nothing is read twice.
+    Micro-batch m has micro_batch_size samples, starting at consumed + (m * data_parallel_size +
+    data_parallel_rank) * micro_batch_size: Megatron's dataloader type `single`. The caller decides
+    how many micro-batches make a step, so batch ramp-up and resuming need no code here. Drawing a
+    sample beyond the end of the data set raises `UserError`; nothing is read twice.
 
     With workers, processes read ahead; order and content do not change.
     """
 
     dataset: Samples
     _: KW_ONLY
-    rank: int
-    world_size: int
     micro_batch_size: int
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
     consumed_samples: int = 0
     num_workers: int = 0
     pin_memory: bool = False
@@ -222,7 +222,8 @@ class MicroBatches:
     _source: Iterator[Batch | Failure] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
+        rank, num_ranks = self.data_parallel_rank, self.data_parallel_size
+        assert 0 <= rank < num_ranks, f"data-parallel rank {rank} of {num_ranks}"
         assert self.micro_batch_size > 0, f"micro-batch of {self.micro_batch_size}"
         assert self.consumed_samples >= 0, f"{self.consumed_samples} samples consumed"
 
@@ -271,10 +272,11 @@ class MicroBatches:
         # A separate generator: one that references `self`, and so its own reader, would be freed by
         # the garbage collector, which frees the queues of the workers before these are told to end,
         # and then waits 5 seconds for each.
+        first = self.data_parallel_rank * self.micro_batch_size
         return _sample_numbers(
-            range(self.rank * self.micro_batch_size, (self.rank + 1) * self.micro_batch_size),
+            range(first, first + self.micro_batch_size),
             consumed=self.consumed_samples,
-            stride=self.micro_batch_size * self.world_size,
+            stride=self.micro_batch_size * self.data_parallel_size,
             round_of=len(self.dataset) if self.whole else None,
         )
 

@@ -33,7 +33,7 @@ class Drops(NamedTuple):
 
 
 def drops_of(
-    config: object, seed: int, step: int, rank: int, num_ranks: int
+    config: object, seed: int, step: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Callable[[int, int], dict[str, Any]]:
     """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
 
@@ -43,7 +43,7 @@ def drops_of(
         return lambda _index, _size: {}
 
     def drops(index: int, size: int) -> dict[str, Any]:
-        first = (index * num_ranks + rank) * size
+        first = (index * data_parallel_size + data_parallel_rank) * size
         return {"drops": Drops(seed, step, tuple(range(first, first + size)))}
 
     return drops

@@ -30,14 +30,14 @@ def size_text(num_bytes: int, *, like: int | None = None) -> str:
     return f"{num_bytes} bytes"
 
 
-def check_multiple(what: str, size: int, micro_batch_size: int, *, num_ranks: int) -> None:
+def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
     """`UserError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
-    at_once = micro_batch_size * num_ranks
+    at_once = micro_batch_size * data_parallel_size
     if size > 0 and size % at_once == 0:
         return
     below = size // at_once * at_once
     raise UserError(
         f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
-        f"{count_text(num_ranks, 'rank')} (= {at_once}): choose "
+        f"{count_text(data_parallel_size, 'data-parallel rank')} (= {at_once}): choose "
         + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
     )

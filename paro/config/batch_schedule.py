@@ -68,7 +68,7 @@ class BatchSchedule:
 
     @property
     def samples_per_micro_batch(self) -> int:
-        """Samples of one micro-batch on all ranks together."""
+        """Samples of one micro-batch on all data-parallel ranks together."""
         return self.micro_batch_size * self.data_parallel_size
 
     @property
@@ -190,11 +190,12 @@ class BatchSchedule:
             raise UserError(
                 f"--eval-global-batch-size {self.eval_batch} is not divisible by "
                 f"--eval-micro-batch-size {self.eval_micro_batch} times {self.data_parallel_size} "
-                f"ranks (= {at_once}); each is its counterpart in training where it is not given"
+                f"data-parallel ranks (= {at_once}); each is its counterpart in training where it "
+                "is not given"
             )
 
     def _check_multiple(self, what: str, size: int) -> None:
-        check_multiple(what, size, self.micro_batch_size, num_ranks=self.data_parallel_size)
+        check_multiple(what, size, self.micro_batch_size, self.data_parallel_size)
 
 
 def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:

@@ -58,14 +58,12 @@ def check_compile(model: LlamaConfig) -> None:
         raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
 
 
-def check_rotation(
-    sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig, world_size: int
-) -> None:
+def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig) -> None:
     """`UserError` if --paro-materialize rotate does not support this model or strategy."""
     if sharding.materialize != "rotate":
         return
     reason = rotation_infeasible_reason(
-        strategy, model, world_size=world_size, group_size=sharding.group_size
+        strategy, model, world_size=sharding.world.size, group_size=sharding.world.group_size
     )
     if reason is not None:
         raise UserError(reason)

@@ -37,12 +37,11 @@ def fitted_to_ranks(
     gradients at most as they were. Where no degrees rotate and survive, parameters are gathered;
     where collectives were measured on other ranks, they are native.
     """
-    num_nodes = _nodes_of(world)
     given_size = args.paro_group_size
     if given_size is not None and given_size < 1:
         check_group_size(world.size, given_size)
     group_size = fitting_group_size(given_size or world.ranks_per_node, world.size)
-    survive = min(args.paro_survive, num_nodes - 1)
+    survive = min(args.paro_survive, world.num_nodes - 1)
     given = vars(args) | {"paro_strategy": strategy}
     fits = {"paro_survive": survive}
     if given_size is not None:
@@ -79,7 +78,7 @@ def fitted_to_ranks(
         for name, value in fits.items()
         if given[name] != value
     ]
-    where = f"on {count_text(world.size, 'rank')} of {count_text(num_nodes, 'node')}"
+    where = f"on {count_text(world.size, 'rank')} of {count_text(world.num_nodes, 'node')}"
     lines = (f"{_FLAG}: {where} {', '.join(changes)}",) if changes else ()
     return Namespace(**given | fits), lines
 
@@ -91,16 +90,16 @@ def nodes_line(batches: BatchSchedule, world: World) -> tuple[str, ...]:
     more.
     """
     allowed, refusals = [], []
-    for num_nodes in range(1, _nodes_of(world) + 1):
+    for num_nodes in range(1, world.num_nodes + 1):
         try:
-            ranks = num_nodes * world.ranks_per_node
-            replace(batches, data_parallel_size=ranks).check_from(0)
+            left = replace(world, size=num_nodes * world.ranks_per_node)
+            replace(batches, data_parallel_size=left.data_parallel_size).check_from(0)
             allowed.append(str(num_nodes))
         except UserError as error:
             refusals.append(str(error))
     if not refusals:
         return ()
-    which = f"{listed(allowed) if allowed else 'none'} of {count_text(_nodes_of(world), 'node')}"
+    which = f"{listed(allowed) if allowed else 'none'} of {count_text(world.num_nodes, 'node')}"
     return (f"{_FLAG}: the batch allows a restart on {which}: {refusals[0]}",)
 
 
@@ -117,7 +116,3 @@ def _fitting(
     coarser = [one for one in strategies if one.params <= degrees[0] and one.grads <= degrees[1]]
     best = max(coarser or strategies, key=lambda one: (kept(one), one.optim, one.grads, one.params))
     return ",".join(map(str, best.degrees))
-
-
-def _nodes_of(world: World) -> int:
-    return -(-world.size // world.ranks_per_node)

@@ -50,7 +50,7 @@ def wrong_values(args: Namespace) -> WrongValues:
     except UserError as error:
         return WrongValues(error.args, {})
     lines = [line for line in value_mistakes(filled, world) if not missing & flags_in([line])]
-    better = {} if "--world-size" in missing else better_values(filled, world.size)
+    better = {} if "--world-size" in missing else better_values(filled, world.data_parallel_size)
     return WrongValues(lines, better)
 
 
@@ -80,7 +80,7 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
         batches = part(take_batches, _with(args, {"global_batch_size": None}), world)
     if batches is None:  # which others need
-        better = _with(args, better_values(args, world.size))
+        better = _with(args, better_values(args, world.data_parallel_size))
         batches = part(take_batches, better, world)
     part(_check_sizes, batches, checkpoint)
     train, data = part(take_train, args, batches), part(take_data, args)
@@ -98,13 +98,13 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     return distinct(found)
 
 
-def better_values(args: Namespace, num_ranks: int) -> dict[str, object]:
+def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]:
     """What to give instead of batch sizes that do not divide into micro-batches on all ranks.
 
     The micro-batch becomes smaller where that is enough; else sizes become larger. Negative
     iterations of evaluation are none, as in Megatron-LM. None: the flag is to be left out.
     """
-    found = {**_fitting_batches(args, num_ranks), "eval_iters": max(args.eval_iters, 0)}
+    found = {**_fitting_batches(args, data_parallel_size), "eval_iters": max(args.eval_iters, 0)}
     return {name: value for name, value in found.items() if value != getattr(args, name)}
 
 
@@ -117,7 +117,7 @@ def _with(args: Namespace, values: Mapping[str, object]) -> Namespace:
     return Namespace(**{**vars(args), **values})
 
 
-def _fitting_batches(args: Namespace, num_ranks: int) -> dict[str, object]:
+def _fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, object]:
     micro, whole, steps = (
         args.micro_batch_size,
         args.global_batch_size,
@@ -125,9 +125,9 @@ def _fitting_batches(args: Namespace, num_ranks: int) -> dict[str, object]:
     )
     if micro < 1 or (whole is not None and not 0 < whole < _MOST):
         return {}
-    if whole is not None and whole % num_ranks == 0:
-        micro = gcd(micro, whole // num_ranks)
-    unit = micro * num_ranks
+    if whole is not None and whole % data_parallel_size == 0:
+        micro = gcd(micro, whole // data_parallel_size)
+    unit = micro * data_parallel_size
     found: dict[str, object] = {"micro_batch_size": micro}
     if steps is not None:
         found |= {"global_batch_size": None, "step_batch_size_schedule": _steps(steps, unit)}

@@ -40,7 +40,7 @@ def take_batches(args: Namespace, world: World) -> BatchSchedule:
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
     elif global_batch_size is None:
-        global_batch_size = args.micro_batch_size * world.size
+        global_batch_size = args.micro_batch_size * world.data_parallel_size
         if args.paro_elastic:
             raise UserError(
                 "--paro-elastic keeps the global batch where the ranks change: give it, such as "
@@ -51,7 +51,7 @@ def take_batches(args: Namespace, world: World) -> BatchSchedule:
         BatchSchedule,
         args,
         global_batch_size=global_batch_size,
-        data_parallel_size=world.size,
+        data_parallel_size=world.data_parallel_size,
         rampup_batch_size=None if rampup is None else tuple(rampup),
         step_batch_size_schedule=steps,
     )

@@ -72,8 +72,7 @@ def take_sharding(
             f"and contradicts --paro-strategy {given}: give one of them"
         )
     sharding = ShardingConfig(
-        group_size=group_size,
-        ranks_per_node=world.ranks_per_node,
+        world=replace(world, group=group_size),
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
         materialize=args.paro_materialize,
@@ -122,7 +121,8 @@ def case_of(
     return Workload(
         model=model,
         machine=machine_of(sharding, FLAG),
-        group_size=sharding.group_size,
+        group_size=sharding.world.group_size,
+        context_parallel_size=sharding.world.context_parallel_size,
         seq_length=seq_length,
         micro_batch_size=batches.micro_batch_size,
         global_batch_size=batches.global_batch_size,
@@ -132,7 +132,7 @@ def case_of(
         materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
         device_type=device.type,
         memory_bytes=None if device.memory_gb is None else round(device.memory_gb * 1e9),
-        ranks_per_node=sharding.ranks_per_node,
+        ranks_per_node=sharding.world.ranks_per_node,
         survive=sharding.survive,
         trainable=trainable,
         chooses_bits=sharding.inter_bits is not None,
@@ -176,7 +176,7 @@ def take_states(
     sharding, strategy, notices = take_sharding(args, world, model)
     if sharding.elastic:
         notices += nodes_line(batches, world)
-    group_size = sharding.group_size
+    group_size = sharding.world.group_size
     bits, precision, lines = take_inter_bits(sharding.inter_bits, precision, group_size, world.size)
     notices += lines
     if sharding.inter_bits is not None:
@@ -200,21 +200,18 @@ def check_survival(
     model: LlamaConfig,
     trainable: Trainable,
     precision: PrecisionConfig,
-    world_size: int,
 ) -> None:
     """`UserError` unless a strategy holds every state after the losses of --paro-survive.
 
     It names the nearest degrees that do.
     """
-    node = sharding.ranks_per_node
-    check_nodes(sharding.survive, world_size, node)
-    kept = survival(strategy, world_size=world_size, ranks_per_node=node)
+    world = sharding.world
+    check_nodes(sharding.survive, world.size, world.ranks_per_node)
+    kept = survival(strategy, world_size=world.size, ranks_per_node=world.ranks_per_node)
     if kept.nodes >= sharding.survive:
         return
     advice = "no degrees hold it with --paro-materialize rotate: leave that out"
-    found = nearest_surviving(
-        sharding.survive, sharding, strategy, model, trainable, precision, world_size
-    )
+    found = nearest_surviving(sharding.survive, sharding, strategy, model, trainable, precision)
     if found is not None:
         degrees, more = found
         advice = (
@@ -234,19 +231,18 @@ def nearest_surviving(
     model: LlamaConfig,
     trainable: Trainable,
     precision: PrecisionConfig,
-    world_size: int,
 ) -> tuple[str, int] | None:
     """The nearest degrees that survive the loss of so many nodes, and their bytes more a rank.
 
     Those of params and grads change least, then the model states of a rank take least.
     """
-    group_size, rotates = sharding.group_size, sharding.materialize == "rotate"
+    world, rotates = sharding.world, sharding.materialize == "rotate"
 
     def state_bytes(strategy: Strategy) -> int:
         degree = strategy.params if rotates else 1
         in_place = sharding.rotate_in_place
         units = trainable.units(
-            model, world_size=world_size, rotated_over=degree, in_place=in_place
+            model, world_size=world.size, rotated_over=degree, in_place=in_place
         )
         return model_state_bytes(strategy, merged(units), precision).total
 
@@ -255,14 +251,14 @@ def nearest_surviving(
         return sum(abs(math.log(ratio)) for ratio in ratios), state_bytes(other)
 
     def holds(other: Strategy) -> bool:
-        node = sharding.ranks_per_node
-        if survival(other, world_size=world_size, ranks_per_node=node).nodes < survive:
+        node = world.ranks_per_node
+        if survival(other, world_size=world.size, ranks_per_node=node).nodes < survive:
             return False
         return not rotates or not rotation_infeasible_reason(
-            other, model, world_size=world_size, group_size=group_size
+            other, model, world_size=world.size, group_size=world.group_size
         )
 
-    holding = filter(holds, legal_strategies(world_size, group_size))
+    holding = filter(holds, legal_strategies(world.size, world.group_size))
     nearest = min(holding, key=distance, default=None)
     if nearest is None:
         return None

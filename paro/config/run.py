@@ -95,6 +95,11 @@ class RunConfig:
     given: Mapping[str, Any] = field(compare=False, repr=False)
 
     @property
+    def world(self) -> World:
+        """All ranks of the run, and this one's place among them."""
+        return self.sharding.world
+
+    @property
     def local_copies_interval(self) -> int | None:
         """Every how many iterations the states are copied to the node's memory; None: never."""
         flags = self.checkpoint
@@ -167,16 +172,14 @@ class RunConfig:
             notices=notices,
             given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
         )
-        config.check(world)
+        config.check()
         return config
 
-    def check(self, world: World) -> None:
+    def check(self) -> None:
         """`UserError` for fields that contradict each other, the model or this machine."""
         check_collective(self.sharding, self.runtime)
-        check_rotation(self.sharding, self.strategy, self.model, world.size)
-        check_survival(
-            self.sharding, self.strategy, self.model, self.trainable, self.precision, world.size
-        )
+        check_rotation(self.sharding, self.strategy, self.model)
+        check_survival(self.sharding, self.strategy, self.model, self.trainable, self.precision)
         if self.batches.changes and (self.launch.dry_run or self.local_copies_interval is None):
             # Else the run may continue from local copies, and checks it when it knows where.
             self.batches.check_from(resumed_samples(self.checkpoint))

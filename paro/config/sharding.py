@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
 
@@ -12,8 +13,7 @@ from paro.planning.machine.machine import Machine
 class ShardingConfig:
     """How the model states are sharded and communicated (the flags `--paro-*`)."""
 
-    group_size: int
-    ranks_per_node: int = 1
+    world: World  # with the run's groups
     collective: str = "native"
     prefetch_units: int = 1
     machine: Machine | None = None  # measured speeds, for `auto` and the planner

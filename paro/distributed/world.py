@@ -1,4 +1,4 @@
-"""Rank and world size, from the launcher's environment or the flags of a dry run."""
+"""All ranks and this one's place, from the launcher's environment or a dry run's flags."""
 
 from __future__ import annotations
 
@@ -8,17 +8,47 @@ import re
 from dataclasses import dataclass
 
 from paro.errors import UserError
-from paro.topology import MOST_RANKS
+from paro.topology import MOST_RANKS, Topology, make_topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The rank of this process and the world size; the defaults are a single process."""
+    """All ranks, their groups, nodes and data, and this process's place among them.
+
+    Ranks of a node, of a group, and those that share samples are neighbours. The defaults are a
+    single process.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     ranks_per_node: int = 1
+    group: int | None = None  # ranks that fast links join; None: those of a node
+    context_parallel_size: int = 1  # ranks that share a sample
+
+    @property
+    def group_size(self) -> int:
+        return self.ranks_per_node if self.group is None else self.group
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.ranks_per_node)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of ranks, or sets of ranks, that read different samples."""
+        return self.size // self.context_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self.rank // self.context_parallel_size
+
+    def topology(self, *degrees: int) -> Topology:
+        """The axes between these degrees, in the groups of this world.
+
+        Ranks differ in their data along the axes from `context_parallel_size` on.
+        """
+        return make_topology(world_size=self.size, group_size=self.group_size, degrees=degrees)
 
 
 DEFAULT_RANKS_PER_NODE = 8  # for a dry run: the GPUs of a DGX

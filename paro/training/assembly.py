@@ -46,7 +46,7 @@ from paro.strategy import (
     rotation_runs,
     spans_by_use,
 )
-from paro.topology import AxisSpan, Topology, Use, make_topology
+from paro.topology import AxisSpan, Topology, Use
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
@@ -103,9 +103,7 @@ def _spread(
     """Shards the model's states over the ranks; its parameters are gathered or rotated."""
     sharding, strategy, rank = config.sharding, config.strategy, control.world.rank
     device, backend = control.device, config.runtime.distributed_backend
-    topology = make_topology(
-        world_size=control.world.size, group_size=sharding.group_size, degrees=strategy.degrees
-    )
+    topology = config.world.topology(*strategy.degrees)
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
     is_planned = device.type == "meta"
@@ -216,7 +214,7 @@ def _algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:
 def initializer_of(config: RunConfig) -> Initializer:
     """Draws initial values in the threads that a rank has of its node."""
     specs = parameter_initializers(config.model)
-    of_rank = len(os.sched_getaffinity(0)) // config.sharding.ranks_per_node
+    of_rank = len(os.sched_getaffinity(0)) // config.world.ranks_per_node
     num_threads = max(1, min(of_rank, _MOST_DRAWING_THREADS))
 
     def values_of(name: str, begin: int, end: int) -> torch.Tensor:
@@ -256,14 +254,14 @@ def build_sources(
 ) -> Sources:
     """This rank's micro-batches of every split, from the sample at which `state` is."""
 
-    batches = config.batches
+    batches, world = config.batches, training.control.world
 
     def read(samples: Samples, size: int, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
         return MicroBatches(
             samples,
-            rank=training.control.world.rank,
-            world_size=training.control.world.size,
             micro_batch_size=size,
+            data_parallel_rank=world.data_parallel_rank,
+            data_parallel_size=world.data_parallel_size,
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
@@ -273,7 +271,7 @@ def build_sources(
 
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
         size = batches.eval_micro_batch
-        at_once = size * training.control.world.size
+        at_once = size * world.data_parallel_size
         return HeldOut(
             name=name or None,
             batches=read(samples, size, 0 if whole else consumed, whole=whole),

@@ -19,7 +19,6 @@ from paro.config.plan import RankDevice, case_of
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
-from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
 from paro.planning.memory.device import DeviceMemory
@@ -47,7 +46,6 @@ class PlannedRun:
     """A run that is not started, and its rank 0 on the meta device: shapes without storage."""
 
     config: RunConfig
-    world: World
     training: Training
     memory: DeviceMemory
     workload: Workload | None  # None unless --paro-machine names a device
@@ -77,17 +75,17 @@ class PlannedRun:
         rotates = self.config.sharding.materialize == "rotate"
         return units_of(
             self.config.model,
-            world_size=self.world.size,
+            world_size=self.config.world.size,
             is_trained=self.config.trained.__contains__,
             rotated_over=self.config.strategy.params if rotates else 1,
             in_place=self.config.sharding.rotate_in_place,
         )
 
 
-def plan_run(config: RunConfig, world: World) -> PlannedRun:
+def plan_run(config: RunConfig) -> PlannedRun:
     """Builds one rank on the meta device; `UserError` for what cannot be built."""
     batches = config.batches
-    control = PlannedControl(world, torch.device("meta"))
+    control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
@@ -103,7 +101,6 @@ def plan_run(config: RunConfig, world: World) -> PlannedRun:
         assert same or evaluates_more, f"{launch.memory_bytes} and {memory.total} B"
     return PlannedRun(
         config=config,
-        world=world,
         training=training,
         memory=memory,
         workload=workload,
@@ -128,9 +125,9 @@ def _case(config: RunConfig, device_type: str) -> Workload | None:
     )
 
 
-def run_dry(config: RunConfig, world: World) -> None:
+def run_dry(config: RunConfig) -> None:
     """Prints a summary and the details; `UserError` if the launch would fail."""
-    plan = plan_run(config, world)
+    plan = plan_run(config)
     found = None if plan.workload is None or plan.launch is None else search(plan.workload)
     details: list[str] = []
     mistakes: list[str] = []
@@ -162,9 +159,9 @@ def run_dry(config: RunConfig, world: World) -> None:
 
 def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str]) -> Iterator[str]:
     """The first lines: does it start, does it fit, what does it send, how long is a step."""
-    world, backend = plan.world, plan.config.runtime.distributed_backend
+    world, backend = plan.config.world, plan.config.runtime.distributed_backend
     ranks = count_text(world.size, "rank")
-    nodes = count_text(world.size // world.ranks_per_node, "node")
+    nodes = count_text(world.num_nodes, "node")
     yield f"> dry run of {ranks} on {nodes} of {world.ranks_per_node}, {backend}"
     for mistake in mistakes:
         yield f"> the launch would fail: {mistake}"
@@ -231,7 +228,7 @@ def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
     limit, device = plan.device_bytes, plan.training.device.type
-    advice = remedy_of(plan.config, plan.world, device, lambda other: other.total <= limit)
+    advice = remedy_of(plan.config, device, lambda other: other.total <= limit)
     if found is not None and found.best is not None:
         advice += f"; the fastest that fits is {found.best.candidate.describe()}"
     return (
@@ -248,7 +245,7 @@ def _batch(plan: PlannedRun) -> Iterator[str]:
     size = batches.batch_size_at(plan.consumed)
     yield (
         f"> global batch of {size} x {seq_length} = {size * seq_length:,} tokens: "
-        f"{count_text(plan.world.size, 'rank')} x "
+        f"{count_text(batches.data_parallel_size, 'data-parallel rank')} x "
         f"{count_text(plan.num_micro_batches, 'micro-batch')} x "
         f"{count_text(batches.micro_batch_size, 'sample')}"
     )
@@ -279,7 +276,7 @@ def _model(plan: PlannedRun) -> Iterator[str]:
     tokens = plan.config.batches.batch_size_at(plan.consumed) * seq_length
     yield (
         f"> FLOPs: {full:.4e} a token with attention counted in full, {causal:.4e} with it halved; "
-        f"{full * tokens / plan.world.size:.4e} a rank and step"
+        f"{full * tokens / plan.config.world.size:.4e} a rank and step"
     )
 
 

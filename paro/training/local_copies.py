@@ -150,7 +150,7 @@ class LocalCopies:
 
 def predicted_bytes(config: RunConfig, training: Training) -> int:
     """The memory of a node that local copies take if each of its ranks copies as much as this."""
-    near = range(config.sharding.ranks_per_node)
+    near = range(config.world.ranks_per_node)
     states = boxed_states(training.optimizer.flat_shards(), writers=near)
     of_rank = sum(part.nbytes for held in states.values() for part in held.rectangles.values())
     return NUM_SLOTS * len(near) * of_rank

@@ -11,7 +11,6 @@ import torch
 from model.config import RecomputeConfig
 from model.units import parameter_shapes
 from paro.config.run import RunConfig
-from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.states import ADAMW, MASTER, bytes_of
 from paro.planning.memory.device import DeviceMemory
@@ -22,26 +21,26 @@ from paro.report.memory import available_host_bytes
 from paro.training.placement import predict_peak
 
 
-def check_memory(config: RunConfig, world: World, device: torch.device) -> str | None:
+def check_memory(config: RunConfig, device: torch.device) -> str | None:
     """`UserError` if the run cannot fit; all ranks must call it before any of them allocates.
 
     The ranks of a host share its memory. Only what is certain to be too much is refused: what a
     rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
     """
-    memory = predict_peak(config, world.size, device.type)
-    copy, warning = _async_copy_bytes(config, world), None
+    memory = predict_peak(config, device.type)
+    copy, warning = _async_copy_bytes(config), None
     on_host = copy
     if device.type == "cuda":
-        warning = _check_device(config, world, memory, device)
+        warning = _check_device(config, memory, device)
     else:
         on_host += memory.allocated
-    available, ranks = available_host_bytes(), max(1, world.ranks_per_node)
+    available, ranks = available_host_bytes(), max(1, config.world.ranks_per_node)
     if available is None or on_host * ranks <= available:
         return warning
     remedy = "leave --async-save out"
     if device.type == "cpu":
         remedy = remedy_of(
-            config, world, "cpu", lambda other: (copy + other.allocated) * ranks <= available
+            config, "cpu", lambda other: (copy + other.allocated) * ranks <= available
         )
     raise UserError(
         f"{count_text(ranks, 'rank')} of this host {'needs' if ranks == 1 else 'need'} "
@@ -50,15 +49,13 @@ def check_memory(config: RunConfig, world: World, device: torch.device) -> str |
     )
 
 
-def _check_device(
-    config: RunConfig, world: World, memory: DeviceMemory, device: torch.device
-) -> str | None:
+def _check_device(config: RunConfig, memory: DeviceMemory, device: torch.device) -> str | None:
     free, total = torch.cuda.mem_get_info(device)
     left = f"{device} has {size_text(free)} free of {size_text(total)}"
     more = memory.total - memory.context  # this process has its context already
     if more <= free:
         return None
-    remedy = remedy_of(config, world, "cuda", lambda other: other.total - other.context <= free)
+    remedy = remedy_of(config, "cuda", lambda other: other.total - other.context <= free)
     if memory.allocated > free:
         raise UserError(
             f"a rank needs {size_text(memory.allocated)} of device memory at {memory.name}, and "
@@ -70,13 +67,13 @@ def _check_device(
     )
 
 
-def _async_copy_bytes(config: RunConfig, world: World) -> int:
+def _async_copy_bytes(config: RunConfig) -> int:
     """The least that the host copy of --async-save takes: where all ranks share a folder."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save or config.train.skip_train:
         return 0
     has_base = checkpoint.load is not None and not checkpoint.save_frozen
-    return checkpoint_bytes(config, has_base=has_base) // world.size
+    return checkpoint_bytes(config, has_base=has_base) // config.world.size
 
 
 def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
@@ -93,14 +90,12 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     )
 
 
-def remedy_of(
-    config: RunConfig, world: World, device_type: str, fits: Callable[[DeviceMemory], bool]
-) -> str:
+def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory], bool]) -> str:
     """What to change where the predicted memory does not fit; first what is surely enough."""
 
     def predicted(recompute: RecomputeConfig | None) -> DeviceMemory:
         model = replace(config.model, recompute=recompute)
-        return predict_peak(replace(config, model=model), world.size, device_type)
+        return predict_peak(replace(config, model=model), device_type)
 
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]

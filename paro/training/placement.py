@@ -33,7 +33,6 @@ from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
-from paro.topology import make_topology
 from paro.training.step import Training
 
 Names = frozenset[str]  # of the parameters that train
@@ -56,24 +55,21 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     if same is not None and same != strategy.name:
         title += f" (here this is the same as {same})"
     kept = survival(
-        strategy,
-        world_size=topology.world_size,
-        ranks_per_node=config.sharding.ranks_per_node,
+        strategy, world_size=config.world.size, ranks_per_node=config.world.ranks_per_node
     )
     table = describe_placement(strategy, topology, states)
     copies = f"> copies: {kept.describe()}"
     if config.sharding.survive:
         copies += f", as --paro-survive {config.sharding.survive} demands"
-    return [title, *table, copies, *_after_a_failure(config, kept, topology.world_size)]
+    return [title, *table, copies, *_after_a_failure(config, kept)]
 
 
-def _after_a_failure(config: RunConfig, kept: Survival, world_size: int) -> list[str]:
+def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
     """A line about local copies: what recovers from memory, and what from a checkpoint."""
     if config.local_copies_interval is None:
         return []
     load = config.checkpoint.load
     otherwise = "starts again from nothing" if load is None else f"continues from --load {load}"
-    num_nodes = -(-world_size // config.sharding.ranks_per_node)
     line = "> after a failure of ranks the run recovers from memory"
     if kept.nodes:
         line += f", also without {count_text(kept.nodes, 'node')} and its memory"
@@ -86,9 +82,8 @@ def _after_a_failure(config: RunConfig, kept: Survival, world_size: int) -> list
         config.model,
         config.trainable,
         config.precision,
-        world_size,
     )
-    if num_nodes > 1 and nearest is not None:
+    if config.world.num_nodes > 1 and nearest is not None:
         degrees, more = nearest
         line += f" ({FLAG} {degrees} survives that, for {size_text(more)} more a rank)"
     return [line]
@@ -149,24 +144,22 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
 
 def predict_memory(config: RunConfig, training: Training) -> DeviceMemory:
     """A rank's device memory at its peak, in a step or in an evaluation if that needs more."""
-    return predict_peak(config, training.model.context.topology.world_size, training.device.type)
+    return predict_peak(config, training.device.type)
 
 
-def predict_peak(config: RunConfig, world_size: int, device_type: str) -> DeviceMemory:
+def predict_peak(config: RunConfig, device_type: str) -> DeviceMemory:
     """The same before anything is built."""
     machine = config.sharding.machine
     overheads = Overheads.of(None if machine is None else machine.device, device_type)
-    communication = _communication(config, world_size, device_type)
-    snapshot = _peak_snapshot(config, world_size, device_type)
+    communication = _communication(config, device_type)
+    snapshot = _peak_snapshot(config, device_type)
     return overheads.added_to(snapshot, communication)
 
 
-def _communication(config: RunConfig, world_size: int, device_type: str) -> Communication:
+def _communication(config: RunConfig, device_type: str) -> Communication:
     sharding, strategy = config.sharding, config.strategy
-    units = _units(config, world_size, config.trained)
-    topology = make_topology(
-        world_size=world_size, group_size=sharding.group_size, degrees=strategy.degrees
-    )
+    units = _units(config, config.trained)
+    topology = config.world.topology(*strategy.degrees)
     found = Communication()
     if device_type == "cuda":
         found = nccl_communication(
@@ -181,9 +174,9 @@ def _communication(config: RunConfig, world_size: int, device_type: str) -> Comm
     return replace(found, code_bytes=code_bytes(strategy, topology, units, config.precision))
 
 
-def _peak_snapshot(config: RunConfig, world_size: int, device_type: str) -> MemorySnapshot:
+def _peak_snapshot(config: RunConfig, device_type: str) -> MemorySnapshot:
     size, eval_size = config.batches.micro_batch_size, config.batches.eval_micro_batch
-    predict = partial(_predict, config, world_size, device_type)
+    predict = partial(_predict, config, device_type)
     if not config.trained:
         return predict(NONE, eval_size)
     step = predict(config.trained, size)
@@ -195,13 +188,9 @@ def _peak_snapshot(config: RunConfig, world_size: int, device_type: str) -> Memo
 
 
 def _predict(
-    config: RunConfig,
-    world_size: int,
-    device_type: str,
-    trained: Names,
-    micro_batch_size: int,
+    config: RunConfig, device_type: str, trained: Names, micro_batch_size: int
 ) -> MemorySnapshot:
-    units = _units(config, world_size, trained)
+    units = _units(config, trained)
     batch = MicroBatch(
         size=micro_batch_size,
         seq_length=config.data.seq_length,
@@ -214,7 +203,7 @@ def _predict(
             config.strategy, units, config.precision, config.model, batch, in_place=in_place
         )
     peaks = PeakMemory(
-        world_size=world_size,
+        world_size=config.world.size,
         units=units,
         precision=config.precision,
         activations=activations_of(config.model, batch, units),
@@ -225,10 +214,10 @@ def _predict(
     return peaks.of(config.strategy)
 
 
-def _units(config: RunConfig, world_size: int, trained: Names) -> tuple[UnitSize, ...]:
+def _units(config: RunConfig, trained: Names) -> tuple[UnitSize, ...]:
     return units_of(
         config.model,
-        world_size=world_size,
+        world_size=config.world.size,
         is_trained=trained.__contains__,
         rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
         in_place=config.sharding.rotate_in_place,

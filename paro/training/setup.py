@@ -22,7 +22,7 @@ from paro.training.step import Training, TrainState
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
     """Builds model and optimizer and logs them; also returns the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
-        warning = check_memory(config, control.world, control.device)
+        warning = check_memory(config, control.device)
     if warning is not None:
         log.log0(warning)
     with_kernels, lines = agree_on_kernels(config, control)

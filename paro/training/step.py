@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,12 +152,10 @@ def train_step(
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
-    world, model = training.control.world, training.model.model
-    drops = drops_of(model.config, training.config.seed, state.iteration, world.rank, world.size)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
     training.model.begin_step(num_micro_batches, exact=_warms_up(training, state))
-    loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, drops)
+    loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
     unscale = weigh.unscale(sums.num_tokens)
@@ -270,10 +268,12 @@ def _forward_backward(
     micro_batches: Iterator[Batch],
     weigh: _Weights,
     num_micro_batches: int,
-    drops: Callable[[int, int], dict[str, Any]],
+    iteration: int,
 ) -> Tensor:
     """This rank's weighted loss, a float32 scalar; afterwards all gradients are reduced."""
-    model = training.model
+    model, world = training.model, training.control.world
+    place = world.data_parallel_rank, world.data_parallel_size
+    drops = drops_of(model.model.config, training.config.seed, iteration, *place)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     with training.timers.measure("forward-backward"):
         for index in range(num_micro_batches):
@@ -341,7 +341,7 @@ class _Weights:
         if per_token is None:
             per_token = training.config.calculate_per_token_loss
         self._per_token = per_token
-        self._num_parts = num_micro_batches * training.control.world.size
+        self._num_parts = num_micro_batches * training.control.world.data_parallel_size
         self._factor = scale / self._num_parts
         self._scale = scale
         self._nominal_tokens = 0

@@ -149,7 +149,7 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     assert "/other.model (280 ids" in told
     assert f"remove {prefix}.tokenizer" in told
     with pytest.raises(UserError, match=r"x_text_document\.bin was made with"):
-        run_dry(run_with(other), World())
+        run_dry(run_with(other))
     fingerprint_path(prefix).unlink()
     build_data(run_with(other))
 

@@ -55,8 +55,8 @@ def test_order_is_megatrons(num_workers: int) -> None:
     for rank in range(2):
         batches = MicroBatches(
             Numbered(),
-            rank=rank,
-            world_size=2,
+            data_parallel_rank=rank,
+            data_parallel_size=2,
             micro_batch_size=3,
             consumed_samples=12,
             num_workers=num_workers,
@@ -70,14 +70,16 @@ def test_every_sample_is_drawn_once_whatever_the_world(world_size: int) -> None:
     steps = 24 // (2 * world_size)
     drawn: list[int] = []
     for rank in range(world_size):
-        batches = MicroBatches(Numbered(), rank=rank, world_size=world_size, micro_batch_size=2)
+        batches = MicroBatches(
+            Numbered(), micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=world_size
+        )
         for batch in islice(batches, steps):
             drawn += samples_in(batch)
     assert sorted(drawn) == list(range(24))
 
 
 def test_resuming_continues_where_it_stopped() -> None:
-    plan = {"rank": 1, "world_size": 2, "micro_batch_size": 2}
+    plan = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
     whole = [samples_in(batch) for batch in islice(MicroBatches(Numbered(), **plan), 6)]
     rest = MicroBatches(Numbered(), **plan, consumed_samples=2 * 2 * 2)
     assert [samples_in(batch) for batch in islice(rest, 4)] == whole[2:]
@@ -100,8 +102,6 @@ def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
     )
     batches = MicroBatches(
         Numbered(),
-        rank=0,
-        world_size=1,
         micro_batch_size=2,
         num_workers=num_workers,
         rules=rules,
@@ -118,14 +118,14 @@ def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
 
 
 def test_batches_say_nothing_of_documents_unless_asked() -> None:
-    batch = next(MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=2))
+    batch = next(MicroBatches(Numbered(), micro_batch_size=2))
     assert batch.documents() == {"positions_BS": None, "document_lengths": None}
 
 
 @pytest.mark.process
 def test_workers_are_out_of_reach_of_a_signal_to_the_group() -> None:
     """torchrun sends SIGTERM to the process group of a rank, which may still have to save."""
-    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    batches = MicroBatches(Numbered(), micro_batch_size=1, num_workers=1)
     before = set(multiprocessing.active_children())
     assert samples_in(next(batches)) == [0]
     (worker,) = set(multiprocessing.active_children()) - before
@@ -138,8 +138,8 @@ def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> Non
     for rank in range(2):
         batches = MicroBatches(
             Numbered(10),
-            rank=rank,
-            world_size=2,
+            data_parallel_rank=rank,
+            data_parallel_size=2,
             micro_batch_size=3,
             num_workers=num_workers,
             whole=True,
@@ -157,9 +157,7 @@ def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> Non
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_the_global_random_state_is_left_alone(num_workers: int) -> None:
     before = torch.get_rng_state()
-    batches = MicroBatches(
-        Numbered(), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
-    )
+    batches = MicroBatches(Numbered(), micro_batch_size=2, num_workers=num_workers)
     next(batches)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -176,8 +174,6 @@ def test_a_batch_moves_as_a_whole() -> None:
 def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
     batches = MicroBatches(
         Numbered(20),
-        rank=0,
-        world_size=1,
         micro_batch_size=20,
         num_workers=num_workers,
         pin_memory=True,
@@ -217,7 +213,7 @@ def test_corpus_splits(prefix: str) -> None:
     assert len(datasets.train) >= 10
     assert datasets.valid is not None
     assert datasets.test is None
-    batches = MicroBatches(datasets.train, rank=0, world_size=1, micro_batch_size=4)
+    batches = MicroBatches(datasets.train, micro_batch_size=4)
     batch = next(batches)
     assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
 

@@ -33,7 +33,7 @@ def prefix(tmp_path: Path) -> str:
 
 @pytest.mark.process
 def test_a_killed_worker_is_one_line() -> None:
-    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    batches = MicroBatches(Numbered(), micro_batch_size=1, num_workers=1)
     before = set(multiprocessing.active_children())
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - before
@@ -48,7 +48,7 @@ def test_a_killed_worker_is_one_line() -> None:
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int) -> None:
     batches = MicroBatches(
-        Numbered(10), rank=0, world_size=2, micro_batch_size=2, num_workers=num_workers
+        Numbered(10), data_parallel_size=2, micro_batch_size=2, num_workers=num_workers
     )
     assert [samples_in(batch) for batch in islice(batches, 3)] == [[0, 1], [4, 5], [8, 9]]
     with pytest.raises(UserError, match="ends after 10 samples and sample 13 is asked for"):
@@ -57,9 +57,7 @@ def test_the_end_of_the_data_is_an_error_and_not_a_second_round(num_workers: int
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
-    batches = MicroBatches(
-        Numbered(broken_at=3), rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
-    )
+    batches = MicroBatches(Numbered(broken_at=3), micro_batch_size=2, num_workers=num_workers)
     next(batches)
     with pytest.raises(UserError, match=r"^sample 3 is broken$"):
         next(batches)
@@ -69,9 +67,7 @@ def test_an_error_in_the_data_stays_one_line(num_workers: int) -> None:
 def test_an_error_of_the_disk_stays_one_line(num_workers: int) -> None:
     text = "x.bin cannot be read: Input/output error"
     broken = Numbered(broken_at=3, error=OSError(errno.EIO, text))
-    batches = MicroBatches(
-        broken, rank=0, world_size=1, micro_batch_size=2, num_workers=num_workers
-    )
+    batches = MicroBatches(broken, micro_batch_size=2, num_workers=num_workers)
     next(batches)
     with pytest.raises(OSError, match=r"^\[Errno 5\] x\.bin") as caught:
         next(batches)
@@ -110,9 +106,7 @@ def test_a_blend_may_have_more_files_than_the_limit(prefix: str) -> None:
 def test_a_corpus_that_shrinks_while_it_is_read_is_one_line(prefix: str, num_workers: int) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,), split="1,0,0")
     samples = build_datasets(config, SplitCounts(train=200), vocab_size=200).train
-    batches = MicroBatches(
-        samples, rank=0, world_size=1, micro_batch_size=1, num_workers=num_workers
-    )
+    batches = MicroBatches(samples, micro_batch_size=1, num_workers=num_workers)
     next(batches)
     os.truncate(f"{prefix}.bin", 100)
     with pytest.raises(UserError, match=r"\.bin has 100 bytes and had 4,000 when it was") as caught:
@@ -157,7 +151,7 @@ def test_processes_without_shared_memory_are_told_what_they_need(
     monkeypatch.setattr(f"torch.utils.data.dataloader.DataLoader.{place}", fail, raising=False)
     if place == "__next__":
         monkeypatch.setattr("torch.utils.data.dataloader.DataLoader.__iter__", lambda self: self)
-    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    batches = MicroBatches(Numbered(), micro_batch_size=1, num_workers=1)
     with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*\((\[Errno|unable)"):
         next(batches)
 
@@ -170,6 +164,6 @@ def test_shared_memory_that_is_full_is_no_batch_to_wait_for(
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: full (28)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    batches = MicroBatches(Numbered(), rank=0, world_size=1, micro_batch_size=1, num_workers=1)
+    batches = MicroBatches(Numbered(), micro_batch_size=1, num_workers=1)
     with pytest.raises(UserError, match=r"^--num-workers 1 needs /dev/shm.*unable to allocate"):
         next(batches)

@@ -71,9 +71,7 @@ def test_a_worker_on_a_dead_file_system_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data.loader._POLL_SECONDS", 0.1)
-    batches = MicroBatches(
-        DeadFiles(tmp_path / "fifo"), rank=0, world_size=1, micro_batch_size=1, num_workers=1
-    )
+    batches = MicroBatches(DeadFiles(tmp_path / "fifo"), micro_batch_size=1, num_workers=1)
     monkeypatch.setattr(Wait, "limit_seconds", 30.0)  # a worker starts
     next(batches), next(batches)
     monkeypatch.setattr(Wait, "limit_seconds", 0.4)

@@ -48,8 +48,8 @@ def global_batches(
     ranks = [
         MicroBatches(
             samples,
-            rank=rank,
-            world_size=world_size,
+            data_parallel_rank=rank,
+            data_parallel_size=world_size,
             micro_batch_size=batches.micro_batch_size,
             consumed_samples=consumed,
             num_workers=num_workers,

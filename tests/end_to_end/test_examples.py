@@ -90,8 +90,7 @@ def start(recorders: Path, script: str | Path, *args: object, **environment: obj
 
 def planned(started: Started) -> PlannedRun:
     args = parse_args(started.flags)
-    world = take_world(args)
-    return plan_run(RunConfig.from_args(args, world), world)
+    return plan_run(RunConfig.from_args(args, take_world(args)))
 
 
 def size_of(script: str) -> str:

@@ -51,12 +51,13 @@ RENAMED = {
     **dict.fromkeys(("recompute_activations", "recompute_granularity"), "model.recompute"),
     **dict.fromkeys(("recompute_method", "recompute_modules"), "model.recompute"),
     "recompute_num_layers": "model.recompute",
+    "paro_group_size": "sharding.world",
     "paro_inter_bits_warmup_iters": "train.inter_bits_warmup_samples",
     "use_distributed_optimizer": "strategy",
     "weight_decay": "schedule.start_weight_decay",
 }
 # Fields with a flag's name that are computed from it, or repeat it for another reader.
-ALSO = {"data.seed", "sharding.ranks_per_node", "model.vocab_size", "vocab_size"}
+ALSO = {"data.seed", "model.vocab_size", "vocab_size"}
 # Fields that come from no flag.
 UNOWNED = {
     "batches.data_parallel_size",
@@ -70,7 +71,7 @@ UNOWNED = {
     "schedule.weight_decay_incr_samples",
 }
 # Flags fill these as a whole.
-WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable)
+WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable, World)
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
@@ -298,6 +299,7 @@ DECIDES = {
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
     "sharding.inter_bits": "paro.config.plan.take_states",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
+    "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",
     "launch.world_size": "paro.config.run.take_world",
     "model.max_position_embeddings": "paro.config.checks.check_sequence",
@@ -360,7 +362,7 @@ def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A field reported here is dead, or read only under flags that none of the runs above has.
     """
-    with field_reads(RunConfig, leaves=(LoraConfig, Machine, Trainable)) as reads:
+    with field_reads(RunConfig, leaves=(LoraConfig, Machine, Trainable, World)) as reads:
         for words in RUNS:
             monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
             pretrain_llama.main()

@@ -180,7 +180,9 @@ def test_dumped_samples_are_those_of_a_training(
     config = RunConfig.from_args(parse_args([*flags, *TRAINING]), World(size=4, ranks_per_node=4))
     datasets = build_data(config)
     ranks = [
-        MicroBatches(datasets.train, rank=rank, world_size=4, micro_batch_size=2)
+        MicroBatches(
+            datasets.train, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=4
+        )
         for rank in range(4)
     ]
     seen = [

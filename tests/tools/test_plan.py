@@ -186,7 +186,10 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
     [
         ("--world-size 12", "groups of 8, which do not divide the 12 ranks"),
         ("--paro-machine nowhere.json", "--paro-machine nowhere.json: no such file"),
-        ("--global-batch-size 100", "--micro-batch-size 2 times 16 ranks (= 32): choose 96 or 128"),
+        (
+            "--global-batch-size 100",
+            "--micro-batch-size 2 times 16 data-parallel ranks (= 32): choose 96 or 128",
+        ),
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
         (
             "--trainable some",

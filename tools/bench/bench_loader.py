@@ -106,8 +106,6 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
         drop_pages(options.folder)
     batches = MicroBatches(
         dataset,
-        rank=0,
-        world_size=1,
         micro_batch_size=options.micro_batch_size,
         consumed_samples=turn * options.samples % max(1, len(dataset) - options.samples),
     )

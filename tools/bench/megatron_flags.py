@@ -129,7 +129,7 @@ def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
         args = parse_args([*kept, *STAND_IN, *size, *plan])
         world = take_world(args)
         with redirect_stdout(io.StringIO()):
-            run_dry(RunConfig.from_args(args, world), world)
+            run_dry(RunConfig.from_args(args, world))
     except UserError as error:
         return " ".join(str(error).split())
     return None

@@ -107,15 +107,15 @@ def _fewest_ranks(workload: Workload, least: Candidate) -> int | None:
     """
     if workload.machine.measured:
         return None
-    ranks = 2 * workload.world_size
+    ranks, batch = 2 * workload.world_size, 2 * workload.global_batch_size
     while ranks <= MOST_RANKS:
         more = replace(
             workload,
             machine=replace(workload.machine, uneven=()).for_world(ranks, subject="more ranks"),
-            global_batch_size=workload.global_batch_size // workload.world_size * ranks,
+            global_batch_size=batch,
         )
         everywhere = more.strategy(f"{ranks},{ranks},{ranks}")
         if _fits(more, replace(least, strategy=everywhere, materialize=Materialize.GATHER)):
             return ranks
-        ranks *= 2
+        ranks, batch = 2 * ranks, 2 * batch
     return None

@@ -54,6 +54,7 @@ class Workload:
     model: LlamaConfig
     machine: Machine  # with the world size of the run
     group_size: int  # the degree of letter I
+    context_parallel_size: int = 1  # neighbouring ranks that share a sample
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -78,6 +79,11 @@ class Workload:
         return self.machine.world_size
 
     @property
+    def data_parallel_size(self) -> int:
+        """The number of ranks, or sets of ranks, that read different samples."""
+        return self.world_size // self.context_parallel_size
+
+    @property
     def device_bytes(self) -> int:
         """The memory of a rank's device, with which the total of a `DeviceMemory` is compared."""
         return self.memory_bytes or device_of(self.machine).memory_bytes
@@ -90,8 +96,8 @@ class Workload:
         """Micro-batches of this size per rank and step; `UserError` if it does not divide."""
         if size < 1:
             raise UserError(f"--micro-batch-size {size} must be at least 1")
-        batch, num_ranks = self.global_batch_size, self.world_size
-        check_multiple("--global-batch-size", batch, size, num_ranks=num_ranks)
+        batch, num_ranks = self.global_batch_size, self.data_parallel_size
+        check_multiple("--global-batch-size", batch, size, num_ranks)
         return batch // (size * num_ranks)
 
     def strategy(self, text: str) -> Strategy:
@@ -258,8 +264,8 @@ def legal_strategies(
 
 
 def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
-    """All sizes that divide a rank's share of the global batch."""
-    per_rank = workload.global_batch_size // workload.world_size
+    """All sizes that divide a data-parallel rank's share of the global batch."""
+    per_rank = workload.global_batch_size // workload.data_parallel_size
     return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
 
 

@@ -80,7 +80,10 @@ def test_evaluations_draw_as_many_samples_as_they_take() -> None:
             ["--global-batch-size contradict"],
         ),
         ("--step-batch-size-schedule 0:8 --rampup-batch-size 8 8 64", ["--rampup-batch-size"]),
-        ("--step-batch-size-schedule 0:12", ["the size 12 is no multiple", "4 ranks"]),
+        (
+            "--step-batch-size-schedule 0:12",
+            ["the size 12 is no multiple", "4 data-parallel ranks"],
+        ),
         ("--step-batch-size-schedule 0:8 --seq-length 0", ["--seq-length 0 must be at least 1"]),
         ("--step-batch-size-schedule 0", ["is not TOKENS:SIZE"]),
         ("--eval-global-batch-size 12", ["--eval-global-batch-size 12 is not divisible"]),

@@ -141,10 +141,10 @@ def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path:
     assert world == World(size=16, ranks_per_node=4)
     plan = make_parser().parse_args(f"{own} --llama-preset 7B --seq-length 512".split())
     planned = plan_case(plan)
-    assert (planned.machine, planned.group_size) == (sharding.machine, sharding.group_size)
-    assert sharding.group_size == 4
+    assert (planned.machine, planned.group_size) == (sharding.machine, sharding.world.group_size)
+    assert sharding.world.group_size == 4
     assert dry_run("--ranks-per-node 4")[1] == sharding
-    assert dry_run("--ranks-per-node 8 --paro-group-size 8")[1].group_size == 8
+    assert dry_run("--ranks-per-node 8 --paro-group-size 8")[1].world.group_size == 8
     with pytest.raises(UserError, match="groups of 4 ranks and a node of this launch has 8: take"):
         dry_run("--ranks-per-node 8")
     with pytest.raises(UserError, match="no multiple of the 4 ranks of a node"):

@@ -46,7 +46,7 @@ def test_what_is_recorded_and_given_again_is_the_same_run(words: str) -> None:
     again = given_again(recorded, **constant)
     for concern in ("model", "batches", "strategy", "schedule", "train", "tokenizer"):
         assert getattr(again, concern) == getattr(config, concern), concern
-    assert again.sharding.group_size == config.sharding.group_size
+    assert again.world.group_size == config.world.group_size
     left_out = dict.fromkeys(OTHER_WAYS)
     assert recorded_arguments(again) | left_out == recorded | left_out
 
@@ -78,7 +78,7 @@ def test_the_strategy_is_recorded_as_it_runs(given: str) -> None:
     config = configure(f"{PRESET} --llama-preset 7B --bf16 --paro-strategy {given}", WORLD)
     recorded = recorded_arguments(config)
     assert recorded["paro_strategy"] == config.strategy.name not in ("zero1", "auto")
-    assert recorded["paro_group_size"] == config.sharding.group_size
+    assert recorded["paro_group_size"] == config.world.group_size
 
 
 def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

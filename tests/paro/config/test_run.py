@@ -125,8 +125,8 @@ def test_strategies(words: str, name: str, degrees: tuple[int, int, int]) -> Non
 
 def test_the_group_is_a_node_unless_given() -> None:
     world = World(size=4, ranks_per_node=4)
-    assert configure(SMALL, world).sharding.group_size == 4
-    assert configure(f"{SMALL} --paro-group-size 2", world).sharding.group_size == 2
+    assert configure(SMALL, world).world.group_size == 4
+    assert configure(f"{SMALL} --paro-group-size 2", world).world.group_size == 2
 
 
 def test_a_thousand_ranks_are_configured_on_a_laptop() -> None:
@@ -219,7 +219,7 @@ BARE = SMALL.replace("--mock-data", "")
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (f"{SMALL} --global-batch-size 12", ["--global-batch-size 12", "4 ranks"]),
+        (f"{SMALL} --global-batch-size 12", ["--global-batch-size 12", "4 data-parallel ranks"]),
         (f"{SMALL} --paro-group-size 3", ["--paro-group-size 3", "4 ranks"]),
         (f"{SMALL} --paro-strategy XYZ", ["--paro-strategy 'XYZ' is unknown"]),
         (f"{SMALL} --paro-strategy IGI", ["--paro-strategy IGI is not legal", "IGG"]),

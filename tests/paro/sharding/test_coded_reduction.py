@@ -177,9 +177,8 @@ def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
 
 @pytest.mark.parametrize("strategy", ["IIG", "NNN", "2,2,4"])
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
-    world = World(size=8, ranks_per_node=2)
     plans = [
-        plan_run(configured(f"--paro-strategy {strategy} {more}"), world)
+        plan_run(configured(f"--paro-strategy {strategy} {more}"))
         for more in ("", EIGHT, f"{EIGHT} {FEEDBACK}")
     ]
     codes = [plan.memory.codes for plan in plans]

@@ -207,10 +207,7 @@ def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
 
 
 def test_a_dry_run_counts_bytes_and_memory() -> None:
-    plans = [
-        plan_run(configured(f"{bits} --paro-strategy NNG"), World(size=8, ranks_per_node=2))
-        for bits in ("", FOUR)
-    ]
+    plans = [plan_run(configured(f"{bits} --paro-strategy NNG")) for bits in ("", FOUR)]
     held = [
         sum(
             unit.coded_update.encoded.nbytes

@@ -168,7 +168,7 @@ def test_a_dry_run_says_where_the_rest_is(
 ) -> None:
     words = f"{FLAGS} {LAST} --load {base} --save {tmp_path / 'out'} --dry-run --world-size 2"
     args = parse_args(words.split())
-    run_dry(RunConfig.from_args(args, World(size=2)), World(size=2))
+    run_dry(RunConfig.from_args(args, World(size=2)))
     out = capsys.readouterr().out
     assert f"/out: {12 * 3860 / 1e3:.1f} kB a checkpoint" in out
     assert f"without what is frozen, which is in {base}" in out

@@ -47,14 +47,12 @@ HUGE = (
 
 def planned(words: str) -> PlannedRun:
     args = parse_args(words.split())
-    world = take_world(args)
-    return plan_run(RunConfig.from_args(args, world), world)
+    return plan_run(RunConfig.from_args(args, take_world(args)))
 
 
 def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     args = parse_args(words.split())
-    world = take_world(args)
-    run_dry(RunConfig.from_args(args, world), world)
+    run_dry(RunConfig.from_args(args, take_world(args)))
     return capsys.readouterr().out
 
 
@@ -123,7 +121,8 @@ def test_it_says_what_a_rank_holds_and_sends(capsys: pytest.CaptureFixture[str])
     assert out.startswith(answer)
     assert out.index("> sent by a rank") < out.index("--- arguments ---")
     assert (
-        "> global batch of 64 x 32 = 2,048 tokens: 8 ranks x 4 micro-batches x 2 samples\n"
+        "> global batch of 64 x 32 = 2,048 tokens: "
+        "8 data-parallel ranks x 4 micro-batches x 2 samples\n"
         "> 10 iterations, 20,480 tokens in all\n"
     ) in out
     # 2 x 128 x 64, 4 x (4 x 64 x 64 + 3 x 64 x 128 + 2 x 64) and 64
@@ -160,7 +159,7 @@ def test_rotating_weights_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_batches_that_grow_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{MOCK} --global-batch-size 64 --rampup-batch-size 16 16 96 --dry-run --world-size 8"
     out = printed(flags, capsys)
-    assert "> global batch of 16 x 32 = 512 tokens: 8 ranks x 1 micro-batch x 2 samples\n" in out
+    assert ": 8 data-parallel ranks x 1 micro-batch x 2 samples\n" in out
     assert "ramps up to 64 samples, 4 micro-batches\n" in out
 
 
@@ -207,9 +206,8 @@ def test_a_corpus_of_another_tokenizer_is_refused(
     with IndexedDatasetWriter(tmp_path / "c", dtype_for_vocab(1000)) as writer:
         writer.add_document([np.arange(600)])
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
-    world = take_world(args)
     with pytest.raises(UserError, match="holds token id 599, the vocabulary has 100"):
-        run_dry(RunConfig.from_args(args, world), world)
+        run_dry(RunConfig.from_args(args, take_world(args)))
 
 
 def test_checkpoints_that_would_be_mixed_up_are_refused(
@@ -217,9 +215,8 @@ def test_checkpoints_that_would_be_mixed_up_are_refused(
 ) -> None:
     finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
     args = parse_args(f"{MOCK} --save {tmp_path} --dry-run --world-size 4".split())
-    world = take_world(args)
     with pytest.raises(UserError, match="holds a checkpoint, iteration 5, and there is no --load"):
-        run_dry(RunConfig.from_args(args, world), world)
+        run_dry(RunConfig.from_args(args, take_world(args)))
     assert "> the launch would fail: " in capsys.readouterr().out
 
 
@@ -321,9 +318,8 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
 )
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:
     args = parse_args([*PLANNED.split(), *words.split()])
-    world = take_world(args)
     with pytest.raises(UserError, match=r"\A[^\n]*\Z") as error:
-        run_dry(RunConfig.from_args(args, world), world)
+        run_dry(RunConfig.from_args(args, take_world(args)))
     assert told in str(error.value)
 
 
@@ -352,7 +348,7 @@ def test_other_batches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     steps = "--step-batch-size-schedule 0:16,3200:32,64K:64"
     out = printed(f"{MOCK} {steps} --dry-run --world-size 4 --ranks-per-node 2", capsys)
     assert (
-        "> global batch of 16 x 32 = 512 tokens: 4 ranks x 2 micro-batches x 2 samples\n"
+        ": 4 data-parallel ranks x 2 micro-batches x 2 samples\n"
         ">   from 3,200 tokens on 32 samples, 4 micro-batches\n"
         ">   from 64,000 tokens on 64 samples, 8 micro-batches\n"
         ">   in evaluations 64 samples, 8 micro-batches x 2 samples\n"

@@ -34,8 +34,7 @@ def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -
         f"--dry-run --world-size {ranks} --device-memory-gb {gigabytes} --paro-machine {machine}"
     )
     args = parse_args(f"{words} {more}".split())
-    world = take_world(args)
-    return plan_run(RunConfig.from_args(args, world), world)
+    return plan_run(RunConfig.from_args(args, take_world(args)))
 
 
 @pytest.mark.slow("plans as a user would")

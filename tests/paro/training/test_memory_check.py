@@ -25,7 +25,7 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
     config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), world)
     with mock.patch("paro.training.memory_check.available_host_bytes", return_value=left):
         try:
-            check_memory(config, world, device)
+            check_memory(config, device)
         except UserError as error:
             return str(error)
     return ""
@@ -34,7 +34,7 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
 def needs(words: str) -> int:
     flags = " ".join(RUN[1:])
     config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), WORLD)
-    return predict_peak(config, 4, "cpu").total
+    return predict_peak(config, "cpu").total
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
@@ -85,18 +85,18 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.from_args(parse_args([*RUN[1:], "--train-iters", "2"]), WORLD)
-    memory = predict_peak(config, 4, "cuda")
+    memory = predict_peak(config, "cuda")
     assert memory.communicators > 0
     more = memory.total - memory.context
     for free, warns in ((more, False), (more - 1, True), (memory.allocated, True)):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 8 * 10**10))
-        warning = check_memory(config, WORLD, torch.device("cuda", 0))
+        warning = check_memory(config, torch.device("cuda", 0))
         assert (warning is not None) is warns
     assert warning is not None
     assert warning.startswith("WARNING: with communicators and fragmentation, which are estimates,")
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (memory.allocated - 1, 8 * 10**10))
     with pytest.raises(UserError, match="of device memory at the backward of blocks"):
-        check_memory(config, WORLD, torch.device("cuda", 0))
+        check_memory(config, torch.device("cuda", 0))
 
 
 def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
     told = run_main([str(word) for word in (*words, *schedule, "--micro-batch-size", 4)]).mistake
     assert told == (
         "--step-batch-size-schedule: the size 2 is no multiple of --micro-batch-size 4 times "
-        "1 rank (= 4): choose 4"
+        "1 data-parallel rank (= 4): choose 4"
     )
 
 

@@ -123,7 +123,10 @@ def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
     num_samples = num_micro_batches * micro_batch_size * world.size
     datasets = build_datasets(task.run.data, SplitCounts(train=num_samples), task.run.vocab_size)
     source = MicroBatches(
-        datasets.train, rank=world.rank, world_size=world.size, micro_batch_size=micro_batch_size
+        datasets.train,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=world.data_parallel_size,
     )
     return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
 

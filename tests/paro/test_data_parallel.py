@@ -1,0 +1,129 @@
+"""What follows the ranks that read different samples, where neighbouring ranks share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+
+from paro.arguments.parser import parse_args
+from paro.config.elastic import nodes_line
+from paro.config.mistakes import better_values
+from paro.config.run import RunConfig
+from paro.distributed.control import Control, PlannedControl
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.planning.search.search_space import micro_batch_sizes
+from paro.report.record import IterationRecord, RunFacts, summarize
+from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.dry_run import run_dry
+from paro.training.step import evaluate, train_step
+from tests.helpers.training import TINY
+from tests.paro.planning.cases import workload
+
+CPU = torch.device("cpu")
+PAIRS = World(size=8, rank=5, ranks_per_node=4, context_parallel_size=2)
+FLAGS = TINY.replace("--micro-batch-size 1", "--micro-batch-size 2") + " --train-iters 10"
+
+
+def configured(words: str = "", world: World = PAIRS) -> RunConfig:
+    return RunConfig.from_args(parse_args(f"{FLAGS} {words}".split()), world)
+
+
+def test_ranks_that_share_samples_are_one_data_parallel_rank() -> None:
+    assert (PAIRS.data_parallel_size, PAIRS.data_parallel_rank) == (4, 2)
+    topology = replace(PAIRS, group=2).topology(2)
+    assert topology.members(topology.axes_between(1, 2), PAIRS.rank) == (4, 5)
+    assert topology.members(topology.axes_between(2, 8), PAIRS.rank) == (1, 3, 5, 7)
+
+
+def test_batches_count_data_parallel_ranks() -> None:
+    assert configured().batches.global_batch_size == 2 * 4
+    batches = configured("--global-batch-size 24").batches
+    assert batches.num_micro_batches_at(0) == batches.num_eval_micro_batches == 3
+    assert batches.samples_after(10) == 240
+    with pytest.raises(UserError, match="times 4 data-parallel ranks"):
+        configured("--global-batch-size 12")
+    args = parse_args(f"{FLAGS} --micro-batch-size 3 --global-batch-size 20".split())
+    assert better_values(args, PAIRS.data_parallel_size) == {"micro_batch_size": 1}
+    (line,) = nodes_line(configured("--global-batch-size 40").batches, replace(PAIRS, size=12))
+    assert "restart on 1 and 2 of 3 nodes" in line
+
+
+def test_every_pair_of_ranks_reads_samples_of_its_own() -> None:
+    read: list[list[int]] = []
+    config = configured("--global-batch-size 24")
+    datasets = build_data(config)
+    for rank in range(PAIRS.size):
+        control = PlannedControl(replace(PAIRS, rank=rank), torch.device("meta"))
+        training = build_training(config, control)
+        source: Any = build_sources(config, datasets, training, start_state(config)).train
+        read.append([*chain(*islice(source.sample_numbers(), 3))])
+    assert read[::2] == read[1::2]
+    assert sorted(chain(*read[::2])) == list(range(24))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_losses_and_dropout_count_data_parallel_ranks(
+    per_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control that multiplies sums by the ranks: as if all of them had these losses."""
+    alone = configured("--global-batch-size 4", World())
+    training = build_training(alone, Control(World(), CPU))
+    state = start_state(alone)
+    datasets = build_data(alone)
+
+    def loss(world: World) -> float:
+        spread = replace(training, control=PlannedControl(world, CPU))
+        batches = build_sources(alone, datasets, training, state).train
+        return evaluate(spread, batches, 2, per_token=per_token)
+
+    one = loss(World())
+    assert loss(replace(PAIRS, context_parallel_size=1)) == pytest.approx(one)
+    # Every rank of a pair weighs its tokens as the pair's; here both have all tokens of the sample.
+    assert loss(PAIRS) == pytest.approx(one if per_token else 2 * one)
+
+    numbers: list[Any] = []
+    monkeypatch.setattr("paro.training.step.drops_of", lambda *given: numbers.append(given[3:]))
+    with pytest.raises(TypeError, match="not callable"):
+        train_step(
+            replace(training, control=PlannedControl(PAIRS, CPU)),
+            state,
+            build_sources(alone, datasets, training, state).train,
+        )
+    assert numbers == [(2, 4)]
+
+
+def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--global-batch-size 24 --peak-tflops 1 --dry-run --world-size 8"
+    config = configured(flags, replace(PAIRS, rank=0))
+    training = build_training(config, PlannedControl(config.world, torch.device("meta")))
+    facts: RunFacts = run_facts(config, training)
+    step = IterationRecord(
+        iteration=1,
+        consumed_samples=24,
+        global_batch_size=config.batches.batch_size_at(0),
+        lm_loss=1.0,
+        grad_norm=1.0,
+        learning_rate=1.0,
+        loss_scale=1.0,
+        iteration_time_ms=500.0,
+        skipped=False,
+        intra_bytes=0,
+        inter_bytes=0,
+    )
+    metrics = summarize([step], facts, peak_memory_bytes=0)
+    assert metrics.tokens_per_second == 24 * 12 / 0.5
+    assert metrics.mfu == pytest.approx(24 * 12 / 0.5 * facts.flops_per_token / 8 / 1e12)
+    run_dry(config)
+    assert ": 4 data-parallel ranks x 3 micro-batches x 2 samples\n" in capsys.readouterr().out
+
+
+def test_plans_count_data_parallel_ranks() -> None:
+    pairs = workload(context_parallel_size=2)
+    assert (pairs.world_size, pairs.data_parallel_size) == (32, 16)
+    assert pairs.micro_batches(2) == 6
+    assert micro_batch_sizes(pairs) == (1, 2, 3, 4, 6, 12)
