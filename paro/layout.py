@@ -134,6 +134,13 @@ def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -
     return UnitLayout(tuple(spans), decayed_stop, _round_up(position, ALIGN * world_size))
 
 
+def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:
+    """The layout of whole parameters for any degree that divides `world_size`."""
+    boxes = [whole_box(name, shape) for name, shape in shapes.items()]
+    decayed = frozenset(name for name, shape in shapes.items() if decays(shape))
+    return make_layout(boxes, decayed=decayed, world_size=world_size)
+
+
 def make_sliced_layout(
     shapes: Mapping[str, Shape],
     *,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from model.units import UnitSpec, first_trained_unit
 from paro.distributed.byte_counter import Sent
-from paro.layout import Shape, UnitLayout, decays, make_layout, whole_box
+from paro.layout import Shape, UnitLayout, make_whole_layout
 from paro.optim.states import ADAMW, MOMENTS, bytes_of, master_is_param
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
@@ -81,33 +82,36 @@ def size_units(
         for name in (unit.name, *unit.borrows):
             num_gathers[name] += 2 if in_backward[unit.name] else 1
 
-    def size(unit: UnitSpec) -> UnitSize:
-        trainable, frozen = (
-            layout_of(
-                {n: shape for n, shape in unit.parameters.items() if is_trained(n) is trained},
-                world_size,
-            )
-            for trained in (True, False)
-        )
-        return UnitSize(
-            name=unit.name,
-            trainable_numel=trainable.numel,
-            frozen_numel=frozen.numel,
+    layout = partial(make_whole_layout, world_size=world_size)
+    return tuple(
+        replace(
+            unit_size(unit.name, unit.parameters, layout, is_trained),
             gathers_per_micro_batch=num_gathers[unit.name],
             borrows=unit.borrows,
             gathered_for_backward=in_backward[unit.name],
-            matrix_stop=trainable.decayed_stop,
         )
+        for unit in units
+    )
 
-    return tuple(map(size, units))
 
-
-def layout_of(shapes: Mapping[str, Shape], world_size: int) -> UnitLayout:
-    """The layout of a flat buffer of whole parameters."""
-    return make_layout(
-        [whole_box(name, shape) for name, shape in shapes.items()],
-        decayed=frozenset(name for name, shape in shapes.items() if decays(shape)),
-        world_size=world_size,
+def unit_size(
+    name: str,
+    shapes: Mapping[str, Shape],
+    layout: Callable[[Mapping[str, Shape]], UnitLayout],
+    is_trained: Callable[[str], bool],
+) -> UnitSize:
+    """The size of a unit, whose trained and frozen parameters have layouts of their own."""
+    trainable, frozen = (
+        layout({name: shape for name, shape in shapes.items() if is_trained(name) is trained})
+        for trained in (True, False)
+    )
+    return UnitSize(
+        name=name,
+        trainable_numel=trainable.numel,
+        frozen_numel=frozen.numel,
+        gathers_per_micro_batch=0,
+        num_slices=trainable.num_slices,
+        matrix_stop=trainable.decayed_stop,
     )
 
 

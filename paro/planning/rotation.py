@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 
 from model.config import LlamaConfig
 from model.units import parameter_shapes, unit_specs
-from paro.layout import Shape, UnitLayout, halves_of, make_layout, make_sliced_layout, whole_box
-from paro.planning.cost_model import UnitSize
+from paro.layout import halves_of, make_sliced_layout, make_whole_layout
+from paro.planning.cost_model import UnitSize, unit_size
 from paro.strategy import FLAG, Strategy
 
 
@@ -97,53 +99,29 @@ def rotating_units_of(
             reductions[label] += 1
             parts[label] = cuts, part.shares
 
-    def layout(cuts: Mapping[str, int], half: int | None, *, trained: bool) -> UnitLayout:
-        own = {name: shapes[name] for name in cuts if is_trained(name) is trained}
-        if not own:
-            return UnitLayout((), 0, 0)
-        return make_sliced_layout(own, cuts=cuts, number=degree, world_size=world_size, half=half)
+    def sized(label: str) -> Iterator[UnitSize]:
+        cuts, shares = parts[label]
+        own = {name: shapes.pop(name) for name in cuts}  # what is left is replicated
+        halves: tuple[int | None, ...] = (None,)
+        if in_place:
+            halves = halves_of(own, cuts=cuts, number=degree, shares=shares)
+        for half in halves:
+            layout = partial(
+                make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
+            )
+            yield replace(
+                unit_size(label, own, layout, is_trained),
+                name=label if half is None else f"{label} {half + 1}/2",
+                part=label,
+                gathers_per_micro_batch=gathers[label],
+                reductions_per_micro_batch=reductions[label],
+            )
 
-    def halves(cuts: Mapping[str, int], shares: int | None) -> tuple[int | None, ...]:
-        if not in_place:
-            return (None,)
-        own = {name: shapes[name] for name in cuts}
-        return halves_of(own, cuts=cuts, number=degree, shares=shares)
-
-    units = [
-        UnitSize(
-            name=label if half is None else f"{label} {half + 1}/2",
-            part=label,
-            trainable_numel=(trainable := layout(cuts, half, trained=True)).numel,
-            frozen_numel=layout(cuts, half, trained=False).numel,
-            gathers_per_micro_batch=gathers[label],
-            reductions_per_micro_batch=reductions[label],
-            num_slices=trainable.num_slices,
-            matrix_stop=trainable.decayed_stop,
-        )
-        for label, (cuts, shares) in parts.items()
-        for half in halves(cuts, shares)
-    ]
-    cut = {name for cuts, _ in parts.values() for name in cuts}
-    norms = {name: shape for name, shape in shapes.items() if name not in cut}
-    return (_norms(norms, world_size, is_trained), *units)
-
-
-def _norms(
-    shapes: Mapping[str, Shape], world_size: int, is_trained: Callable[[str], bool]
-) -> UnitSize:
-    def numel(trained: bool) -> int:
-        boxes = [
-            whole_box(name, shape) for name, shape in shapes.items() if is_trained(name) is trained
-        ]
-        return make_layout(boxes, decayed=frozenset(), world_size=world_size).numel
-
-    return UnitSize(
-        name="norms",
-        trainable_numel=numel(True),
-        frozen_numel=numel(False),
-        gathers_per_micro_batch=0,
-        replicated=True,
+    units = [unit for label in parts for unit in sized(label)]
+    norms = unit_size(
+        "norms", shapes, partial(make_whole_layout, world_size=world_size), is_trained
     )
+    return (replace(norms, replicated=True), *units)
 
 
 def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:

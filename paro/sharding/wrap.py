@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from model.units import UnitSpec
-from paro.layout import Shape, decays, make_layout, whole_box
+from paro.layout import Shape, make_whole_layout
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext, param_dtype
 
@@ -78,11 +78,7 @@ def make_units(
     """The units of trainable and of frozen parameters, if there are any."""
     for trainable, shapes in by_training(parameters):
         label = name if trainable else f"{name} (frozen)"
-        layout = make_layout(
-            [whole_box(name, shape) for name, shape in shapes.items()],
-            decayed=frozenset(name for name, shape in shapes.items() if decays(shape)),
-            world_size=context.topology.world_size,
-        )
+        layout = make_whole_layout(shapes, world_size=context.topology.world_size)
         yield ShardedUnit(label, layout, context, trainable=trainable)
 
 

@@ -180,6 +180,7 @@ def _context(
         frozen_dtype=TYPES[precision.frozen],
         reduce_dtype=TYPES[precision.wire],
         accumulate_dtype=TYPES[precision.accumulate],
+        inter_param_bits=precision.inter_param_bits,
         ledger=Ledger(),
         exposure=Exposure(topology),
     )

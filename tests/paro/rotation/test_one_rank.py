@@ -54,8 +54,30 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
     monkeypatch: pytest.MonkeyPatch, case: str, letters: str, in_place: bool
 ) -> None:
     config, is_trained = CASES[case]
+    assert_counted(monkeypatch, config, is_trained, letters, in_place=in_place)
+
+
+@pytest.mark.parametrize("in_place", MODES)
+def test_codes_of_updated_adapters_are_counted(
+    monkeypatch: pytest.MonkeyPatch, *, in_place: bool
+) -> None:
+    """They are in one unit with the norms, and large enough here to be sent as codes."""
+    lora = LoraConfig(rank=16, targets=("wo", "w_up"))
+    config = replace(SMALL, hidden_size=256, ffn_hidden_size=512, kv_channels=64, lora=lora)
+    assert_counted(monkeypatch, config, is_adapter, "IIG", in_place=in_place, inter_param_bits=4)
+
+
+def assert_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    config: LlamaConfig,
+    is_trained: Callable[[str], bool],
+    letters: str,
+    *,
+    in_place: bool,
+    **bits: int,
+) -> None:
     strategy, topology = on_ranks(letters, world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
+    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True, **bits)
     units = units_of(
         config,
         world_size=8,
