@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from paro.arguments.megatron import changed_parts, replacements
-from paro.arguments.needed import details_without_full
 from paro.arguments.unknown import known_as
 from paro.arguments.words import by_flag
 from paro.arguments.yaml_flags import FLAG as YAML_FLAG
+from paro.errors import listed
 
 # What a flag that is added takes the place of.
 _REPLACES = {
@@ -21,16 +21,21 @@ _WIDTH = 80
 
 
 def corrected(
-    words: Sequence[str], args: Namespace, parser: ArgumentParser, better: Mapping[str, object]
+    words: Sequence[str],
+    args: Namespace,
+    parser: ArgumentParser,
+    *,
+    better: Mapping[str, object],
+    refused: Collection[str],
 ) -> str:
     """The flags to give instead of `words`, ready to paste; empty if all of them may stay.
 
-    Flags that are refused, unknown or without effect are left out or replaced, and the arguments
-    in `better`, by their names, have other values.
+    Flags that are refused, unknown or without effect are left out or replaced. The arguments in
+    `better`, by their names, have other values, and are left out if these are their defaults. The
+    flags in `refused` have values that the parser did not take.
     """
-    groups = list(_corrected(words, args, parser, better))
-    left = [word for group in groups for word in group]
-    if left == list(words):
+    groups, left_out = _corrected(words, args, parser, better, refused)
+    if [word for group in groups for word in group] == list(words):
         return ""
     lines = ["These flags are left; paste them after pretrain_llama.py:"]
     for part in map(shlex.join, groups):
@@ -39,40 +44,46 @@ def corrected(
         else:
             lines.append(f"    {part}")
     head, *flags = lines
-    return "\n".join([*changed_parts(args), head, " \\\n".join(flags)])
+    notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
+    return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(flags)])
 
 
 def _corrected(
-    words: Sequence[str], args: Namespace, parser: ArgumentParser, better: Mapping[str, object]
-) -> Iterator[list[str]]:
+    words: Sequence[str],
+    args: Namespace,
+    parser: ArgumentParser,
+    better: Mapping[str, object],
+    refused: Collection[str],
+) -> tuple[list[list[str]], list[str]]:
+    """The flags that are left, and those that are left out for their values."""
     actions = parser._option_string_actions
-    dropped = {detail.split()[0] for detail in details_without_full(args)}
     instead = replacements(args)
     kept: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
+    left_out: list[str] = []
     for flag, *values in by_flag(words):
         name, equals, value = flag.partition("=")
         values = [value, *values] if equals else values
         if name in instead:
             added.append(list(by_flag(instead[name])))
             continue
-        name = name if name in actions else known_as(name, parser)
-        if name in dropped or name not in actions or name == YAML_FLAG:  # its flags are in words
+        names = [name] if name in actions else known_as(name, parser)
+        if not names or name == YAML_FLAG:  # its flags are in words
             continue
+        *switches, name = names
         action = actions[name]
-        has_no_value = action.dest not in args  # the one that was given is wrong
-        if has_no_value or (action.dest in better and better[action.dest] is None):
+        other = better.get(action.dest, ...)
+        if name in refused or other == action.default:
+            left_out.append(shlex.join([name, *values]))
             continue
-        elif action.dest in better:
-            kept[name] = [name, *_words(better[action.dest])]
-        else:
-            kept[name] = [name, *values[: _most_values(action)]]
+        kept |= {switch: [switch] for switch in switches}
+        kept[name] = [name, *(values[: _most_values(action)] if other is ... else _words(other))]
     for groups in added:
         if groups and groups[0][0] not in kept:
             kept |= {group[0]: group for group in groups}
             for other in _REPLACES.get(groups[0][0], ()):
                 kept.pop(other, None)
-    yield from kept.values()
+    return list(kept.values()), left_out
 
 
 def _most_values(action: Action) -> int | None:

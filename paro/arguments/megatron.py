@@ -19,7 +19,6 @@ from paro.arguments.megatron_rules import (
     REFUSED,
     VALUES,
 )
-from paro.arguments.needed import details_without_full
 from paro.arguments.words import by_flag
 from paro.errors import listed
 
@@ -139,8 +138,6 @@ def refused(args: Namespace) -> dict[str, list[str]]:
         if not _is_accepted(rule, args, values):
             instead = rule.instead.format(value=" ".join(map(str, values)))
             found.setdefault(instead, []).append(_spelled(flag, values))
-    if details := details_without_full(args):
-        found["give --recompute-granularity full with it, or leave it out"] = details
     return found
 
 

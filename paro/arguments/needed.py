@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, KeysView
 
 from paro.errors import listed
 
@@ -63,12 +63,12 @@ def missing_flags(
     return lines
 
 
-def flags_in(lines: Iterable[str]) -> set[str]:
-    """The flags that lines name."""
-    return set(re.findall(r"--[a-z][\w-]*", " ".join(lines)))
+def flags_in(lines: Iterable[str]) -> KeysView[str]:
+    """The flags that lines name, in their order."""
+    return dict.fromkeys(re.findall(r"--[a-z][\w-]*", " ".join(lines))).keys()
 
 
-def with_stand_ins(args: Namespace) -> tuple[Namespace, set[str]]:
+def with_stand_ins(args: Namespace) -> tuple[Namespace, KeysView[str]]:
     """The arguments with values for missing flags, sizes apart, and the flags so treated.
 
     A line that names one of these flags is about a value that nobody gave.
@@ -89,17 +89,6 @@ def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
         return []
     verb, it = ("is", "it") if len(missing) == 1 else ("are", "them")
     return [f"{listed(missing)} {verb} missing; --llama-preset gives {it} too"]
-
-
-def details_without_full(args: Namespace) -> list[str]:
-    """Flags of --recompute-granularity full that are given without it."""
-    if args.recompute_granularity == "full":
-        return []
-    given = {
-        "--recompute-method": args.recompute_method,
-        "--recompute-num-layers": args.recompute_num_layers,
-    }
-    return [f"{flag} {value}" for flag, value in given.items() if value is not None]
 
 
 def nothing_needed_is_given(args: Namespace) -> bool:

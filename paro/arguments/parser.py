@@ -144,7 +144,7 @@ def parse_args(
     if yaml_file is not None:
         from_file, mistakes = read_flags(yaml_file, parser)
         words = from_file + words
-    args, unknown = parse_known(parser, words, mistakes)
+    args, unknown, refused = parse_known(parser, words, mistakes)
     mistakes += _describe_unknown(unknown, parser)
     if not trains:
         if mistakes:
@@ -156,7 +156,7 @@ def parse_args(
         if nothing_needed_is_given(args):
             check_flags(args, mistakes)
         lines, better = wrong_values(args)
-        example = corrected(words, args, parser, better)
+        example = corrected(words, args, parser, better=better, refused=refused)
         raise UserError(*dict.fromkeys([*found, *lines]), example=example)
     return args
 
@@ -175,19 +175,22 @@ def wrong_flags(args: Namespace, mistakes: Sequence[str] = ()) -> list[str]:
 
 def parse_known(
     parser: ArgumentParser, words: Sequence[str], mistakes: list[str]
-) -> tuple[Namespace, list[str]]:
-    """The parsed flags, and words that belong to no flag; errors are appended to `mistakes`.
+) -> tuple[Namespace, list[str], set[str]]:
+    """The parsed flags, words that belong to no flag, and flags whose values are refused.
 
-    argparse stops at the first error, so that flag is removed and the rest is parsed again.
+    argparse stops at the first error, so that flag is removed and the rest is parsed again. The
+    errors are appended to `mistakes`.
     """
     words, others = take_other_flags(words, parser)
+    refused: set[str] = set()
     while True:
         try:
-            return parser.parse_known_args(words, Namespace(**others))
+            return *parser.parse_known_args(words, Namespace(**others)), refused
         except argparse.ArgumentError as error:
             wrong = error
         mistakes.append(str(wrong))
         names = (wrong.argument_name or "").split("/")
+        refused.update(names)
         groups = [group for group in by_flag(words) if group[0].split("=")[0] not in names]
         kept = [word for group in groups for word in group]
         assert len(kept) < len(words), f"{wrong} names no word of {words}"

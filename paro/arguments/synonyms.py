@@ -25,6 +25,7 @@ TABLE = (
     ),
     ("--kv-channels", "head-dim head-size"),
     ("--rotary-base", "rope-theta rope-base theta"),
+    ("--use-rope-scaling and --rope-scaling-factor", "rope-factor"),
     ("--norm-epsilon", "rms-norm-eps norm-eps layernorm-epsilon layer-norm-eps rmsnorm-eps"),
     ("--init-method-std", "initializer-range init-std"),
     ("--tie-embeddings-and-output-weights", "tie-word-embeddings tie-embeddings weight-tying"),

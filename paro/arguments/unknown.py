@@ -20,7 +20,14 @@ def hint_for(flag: str, parser: ArgumentParser) -> str:
     return f"did you mean {close[0]}?" if close else "--help lists all flags"
 
 
-def known_as(flag: str, parser: ArgumentParser) -> str:
-    """The flag that the hint for an unknown one names, if it is all that the hint says."""
-    found = re.fullmatch(r"(?:give|did you mean) (--[\w-]+)\??", hint_for(flag, parser))
-    return found[1] if found else flag
+def known_as(flag: str, parser: ArgumentParser) -> list[str]:
+    """The flags that the hint for an unknown one names, if they are all that the hint says.
+
+    The last takes the values; those before it are switches.
+    """
+    found = re.fullmatch(
+        r"(?:give|did you mean) (--[\w-]+(?: and --[\w-]+)*)\??", hint_for(flag, parser)
+    )
+    flags = found[1].split(" and ") if found else []
+    known = parser._option_string_actions
+    return flags if all(known[switch].nargs == 0 for switch in flags[:-1]) else []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import gcd
 from typing import TypeVar
 
 from data.tokenizer import build_tokenizer
+from data.tokenizer_config import TOKENIZER_TYPES
 from model.fusion import Fusions
-from paro.arguments.needed import flags_in, missing_sizes, with_stand_ins
-from paro.arguments.parser import WrongValues
+from paro.arguments.needed import flags_in, missing_flags, missing_sizes, with_stand_ins
+from paro.arguments.parser import WrongValues, build_parser
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import resumed_samples
@@ -38,6 +39,7 @@ from paro.report.config import ReportConfig
 from paro.report.watchdog import WatchConfig
 
 Part = TypeVar("Part")
+_PLACES = ("FILE", "DIR", "PREFIX")  # as --help calls values that are files and folders
 _MOST = 10**6  # samples in a batch, for which others are looked for
 _ALONE = (RuntimeConfig, Fusions, OptimConfig, StepChecksConfig, ReportConfig, WatchConfig)
 
@@ -49,9 +51,64 @@ def wrong_values(args: Namespace) -> WrongValues:
         world = take(LaunchConfig, filled).world()
     except UserError as error:
         return WrongValues(error.args, {})
-    lines = [line for line in value_mistakes(filled, world) if not missing & flags_in([line])]
-    better = {} if "--world-size" in missing else better_values(filled, world.data_parallel_size)
-    return WrongValues(lines, better)
+
+    def wrong(better: Mapping[str, object]) -> list[str]:
+        lines = value_mistakes(_with(filled, better), world)
+        return [line for line in lines if not missing & flags_in([line])]
+
+    told = wrong({})
+    better = _fitting_type(filled)
+    if "--world-size" not in missing:
+        better |= better_values(filled, world.data_parallel_size)
+    while rest := wrong(better):  # also what others hid
+        told += rest
+        defaults = (
+            (line, left_out) for line in rest for left_out in _left_out(line, filled, better)
+        )
+        helps = (left_out for line, left_out in defaults if line not in wrong(better | left_out))
+        if (left_out := next(helps, None)) is None:
+            break
+        better |= left_out
+    return WrongValues(distinct(told), better)
+
+
+def _left_out(
+    line: str, args: Namespace, better: Mapping[str, object]
+) -> Iterator[dict[str, object]]:
+    """The defaults of the flags in a line about wrong values that may be left out, one by one.
+
+    Files and folders may not, and what is needed neither: no default means the same.
+    """
+    actions = build_parser()._option_string_actions
+    for flag in flags_in([line]):
+        action = actions.get(flag)
+        if action is None or action.dest in better or action.metavar in _PLACES:
+            continue
+        default = {action.dest: action.default}
+        is_given = getattr(args, action.dest, action.default) != action.default
+        if is_given and _missing(_with(args, default)) <= _missing(args):
+            yield default
+
+
+def _missing(args: Namespace) -> set[str]:
+    return set(missing_flags(args, loaded=True))
+
+
+def _fitting_type(args: Namespace) -> dict[str, object]:
+    """The tokenizer type that reads the given files, instead of one that does not exist here."""
+    given = args.tokenizer_type
+    if given is None or given in TOKENIZER_TYPES:
+        return {}
+    for name in TOKENIZER_TYPES:
+        better: dict[str, object] = {"tokenizer_type": name}
+        try:
+            config = take_tokenizer(_with(args, better))
+            build_tokenizer(config)
+        except UserError:
+            continue
+        if name != "NullTokenizer" or not config.files:
+            return better
+    return {"tokenizer_type": "HuggingFaceTokenizer"}
 
 
 def distinct(lines: Iterable[str]) -> tuple[str, ...]:
@@ -80,7 +137,7 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
         batches = part(take_batches, _with(args, {"global_batch_size": None}), world)
     if batches is None:  # which others need
-        better = _with(args, better_values(args, world.data_parallel_size))
+        better = _with(args, _fitting_batches(args, world.data_parallel_size))
         batches = part(take_batches, better, world)
     part(_check_sizes, batches, checkpoint)
     train, data = part(take_train, args, batches), part(take_data, args)

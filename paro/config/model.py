@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from data.tokenizer import padded_vocab_size
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
-from paro.arguments.needed import details_without_full, missing_sizes
+from paro.arguments.needed import missing_sizes
 from paro.errors import UserError
 
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
@@ -21,8 +22,8 @@ _NOT_GIVEN = {"vocab_size", "recompute", "lora", *_CHOSEN}
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """The model: sizes from flags, else from the preset, else derived from the other sizes."""
-    names = {field.name for field in fields(LlamaConfig)} - _NOT_GIVEN
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    default = {item.name: item.default for item in fields(LlamaConfig)}
+    given = _given(args, *(name for name in default if name not in _NOT_GIVEN))
     sizes = given
     if args.llama_preset is not None:
         preset = LLAMA_PRESETS[args.llama_preset]
@@ -35,6 +36,10 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
         sizes = _published_sizes(preset, given) | given
     if missing := missing_sizes(args):
         raise UserError(*missing)
+    if not sizes.get("use_rope_scaling"):
+        others = {name: value for name, value in given.items() if value != default[name]}
+        details = {name: others[name] for name in others if name.startswith("rope_scaling_")}
+        _refuse_without("--use-rope-scaling", details)
     hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     defaults = {
         "ffn_hidden_size": 8 * hidden_size // 3 // 64 * 64,
@@ -71,16 +76,27 @@ def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, An
 def _num_query_groups(args: Namespace, heads: int) -> int:
     grouped = args.group_query_attention or args.llama_preset is not None
     if args.num_query_groups not in (None, heads) and not grouped:
-        raise UserError(f"--num-query-groups {args.num_query_groups} needs --group-query-attention")
+        _refuse_without("--group-query-attention", {"num_query_groups": args.num_query_groups})
     return 1 if args.group_query_attention else heads
 
 
+def _given(args: Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _refuse_without(needed: str, given: Mapping[str, object]) -> None:
+    """`UserError` if arguments are given that have no effect without a flag."""
+    if lines := [
+        f"--{name.replace('_', '-')} {value} needs {needed}: give that too, or leave it out"
+        for name, value in given.items()
+    ]:
+        raise UserError(*lines)
+
+
 def _take_lora(args: Namespace) -> LoraConfig | None:
-    names = ("lora_alpha", "lora_base_dtype", "lora_dropout", "lora_target_modules")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = _given(args, "lora_alpha", "lora_base_dtype", "lora_dropout", "lora_target_modules")
     if args.lora_rank is None:
-        for name in given:
-            raise UserError(f"--{name.replace('_', '-')} needs --lora-rank")
+        _refuse_without("--lora-rank", given)
         return None
     if args.trainable != "all":
         raise UserError(
@@ -104,15 +120,13 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
                 "full: give one of them"
             )
         granularity = "selective"
-    detail = {"method": args.recompute_method, "num_layers": args.recompute_num_layers}
-    given = {name: value for name, value in detail.items() if value is not None}
-    if details_without_full(args):
-        raise UserError(
-            "--recompute-method and --recompute-num-layers need --recompute-granularity full"
-        )
+    given = _given(args, "recompute_method", "recompute_num_layers")
+    if granularity != "full":
+        _refuse_without("--recompute-granularity full", given)
     if args.recompute_modules is not None and not _recomputes_core(args, granularity):
         return None
-    return None if granularity is None else RecomputeConfig(granularity=granularity, **given)
+    detail = {name.removeprefix("recompute_"): value for name, value in given.items()}
+    return None if granularity is None else RecomputeConfig(granularity=granularity, **detail)
 
 
 def _recomputes_core(args: Namespace, granularity: str | None) -> bool:

@@ -75,6 +75,7 @@ WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable, World)
 DRY = "--dry-run --world-size 4"
 FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
+ROPE = "--use-rope-scaling"
 SELECTIVE = "--recompute-granularity selective"
 CORPUS = "--data-path corpus"
 PROFILE = "--profile --tensorboard-dir board"
@@ -166,7 +167,14 @@ CASES = {
     "recompute_modules": ((), SELECTIVE, f"{SELECTIVE} --recompute-modules layernorm"),
     "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
     "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
-    "rope_scaling_high_freq_factor": ((), "", "--rope-scaling-high-freq-factor 8"),
+    "rope_scaling_factor": ((), ROPE, f"{ROPE} --rope-scaling-factor 2"),
+    "rope_scaling_high_freq_factor": ((), ROPE, f"{ROPE} --rope-scaling-high-freq-factor 8"),
+    "rope_scaling_low_freq_factor": ((), ROPE, f"{ROPE} --rope-scaling-low-freq-factor 2"),
+    "rope_scaling_original_max_position_embeddings": (
+        (),
+        ROPE,
+        f"{ROPE} --rope-scaling-original-max-position-embeddings 16",
+    ),
     "save_retain_interval": ((), SAVE, f"{SAVE} --save-retain-interval 4"),
     "step_batch_size_schedule": (
         ("global-batch-size",),

@@ -104,7 +104,7 @@ def degree_of(words: Sequence[str]) -> int:
 def try_configuration(name: str, words: Sequence[str]) -> Trial:
     """Checks one configuration for refused and unknown flags, and makes a dry run without them."""
     mistakes: list[str] = []
-    args, extra = parse_known(build_parser(), words, mistakes)
+    args, extra, _ = parse_known(build_parser(), words, mistakes)
     unknown = tuple(flag.split("=")[0] for flag, *_ in by_flag(extra))
     instead = refused(args)
     gone = {given.split()[0] for flags in instead.values() for given in flags} | {*unknown}

@@ -1,8 +1,9 @@
-"""Flags of public launch scripts: one answer, then the flags that it leaves are sound."""
+"""Flags of public launch scripts: one answer, then the flags that it leaves run dry."""
 
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,11 @@ from paro.arguments.parser import parse_args
 from paro.config.mistakes import wrong_values
 from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
+from paro.training.dry_run import run_dry
+from tests.fixtures.write import write_words
 
-# Facts of the scripts, by topic; a tokenizer without files stands in for theirs.
+# Facts of the scripts, by topic. A tokenizer without files stands in for theirs, unless one names a
+# type that Megatron-LM does not have, for which there is a file.
 TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 128256"
 LLAMA = (
     "--group-query-attention --num-query-groups 8 --position-embedding-type rope --swiglu "
@@ -122,7 +126,8 @@ SCRIPTS = {
         "--rope-original-max-positional-embeddings 8192 --use-mcore-models --norm-epsilon 1e-5 "
         "--no-masked-softmax-fusion --use-flash-attn --attention-softmax-in-fp32 "
         "--accumulate-allreduce-grads-in-fp32 --transformer-impl transformer_engine --use-mpi "
-        "--use-z-loss --log-throughput --wandb-name j --wandb-project p --wandb-entity e",
+        "--use-z-loss --log-throughput --wandb-name j --wandb-project p --wandb-entity e "
+        "--tokenizer-type Llama3Tokenizer --tokenizer-model tokenizer.json",
     ),
 }
 
@@ -137,24 +142,37 @@ ADDED = {
     "LLaMA-3.1 8B in FP8, AMD": "0 --transformer-impl transformer_engine --fp8-format hybrid",
     "LLaMA-3.1 70B, AMD": "0 --transformer-impl transformer_engine --paro-strategy GGG",
     "LLaMA-3.1 70B, Swallow": (
-        "--rope-scaling-factor --rope-scaling-low-freq-factor --rope-scaling-high-freq-factor "
-        "--rope-scaling-original-max-position-embeddings --wandb-exp-name --paro-strategy GGG "
-        "--recompute-granularity full"
+        "--use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor "
+        "--rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings "
+        "--wandb-exp-name HuggingFaceTokenizer --paro-strategy GGG --recompute-granularity full"
     ),
 }
 
+FIT_80_GB = ("LLaMA-3 8B, Swiss AI", "LLaMA-3.1 70B, Swallow")
+
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_flags_that_an_answer_leaves_are_sound(name: str) -> None:
+def test_the_flags_that_an_answer_leaves_run_dry(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_words(Path("tokenizer.json"))
     num_ranks, flags = SCRIPTS[name]
-    plan = f"--dry-run --world-size {num_ranks} --ranks-per-node {min(num_ranks, 8)}"
-    words = shlex.split(f"{flags} {TOKENIZER} {plan}")
+    plan = f"--dry-run --world-size {num_ranks} --device-memory-gb 80"
+    tokenizer = "" if "--tokenizer-type" in flags else TOKENIZER
+    words = shlex.split(f"{flags} {tokenizer} {plan}")
     with pytest.raises(UserError) as caught:
         parse_args(words, wrong_values=wrong_values)
     _, _, left = caught.value.example.partition("paste them after pretrain_llama.py:")
     kept = shlex.split(left.replace("\\\n", " "))
     args = parse_args(kept, wrong_values=wrong_values)
     config = RunConfig.from_args(args, take_world(args))
+    if name in FIT_80_GB:
+        run_dry(config)
+        assert "the launch is sound" in capsys.readouterr().out
+    else:
+        with pytest.raises(UserError, match=r"^a rank needs .* more than --device-memory-gb 80:"):
+            run_dry(config)
     assert shlex.join(word for word in kept if word not in words) == ADDED.get(name, "")
     for flag in ("--num-layers", "--hidden-size", "--lr", "--seq-length"):
         assert kept[kept.index(flag) + 1] == words[words.index(flag) + 1]

@@ -255,7 +255,10 @@ BARE = SMALL.replace("--mock-data", "")
         (f"{SMALL} --grad-reduce-in-bf16", ["--bf16"]),
         (f"{SMALL} --max-position-embeddings 16", ["--seq-length 32", "embeddings 16"]),
         (f"{SMALL} --recompute-activations --recompute-granularity full", ["contradicts full"]),
-        (f"{SMALL} --recompute-method block", ["--recompute-granularity full with it"]),
+        (
+            f"{SMALL} --recompute-method block",
+            ["needs --recompute-granularity full: give that too"],
+        ),
         (f"{SMALL} --data-path corpus", ["--mock-data and --data-path contradict"]),
         (BARE, ["--data-path"]),
         (f"{PRESET} --llama-preset 7B --vocab-size 0", ["--vocab-size 0"]),
