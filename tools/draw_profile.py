@@ -23,6 +23,7 @@ from tools.profiles.device_report import device_figures, device_text, draw_strea
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw
+from tools.shared.table import align
 
 DESCRIPTION = """\
 Reads what --profile --use-pytorch-profiler wrote: where each rank's steps went, with --plot a
@@ -164,13 +165,8 @@ def table(profiles: Sequence[Profile]) -> str:
         figures += [busy.get(lane, 0.0) for lane in lanes]
         per_step = [1e3 * figure / profile.num_steps for figure in figures]
         rows.append([str(profile.rank), *(f"{figure:.1f}" for figure in per_step)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
     title = "ms of a step, means; the last columns: how long a comm stream was busy"
-    return "\n".join([title, *lines])
+    return f"{title}\n{align(rows, left=())}"
 
 
 def figures(profile: Profile) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
 from tools.shared.command_line import Parser, status_of
+from tools.shared.table import align
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel
@@ -110,12 +111,7 @@ def table(measured: Traffic) -> str:
     received = sum(nic.received for nic in measured.nics)
     rows.append(("all NICs", f"{measured.sent:,}", f"{received:,}"))
     rows += [(f"inside node {node}", f"{size:,}", "") for node, size in enumerate(measured.inside)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = (
-        f"{name:{widths[0]}}  {sent:>{widths[1]}}  {received:>{widths[2]}}"
-        for name, sent, received in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    return align(rows)
 
 
 def as_json(measured: Traffic) -> str:

@@ -85,13 +85,6 @@ def continuations(
         logits_BV = decoder.step(torch.tensor(tokens, device=device))
 
 
-def continuation(
-    model: Llama, prompt: Sequence[int], sampling: Sampling, *, num_ids: int
-) -> Iterator[int]:
-    """Token after token for one prompt, endlessly."""
-    return (tokens[0] for tokens in continuations(model, [prompt], sampling, num_ids=num_ids))
-
-
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
     """The text that `tokens` add to `prompt`, in pieces that end with whole characters."""
     ids = list(prompt)

@@ -40,7 +40,7 @@ from tests.paro.checkpoint.convert.folders import (
     save_folder,
 )
 from tools.convert_checkpoint import main
-from tools.generate import Sampling, continuation
+from tools.generate import Sampling, continuations
 from tools.train_tokenizer import main as train_tokenizer
 
 
@@ -182,7 +182,7 @@ def test_what_was_trained_here_opens_in_transformers(
     tokens = torch.tensor([ids])
     out = model.generate(tokens, max_new_tokens=12, min_new_tokens=12, do_sample=False)
     sampling = Sampling(temperature=0.0, seed=1)
-    ours = [*islice(continuation(own, ids, sampling, num_ids=300), 12)]
+    ours = [token for (token,) in islice(continuations(own, [ids], sampling, num_ids=300), 12)]
     assert 2 not in ours, "the text ends early: choose another prompt"
     assert out[0, len(ids) :].tolist() == ours
     assert_near(logits_of(own, tokens), logits_of(model, tokens))

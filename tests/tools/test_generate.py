@@ -26,7 +26,7 @@ from paro.training.assembly import build_training
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import ROOT
 from tests.helpers.training import save_run
-from tools.generate import Sampling, continuation, continuations, main, text_of, until_end
+from tools.generate import Sampling, continuations, main, text_of, until_end
 from tools.train_tokenizer import main as train_tokenizer
 
 VOCAB = 60  # NullTokenizer's; the model has 64 rows
@@ -152,7 +152,9 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair(checkpoint: Path) -
 
     def draw(temperature: float, count: int) -> list[int]:
         sampling = Sampling(temperature=temperature, seed=1)
-        return list(islice(continuation(model, [0], sampling, num_ids=4), count))
+        return [
+            token for (token,) in islice(continuations(model, [[0]], sampling, num_ids=4), count)
+        ]
 
     assert draw(0.0, 3) == [1, 1, 1]
     assert draw(1e-30, 3) == [1, 1, 1]

@@ -39,6 +39,7 @@ from data.indexed_dataset import (
 )
 from data.loader import MicroBatches
 from paro.errors import UserError
+from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_json
 
@@ -138,12 +139,11 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if turn > 0:  # the first builds the order, and warms the page cache
                     rates[name].append(rate)
         for name, measured in rates.items():
-            pairs = zip(measured, rates["mapped"], strict=True)
             yield {
                 "contender": name,
                 "cold": cold,
                 "tokens_per_second": statistics.median(measured),
-                "of_mapped": statistics.median(rate / mapped for rate, mapped in pairs),
+                "of_mapped": median_ratio(measured, rates["mapped"]),
                 "all": measured,
             }
 

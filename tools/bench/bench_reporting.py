@@ -38,6 +38,7 @@ from paro.report.report import Records, Report
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.loop import Loop
 from paro.training.placement import placement_lines, predict_memory, predicted_bytes
+from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 
@@ -61,8 +62,7 @@ class Cost:
     @property
     def part(self) -> float:
         """By what fraction a reported step is longer: the median over pairs of neighbours."""
-        pairs = zip(self.bare, self.reported, strict=True)
-        return median(reported / bare - 1.0 for bare, reported in pairs)
+        return median_ratio(self.reported, self.bare) - 1.0
 
     @property
     def part_in_report(self) -> float:

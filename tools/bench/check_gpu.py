@@ -22,7 +22,8 @@ from paro.report.log import print_line
 from tools.bench.gpu_check import measures, suites
 from tools.bench.gpu_check.measures import Machine
 from tools.bench.gpu_check.page import PAGE, read_results, write_results
-from tools.bench.gpu_check.running import PART_SECONDS, ROOT, Outcome, Runner
+from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
+from tools.bench.shared.turns import ROOT
 from tools.shared.command_line import Parser, status_of
 
 DESCRIPTION = """\

@@ -42,7 +42,6 @@ from tools.bench.peers.figures import (
     Rounds,
     check_agreement,
     compare,
-    order_of_round,
     ratio_table,
     summarize,
     summary_table,
@@ -51,6 +50,7 @@ from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import check_name, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
+from tools.bench.shared.turns import order_of_round
 from tools.shared.command_line import RankParser
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs

@@ -25,10 +25,10 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.strategy import legal_letters
+from tools.bench.shared.turns import ROOT, torchrun
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 FIELDS = (
     *("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate"),
     *("model_state_bytes", "intra_bytes", "inter_bytes"),
@@ -98,10 +98,8 @@ def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
         flags += ["--save", str(folder / "saved")]
     if run.load:
         flags += ["--load", str(folder / "saved")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(run.num_ranks)]
     done = subprocess.run(
-        [*launcher, "pretrain_llama.py", *flags],
+        [sys.executable, *torchrun(run.num_ranks), "pretrain_llama.py", *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,

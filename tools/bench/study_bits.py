@@ -22,6 +22,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.errors import UserError
+from tools.bench.shared.turns import ROOT
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw, drawing
@@ -34,7 +35,6 @@ and continued.
 
   python tools/bench/study_bits.py --json bits.json --folder runs/bits --plot bits.png
 """
-ROOT = Path(__file__).resolve().parents[2]
 ABLATED = "tools/bench/bits/ablated.py"
 FLAGS = (
     "--distributed-backend gloo --paro-strategy IIG --paro-group-size 2 --num-layers 6 "

@@ -29,10 +29,10 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
+from tools.bench.shared.turns import ROOT, torchrun
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 SAVE_INTERVAL = 3
 # About 15 MB of state: a save takes long enough to be interrupted.
 MODEL = (
@@ -81,12 +81,11 @@ class Launched:
         flags += ["--save", str(self.checkpoints), "--load", str(self.checkpoints)]
         flags += ["--save-interval", str(SAVE_INTERVAL)]
         flags += ["--async-save"] if asynchronous else []
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(args.ranks), "--max-restarts", "1000"]
+        launcher = [*torchrun(args.ranks), "--max-restarts", "1000"]
         self.cut_short: set[tuple[str, int, int]] = set()
         self._file = self.log.open("w")
         self.process = subprocess.Popen(
-            [*launcher, "pretrain_llama.py", *flags],
+            [sys.executable, *launcher, "pretrain_llama.py", *flags],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

@@ -30,6 +30,7 @@ from tools.bench.peers.own import parse_setting
 from tools.bench.planning.comparison import compare
 from tools.bench.planning.rounds import NODES, RANKS_PER_NODE, median_machine, rows_of
 from tools.bench.planning.steps_page import Chapter, draw, page
+from tools.bench.shared.turns import ROOT
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
@@ -71,7 +72,7 @@ TRAIN_FLAGS = (
 COUNTS = (1, 4)
 SIZES = "64K,256K,1M,4M"
 SMALL_SIZES = "4K,16K,"  # added where a part trains: its buffers are small
-TOOLS = Path(__file__).resolve().parent
+TOOLS = ROOT / "tools"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def _measure_machine(
 ) -> None:
     """Measures a part's machine file; a collective's cost during computing differs by shape."""
     names = ",".join(dict.fromkeys(parse_setting(candidate).collective for candidate in settings))
-    bench = str(TOOLS.parent / "bench_collectives.py")
+    bench = str(TOOLS / "bench_collectives.py")
     sizes = SMALL_SIZES * (part.shape in PARTIAL) + SIZES
     flags = ["--algorithms", names, "--sizes", sizes, "--dtype", "bfloat16"]
     flags += ["--inter-bandwidth", inter, "--nic", part.nic, "--train", part.train_flags]
@@ -218,7 +219,7 @@ def _steps_flags(
     part: StudyPart, number: int, args: argparse.Namespace, settings: Sequence[str], seconds: float
 ) -> list[str]:
     return [
-        str(TOOLS / "planning" / "steps.py"),
+        str(TOOLS / "bench" / "planning" / "steps.py"),
         *("--output", str(args.folder / "steps.jsonl"), "--turns", str(args.turns)),
         *("--label", json.dumps({"nic": part.nic, "shape": part.shape, "round": number})),
         *("--settings", ",".join(settings), "--counts", ",".join(map(str, COUNTS))),

@@ -14,6 +14,7 @@ from paro.planning.search.planner import TIE, SearchResult, best_that_fits
 from paro.planning.search.remedies import single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantities import count_text, ranks_text
+from tools.shared.table import align
 
 PACKING = "packing s"
 HEADS = (
@@ -68,15 +69,7 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
                 exposed_text(row),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
-    return "\n".join(lines)
+    return align(cells, left=(0, -1))
 
 
 def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tools.bench.shared.turns import ROOT, torchrun
+
 PART_SECONDS = 8 * 60.0
 
 # torchrun ends its ranks when it is asked to stop; it kills them itself after 30 s.
@@ -99,9 +100,7 @@ class Runner:
         """The same under torchrun where there are several GPUs."""
         if self.num_gpus == 1:
             return self.python(name, words, env=env)
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
-        torchrun += ["--nproc-per-node", str(self.num_gpus)]
-        return self.python(name, [*torchrun, *words], env=env)
+        return self.python(name, [*torchrun(self.num_gpus), *words], env=env)
 
     @property
     def backend(self) -> str:

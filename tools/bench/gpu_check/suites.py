@@ -6,7 +6,8 @@ import importlib.util
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 
-from tools.bench.gpu_check.running import ROOT, Ended, Outcome, Runner
+from tools.bench.gpu_check.running import Ended, Outcome, Runner
+from tools.bench.shared.turns import ROOT
 
 _NEEDED = ("pytest", "hypothesis")
 # Skips that no machine of today's kind can avoid; the reasons that tests give.

@@ -19,10 +19,10 @@ import torch
 from paro.report.log import print_line
 from paro.report.memory import peak_memory_bytes
 from tools.bench.model_speed.contenders import CONTENDERS, Step, Task
-from tools.bench.peers.figures import order_of_round
+from tools.bench.shared.turns import ROOT, median_ratio, order_of_round
 
 ROUND = "round "  # what the line of a round begins with
-_SCRIPT = Path(__file__).resolve().parents[1] / "bench_model.py"
+_SCRIPT = ROOT / "tools" / "bench" / "bench_model.py"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,8 +40,7 @@ class Result:
 
     def ratio(self, name: str, other: str) -> float:
         """Speed relative to `other`: the median over rounds."""
-        rounds = zip(self.seconds[name], self.seconds[other], strict=True)
-        return median(theirs / own for own, theirs in rounds)
+        return median_ratio(self.seconds[other], self.seconds[name])
 
 
 def race(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tools.shared.table import align
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -50,12 +52,6 @@ def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
                     f"{turn.contender} differs from {reference.contender}: {what} {value:.6g} and "
                     f"{expected:.6g} in step {step}, more than {allowed:g} apart"
                 )
-
-
-def order_of_round(names: Sequence[str], index: int) -> list[str]:
-    """Every name once, with another one first in every round."""
-    start = index % len(names)
-    return [*names[start:], *names[:start]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,15 +166,6 @@ def ratio_table(ratios: Sequence[Ratios]) -> str:
         for row in ratios
     ]
     return align([head, *rows])
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _mb(count: float | None) -> str:

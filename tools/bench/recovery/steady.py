@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import median
 
 from tools.bench.recovery.cases import ITERATIONS, Case
+from tools.bench.shared.turns import ROOT
 from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.state import Cluster
 
-_PRETRAIN = Path(__file__).resolve().parents[3] / "pretrain_llama.py"
 _WARM_UP = 4  # iterations
 
 
@@ -42,7 +42,7 @@ def _train(made: Cluster, case: Case, folder: Path, copies: str | None) -> tuple
     own = "" if copies is None else f"{case.own_flags} {copies}"
     flags = [*case.flags(folder, own), "--metrics-file", str(metrics)]
     reset_traffic(made)
-    if run(made, [str(_PRETRAIN), *flags]) != 0:
+    if run(made, [str(ROOT / "pretrain_llama.py"), *flags]) != 0:
         raise RuntimeError(f"{case.name}: the training failed")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     times = [record["iteration_time_ms"] for record in records if "iteration_time_ms" in record]

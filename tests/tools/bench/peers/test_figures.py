@@ -10,10 +10,8 @@ import pytest
 from tools.bench.peers.figures import (
     DisagreementError,
     Turn,
-    align,
     check_agreement,
     compare,
-    order_of_round,
     ratio_table,
     summarize,
     summary_table,
@@ -63,12 +61,6 @@ def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
     assert (row.state_bytes, row.peak_bytes, row.nic_bytes) == (30, 4_000_000, 500_000)
 
 
-def test_everybody_begins_a_round_in_turn() -> None:
-    names = ["a", "b", "c"]
-    assert [order_of_round(names, index)[0] for index in range(4)] == ["a", "b", "c", "a"]
-    assert all(sorted(order_of_round(names, index)) == names for index in range(4))
-
-
 def test_who_differs_is_named() -> None:
     first = turn("ddp")
     check_agreement(first, turn("near", losses=[5.0, 4.0004]), tolerance=1e-4)
@@ -100,7 +92,3 @@ def test_tables() -> None:
         "ddp              1.00  (1.00-1.00)   1.000  1.000  1.000\n"
         "paro:IIG         2.00  (2.00-2.00)   1.000      -  1.000"
     )
-
-
-def test_columns_are_as_wide_as_their_widest() -> None:
-    assert align([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"

@@ -1,0 +1,25 @@
+"""Measurements on a shared machine: ranks to start, contenders in turns, ratios of neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def torchrun(num_ranks: int) -> list[str]:
+    """Python's words before a script that start it on so many ranks of this machine."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def order_of_round(names: Sequence[str], index: int) -> list[str]:
+    """Every name once, with another one first in every round."""
+    start = index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
+    """The median of the ratios of neighbours in time: a shared machine's speed drifts."""
+    return median(time / other for time, other in zip(times, others, strict=True))
