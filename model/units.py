@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from model.config import LlamaConfig
 from model.lora_config import Shape, down_name, up_name
@@ -62,6 +63,7 @@ class UnitSpec:
         return self.holder if len(self.parts) == 1 else f"{self.name}.{part.method}"
 
 
+@lru_cache(maxsize=64)
 def unit_specs(config: LlamaConfig) -> tuple[UnitSpec, ...]:
     """The units in forward order: embedding, blocks, head."""
     rows: dict[str, Shape] = {"weight": (config.vocab_size, config.hidden_size)}

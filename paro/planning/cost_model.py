@@ -101,10 +101,10 @@ def unit_size(
     is_trained: Callable[[str], bool],
 ) -> UnitSize:
     """The size of a unit, whose trained and frozen parameters have layouts of their own."""
-    trainable, frozen = (
-        layout({name: shape for name, shape in shapes.items() if is_trained(name) is trained})
-        for trained in (True, False)
-    )
+    of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
+    of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
+    empty = UnitLayout((), 0, 0)
+    trainable, frozen = (layout(own) if own else empty for own in (of_trained, of_frozen))
     return UnitSize(
         name=name,
         trainable_numel=trainable.numel,
