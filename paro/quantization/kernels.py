@@ -126,28 +126,10 @@ def encode(
     *,
     minus: Tensor | None = None,
     transforms: bool = False,
-) -> None:
-    """As in blocks.py."""
-    _run_encode(values, form, out, minus=minus, transforms=transforms)
-
-
-def encode_with_feedback(
-    values: Tensor, form: BlockFormat, out: Tensor, error: Tensor, weight: float
-) -> None:
-    """As in blocks.py; `weight` is that of what was lost now."""
-    _run_encode(values, form, out, transforms=True, error=error, weight=weight)
-
-
-def _run_encode(
-    values: Tensor,
-    form: BlockFormat,
-    out: Tensor,
-    *,
-    minus: Tensor | None = None,
-    transforms: bool,
     error: Tensor | None = None,
     weight: float = 0.0,
 ) -> None:
+    """As in blocks.py; `weight` is that of what was lost now, in the average `error`."""
     numel, size = values.numel(), _program_size(form)
     if numel == 0:
         return
@@ -175,6 +157,13 @@ def _run_encode(
         SIZE=size,
         enable_fp_fusion=False,
     )
+
+
+def encode_with_feedback(
+    values: Tensor, form: BlockFormat, out: Tensor, error: Tensor, weight: float
+) -> None:
+    """As in blocks.py."""
+    encode(values, form, out, transforms=True, error=error, weight=weight)
 
 
 def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:

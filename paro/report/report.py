@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from typing import Protocol
 
@@ -73,6 +73,7 @@ class Records:
             self.metrics.close()
 
 
+@dataclass(eq=False)
 class Report:
     """One per rank; takes every iteration, prints on the last rank, writes files on the first.
 
@@ -80,33 +81,26 @@ class Report:
     runs. Nothing here communicates, so ranks need not call it at the same time.
     """
 
-    def __init__(
-        self,
-        config: ReportConfig,
-        facts: RunFacts,
-        log: Log,
-        *,
-        device: torch.device,
-        records: Records,
-        dashboards: Dashboards,
-    ) -> None:
-        self.log = log
-        self.config = config
-        self.view: View | None = None  # set on the rank that draws
-        self.is_live = False
-        self.forecast: MemoryForecast | None = None  # set where memory is logged
-        self._facts = facts
-        self._device = device
-        self._records = records
-        self._dashboards = dashboards
+    config: ReportConfig
+    facts: RunFacts
+    log: Log
+    _: KW_ONLY
+    device: torch.device
+    records: Records
+    dashboards: Dashboards
+    view: View | None = None  # set on the rank that draws
+    is_live: bool = False
+    forecast: MemoryForecast | None = None  # set where memory is logged
+
+    def __post_init__(self) -> None:
         self._interval: list[IterationRecord] = []
         self._is_first = True
-        self._time_left = TimeLeft(facts.train_iters)
+        self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
 
     def start(self, choices: Mapping[str, str]) -> None:
         """Prints the choices a reader needs to judge the numbers, one per line."""
-        facts = self._facts
+        facts = self.facts
         lines = {
             **choices,
             "FLOPs per token": (
@@ -135,8 +129,8 @@ class Report:
         left = self._time_left.after(record.iteration, seconds=record.iteration_time_ms / 1000.0)
         self._show(lambda view: view.iteration(record, alone, seconds_left=left))
         to_dashboards = due or record.iteration % self.config.tensorboard_log_interval == 0
-        if to_dashboards and self._dashboards.any_open:
-            values = scalars_of(record, alone, self._facts, totals=self._totals)
+        if to_dashboards and self.dashboards.any_open:
+            values = scalars_of(record, alone, self.facts, totals=self._totals)
             self.scalars(values, record.iteration, record.consumed_samples)
         if not due:
             return
@@ -144,14 +138,14 @@ class Report:
         line = iteration_line(
             self._interval,
             metrics,
-            self._facts,
+            self.facts,
             with_throughput=self.config.log_throughput,
             seconds_left=left,
             now=datetime.now(),
         )
         if not self.is_live:
             self.log.log_last(line)
-        self._records.write(metrics)
+        self.records.write(metrics)
         self._interval.clear()
         self._is_first = False
 
@@ -198,16 +192,16 @@ class Report:
         self._show(lambda view: view.validation(name, iteration=iteration, lm_loss=lm_loss))
         scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
         self.scalars(scalars, iteration, samples)
-        self._records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
+        self.records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Writes values to the dashboards."""
-        self._dashboards.write(values, iteration=iteration, samples=samples)
+        self.dashboards.write(values, iteration=iteration, samples=samples)
 
     def memory(self, *, iteration: int) -> None:
         """Prints measured and predicted memory, on the first rank."""
         if self.forecast is not None:
-            device, rank = self._device, self.log.rank
+            device, rank = self.device, self.log.rank
             line = memory_line(device, rank=rank, iteration=iteration, forecast=self.forecast)
             self.log.log0(line)
 
@@ -223,8 +217,8 @@ class Report:
         """Closes files and dashboards; nothing is written afterwards."""
         if self.view is not None:
             self.view.close()
-        self._records.close()
-        self._dashboards.close()
+        self.records.close()
+        self.dashboards.close()
 
     def _show(self, change: Callable[[View], None]) -> None:
         try:
@@ -239,9 +233,9 @@ class Report:
     def _summarize(self, interval: Sequence[IterationRecord]) -> Metrics:
         return summarize(
             interval,
-            self._facts,
-            peak_memory_bytes=peak_memory_bytes(self._device),
-            peak_reserved_bytes=peak_reserved_bytes(self._device),
+            self.facts,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            peak_reserved_bytes=peak_reserved_bytes(self.device),
         )
 
 
