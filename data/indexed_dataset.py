@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
@@ -301,14 +301,6 @@ class IndexedDatasetWriter:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_document(self, sequences: Iterable[ArrayLike]) -> None:
-        """Appends one document; empty sequences are skipped, an empty document still counts."""
-        for sequence in sequences:
-            ids = np.asarray(sequence)
-            if ids.size > 0:
-                self._append(ids)
-        self._documents.append(len(self._lengths))
-
     def add_documents(self, documents: EncodedDocuments) -> None:
         """Appends many documents; no sequence may be empty; documents without any still count."""
         ids, lengths = documents.ids, documents.lengths
@@ -316,8 +308,13 @@ class IndexedDatasetWriter:
         assert len(ids) == lengths.sum(dtype=np.int64), f"{len(ids)} ids in {lengths}"
         first = len(self._lengths)
         if self._open_sequence and len(lengths) > 0:
-            self._check_length(self._lengths[-1] + int(lengths[0]))
-            self._lengths[-1] += int(lengths[0])
+            length = self._lengths[-1] + int(lengths[0])
+            if length > MAX_SEQUENCE_LENGTH:
+                raise UserError(
+                    f"a sequence of {length} tokens exceeds the format's {MAX_SEQUENCE_LENGTH}: "
+                    "cut the document"
+                )
+            self._lengths[-1] = length
             first, lengths = first - 1, lengths[1:]
         self._write(ids)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
@@ -345,26 +342,6 @@ class IndexedDatasetWriter:
     def _write(self, ids: Tokens) -> None:
         self._stream.write(ids.data)
         self._sums.update(ids)
-
-    def _check_length(self, length: int) -> None:
-        if length > MAX_SEQUENCE_LENGTH:
-            raise UserError(
-                f"a sequence of {length} tokens exceeds the format's {MAX_SEQUENCE_LENGTH}: "
-                "cut the document"
-            )
-
-    def _append(self, ids: Tokens) -> None:
-        assert ids.dtype.kind in "iu", f"token ids of type {ids.dtype}"
-        self._check_length(ids.size)
-        for extreme in (int(ids.min()), int(ids.max())):
-            if not 0 <= extreme <= np.iinfo(self.dtype).max:
-                raise UserError(
-                    f"token id {extreme} does not fit {self.dtype}, the type for this vocabulary: "
-                    "the tokenizer's ids and its vocabulary size contradict each other"
-                )
-        self._write(ids.astype(self.dtype))
-        self._lengths.append(ids.size)
-        self.num_tokens += ids.size
 
     def _write_index(self, path: Path) -> None:
         lengths = np.array(self._lengths, dtype="<i4")

@@ -1,4 +1,4 @@
-"""Documents written in bulk make the same files as documents written one by one."""
+"""Documents make the same files in any number of batches."""
 
 from __future__ import annotations
 
@@ -11,22 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import indexed_dataset
-from data.indexed_dataset import EncodedDocuments, IndexedDatasetWriter
+from data.indexed_dataset import IndexedDatasetWriter
 from paro.errors import UserError
-from tests.helpers.corpora import corpus_bytes
+from tests.helpers.corpora import corpus_bytes, encoded, read_corpus, write_corpus
 
 DTYPE = np.dtype("<u2")
 Document = list[list[int]]
-
-
-def encoded(documents: list[Document], *, unfinished: bool = False) -> EncodedDocuments:
-    sequences = list(chain.from_iterable(documents))
-    return EncodedDocuments(
-        np.array(list(chain.from_iterable(sequences)), dtype=DTYPE),
-        np.array([len(ids) for ids in sequences], dtype=np.int32),
-        np.array([len(document) for document in documents], dtype=np.int64),
-        unfinished,
-    )
 
 
 SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
@@ -36,27 +26,26 @@ PARTS = st.lists(st.lists(st.integers(0, 65535), max_size=4), min_size=1, max_si
 
 @settings(max_examples=60, deadline=None)
 @given(batches=st.lists(st.one_of(DOCUMENTS, PARTS.map(tuple)), max_size=5))
-def test_in_bulk_is_one_by_one(
+def test_batches_and_parts_make_the_same_files_as_all_at_once(
     tmp_path_factory: pytest.TempPathFactory, batches: list[list[Document] | tuple[list[int], ...]]
 ) -> None:
     """A tuple is a document of one sequence that arrives in parts."""
     folder = tmp_path_factory.mktemp("writer")
-    with (
-        IndexedDatasetWriter(folder / "bulk", DTYPE) as bulk,
-        IndexedDatasetWriter(folder / "one", DTYPE) as one,
-    ):
+    whole: list[Document] = []
+    with IndexedDatasetWriter(folder / "batches", DTYPE) as writer:
         for batch in batches:
             if isinstance(batch, tuple):
-                one.add_document([list(chain.from_iterable(batch))])
+                whole.append([list(chain.from_iterable(batch))])
                 for number, ids in enumerate(batch, start=1):
-                    document = [ids] if ids else []
-                    bulk.add_documents(encoded([document], unfinished=number < len(batch)))
+                    writer.add_documents(encoded([[ids]], unfinished=number < len(batch)))
             else:
-                bulk.add_documents(encoded(batch))
-                for document in batch:
-                    one.add_document(document)
-        assert (bulk.num_tokens, bulk.num_documents) == (one.num_tokens, one.num_documents)
-    assert corpus_bytes(folder / "bulk") == corpus_bytes(folder / "one")
+                whole += batch
+                writer.add_documents(encoded(batch))
+        assert writer.num_documents == len(whole)
+    write_corpus(folder / "whole", whole)
+    assert corpus_bytes(folder / "batches") == corpus_bytes(folder / "whole")
+    expected = [[ids for ids in document if ids] for document in whole]
+    assert read_corpus(folder / "batches") == expected
 
 
 def test_a_document_in_parts_may_become_too_long(

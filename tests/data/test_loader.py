@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from data.batch import collate
 from data.config import DataConfig
 from data.document_bounds import DocumentRules
-from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 from paro.errors import UserError
+from tests.helpers.corpora import write_corpus
 
 SEQ = 4
 NUM_WORKERS = [0, pytest.param(2, marks=pytest.mark.process)]
@@ -200,10 +200,7 @@ def test_mock_splits() -> None:
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    with IndexedDatasetWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
-        for begin in range(100):
-            writer.add_document([list(range(begin, begin + 20))])
-    return str(tmp_path / "corpus")
+    return str(write_corpus(tmp_path / "corpus", ([range(i, i + 20)] for i in range(100))))
 
 
 def test_corpus_splits(prefix: str) -> None:
@@ -264,8 +261,7 @@ def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
 def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
     prefix: str, tmp_path: Path
 ) -> None:
-    with IndexedDatasetWriter(tmp_path / "small", np.dtype("<u2")) as writer:
-        writer.add_document([[1, 2, 3]])
+    write_corpus(tmp_path / "small", [[[1, 2, 3]]])
     words = ("1", prefix, "2", str(tmp_path / "small"))
     config = DataConfig(seq_length=8, train_data_path=(prefix,), valid_data_path=words)
     datasets = build_datasets(config, SplitCounts(train=10, valid=5), vocab_size=200)

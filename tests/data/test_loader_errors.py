@@ -11,24 +11,20 @@ import signal
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from data.batch import Fetch
 from data.config import DataConfig
-from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import MicroBatches, SplitCounts, build_datasets
 from paro.errors import UserError, describe, is_storage_failure
 from tests.data.test_loader import NUM_WORKERS, Numbered, samples_in
+from tests.helpers.corpora import write_corpus
 
 
 @pytest.fixture
 def prefix(tmp_path: Path) -> str:
-    with IndexedDatasetWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
-        for begin in range(100):
-            writer.add_document([list(range(begin, begin + 20))])
-    return str(tmp_path / "corpus")
+    return str(write_corpus(tmp_path / "corpus", ([range(i, i + 20)] for i in range(100))))
 
 
 @pytest.mark.process

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 import pretrain_llama
-from data.indexed_dataset import IndexedDatasetWriter
 from paro.errors import RunError, UserError
+from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import HANGS_AFTER, ROOT, run_ranks
 from tests.helpers.scripts import run_script
 
@@ -155,7 +154,7 @@ def test_skip_train_evaluates_what_was_computed_with(tmp_path: Path, sender: str
 
 
 def test_skip_train_without_held_out_data_is_a_mistake(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", list(range(100)) * 10)
+    write_corpus(tmp_path / "corpus", [[list(range(100)) * 10]])
     data = ["--data-path", tmp_path / "corpus", "--split", "1,0,0"]
     only = ["--train-iters", "2", "--skip-train", "--eval-iters", "1"]
     assert "--split 1,0,0" in mistake([*data, *only])
@@ -203,11 +202,6 @@ def wait_for_training(launcher: int, log: Path, *, num_ranks: int) -> list[int]:
     raise AssertionError(f"no training within a minute: {log.read_text()}")
 
 
-def write_corpus(prefix: Path, ids: list[int]) -> None:
-    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
-        writer.add_document([np.array(ids)])
-
-
 @pytest.mark.ranks
 def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     done = run_script([*RUN, "--train-iters", "2", "--paro-strategy", "IIN"], nproc=2)
@@ -221,7 +215,7 @@ def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     assert lines[-2].endswith(f" : {line}"), "torchrun's report does not end with it"
 
     # Found by the ranks together, after they have connected.
-    write_corpus(tmp_path / "high", [*range(100), 200] * 40)
+    write_corpus(tmp_path / "high", [[[*range(100), 200] * 40]])
     data = ["--data-path", tmp_path / "high", "--split", "1,0,0", "--train-iters", "2"]
     done = run_script([SCRIPT, *MODEL, *data], nproc=2)
     assert done.returncode == 1
@@ -246,10 +240,10 @@ def mistake(flags: Sequence[str | Path], *, status: int = 2) -> str:
 @pytest.mark.process
 def test_mistakes_with_files(tmp_path: Path) -> None:
     train: list[str | Path] = ["--train-iters", "2", "--split", "1,0,0", "--data-path"]
-    write_corpus(tmp_path / "short", [1, 2, 3])
+    write_corpus(tmp_path / "short", [[[1, 2, 3]]])
     assert "--seq-length" in mistake([*train, tmp_path / "short"])
 
-    write_corpus(tmp_path / "cut", list(range(100)) * 10)
+    write_corpus(tmp_path / "cut", [[list(range(100)) * 10]])
     corpus = tmp_path / "cut.bin"
     corpus.write_bytes(corpus.read_bytes()[:-7])
     assert "cut.bin" in mistake([*train, tmp_path / "cut"])

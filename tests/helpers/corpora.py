@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from data.fingerprint import Fingerprint
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed_dataset import EncodedDocuments, IndexedDataset, IndexedDatasetWriter
 
 Documents = list[list[list[int]]]
 
@@ -23,9 +23,23 @@ def write_corpus(
 ) -> Path:
     """Writes documents, each of any number of sequences of ids; returns the prefix."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype), made_with) as writer:
-        for sequences in documents:
-            writer.add_document(sequences)
+        writer.add_documents(encoded(documents, writer.dtype))
     return Path(prefix)
+
+
+def encoded(
+    documents: Iterable[Iterable[ArrayLike]], dtype: DTypeLike = "<u2", *, unfinished: bool = False
+) -> EncodedDocuments:
+    """Documents as a writer takes them; sequences without ids are left out."""
+    sequences = [[np.asarray(ids) for ids in document] for document in documents]
+    kept = [[ids for ids in document if ids.size] for document in sequences]
+    every = [ids for document in kept for ids in document]
+    return EncodedDocuments(
+        np.concatenate([np.array([], dtype), *every]).astype(dtype),
+        np.array([ids.size for ids in every], dtype=np.int32),
+        np.array([len(document) for document in kept], dtype=np.int64),
+        unfinished,
+    )
 
 
 def read_corpus(prefix: Path | str) -> Documents:

@@ -30,6 +30,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.block_checksums import BlockSums, checksums_path
 from data.gpt_dataset import Sampling, build_gpt_dataset
 from data.indexed_dataset import (
+    EncodedDocuments,
     IndexedDataset,
     IndexedDatasetWriter,
     Tokens,
@@ -76,8 +77,9 @@ def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
         while writer.num_tokens < num_tokens:
             ids = random.integers(0, VOCAB_SIZE, WRITTEN_AT_ONCE).astype("<u2")
             cuts = np.cumsum(random.exponential(DOCUMENT_TOKENS, WRITTEN_AT_ONCE // 1000) + 1)
-            for document in np.split(ids, cuts[cuts < len(ids)].astype(np.int64)):
-                writer.add_document([document])
+            lengths = np.diff([0, *cuts[cuts < len(ids)].astype(int), len(ids)]).astype(np.int32)
+            counts = np.ones(len(lengths), dtype=np.int64)  # documents of one sequence
+            writer.add_documents(EncodedDocuments(ids, lengths, counts))
     checksums_path(first).unlink()
     with bin_path(first).open("rb") as stream:
         os.fsync(stream.fileno())  # else its pages cannot be dropped

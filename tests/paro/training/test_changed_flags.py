@@ -7,14 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from data.indexed_dataset import IndexedDatasetWriter
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from paro.training.changed_flags import order_changes, order_record, schedule_change
+from tests.helpers.corpora import write_corpus
 from tests.paro.config.test_run import configure
 
 TINY = (
@@ -30,13 +29,7 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "moved").mkdir()
     for name, documents in (("a", 20), ("b", 30), ("moved/a", 20)):
-        write(name, [20] * documents)
-
-
-def write(name: str, lengths: list[int]) -> None:
-    with IndexedDatasetWriter(name, np.dtype("<u2")) as writer:
-        for length in lengths:
-            writer.add_document([np.arange(length)])
+        write_corpus(name, [[range(20)]] * documents)
 
 
 def run(words: str) -> RunConfig:
@@ -133,7 +126,7 @@ def test_weights_of_the_same_shares_are_the_same_blend() -> None:
 
 def test_a_corpus_that_was_written_again_is_noticed() -> None:
     common = saved(f"{FLAGS} --data-path a")
-    write("a", [10, 30] * 10)
+    write_corpus("a", [[range(10)], [range(30)]] * 10)
     (line,) = told(common, f"{FLAGS} --data-path a")
     assert line == f"--data-path {A}: its documents changed, or their order{TAIL}"
 

@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
-from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
 from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.collectives.schedule import Op
@@ -31,6 +29,7 @@ from paro.training.assembly import build_training
 from paro.training.dry_run import PlannedRun, plan_run, run_dry
 from paro.training.local_copies import predicted_bytes
 from paro.training.placement import placement_lines, predict_memory
+from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import ROOT
 
 SMALL = (
@@ -188,10 +187,7 @@ def test_a_thousand_nodes_are_planned_alike(capsys: pytest.CaptureFixture[str]) 
 def test_a_corpus_that_is_here_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = tmp_path / "here"
-    with IndexedDatasetWriter(here, dtype_for_vocab(101)) as writer:
-        writer.add_document([np.arange(60)])
-        writer.add_document([np.arange(40)])
+    here = write_corpus(tmp_path / "here", [[range(60)], [range(40)]])
     flags = f"{SMALL} --data-path 1 {here} 2 {tmp_path}/elsewhere --dry-run --world-size 4"
     before = sorted(tmp_path.iterdir())
     out = printed(flags, capsys)
@@ -203,8 +199,7 @@ def test_a_corpus_that_is_here_is_opened(
 def test_a_corpus_of_another_tokenizer_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with IndexedDatasetWriter(tmp_path / "c", dtype_for_vocab(1000)) as writer:
-        writer.add_document([np.arange(600)])
+    write_corpus(tmp_path / "c", [[range(600)]])
     args = parse_args(f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4".split())
     with pytest.raises(UserError, match="holds token id 599, the vocabulary has 100"):
         run_dry(RunConfig.from_args(args, take_world(args)))
