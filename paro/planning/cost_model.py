@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from model.units import UnitSpec, first_trained_unit
+from model.units import UnitSpec
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
 from paro.optim.states import ADAMW, MOMENTS, bytes_of, master_is_param
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
+from paro.step.actions import UnitKind
+from paro.step.plan import gathers_per_micro_batch
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
 from paro.topology import Axis, AxisSpan, Link, Topology, split_by_link
 
@@ -30,7 +32,7 @@ class UnitSize:
     frozen_numel: int
     gathers_per_micro_batch: int
     borrows: tuple[str, ...] = ()
-    gathered_for_backward: bool = True  # in addition to its gather for forward
+    backward_needs_weight: bool = True
     reductions_per_micro_batch: int = 1
     replicated: bool = False  # params and grads are whole on every rank, under any strategy
     # Of the trainable buffer: its equal slices, and matrices are before this element of each.
@@ -40,6 +42,16 @@ class UnitSize:
     @property
     def numel(self) -> int:
         return self.trainable_numel + self.frozen_numel
+
+    @property
+    def kind(self) -> UnitKind:
+        """The unit as a step sees it: it has a buffer for trainable parameters, one for frozen."""
+        return UnitKind(
+            name=self.name,
+            trains=(True,) * bool(self.trainable_numel) + (False,) * bool(self.frozen_numel),
+            borrows=self.borrows,
+            backward_needs_weight=self.backward_needs_weight,
+        )
 
 
 def first_trained(units: Sequence[UnitSize]) -> int:
@@ -68,30 +80,19 @@ def size_units(
 ) -> tuple[UnitSize, ...]:
     """Sizes and gather counts of units; a parameter trains unless `is_trained(name)` is false.
 
-    A unit is gathered before its forward and before its backward, but only once where backward
-    needs no weight (embedding), follows at once (the last unit), or stops above it (no parameter at
-    or below it trains). A unit that borrows another gathers it again.
+    Gathers are counted in the actions of a step.
     """
-    first = first_trained_unit(units, is_trained)
-    in_backward = {
-        unit.name: unit.backward_needs_weight and first <= index < len(units) - 1
-        for index, unit in enumerate(units)
-    }
-    num_gathers = dict.fromkeys(in_backward, 0)
-    for unit in units:
-        for name in (unit.name, *unit.borrows):
-            num_gathers[name] += 2 if in_backward[unit.name] else 1
-
     layout = partial(make_whole_layout, world_size=world_size)
-    return tuple(
+    sizes = [
         replace(
             unit_size(unit.name, unit.parameters, layout, is_trained),
-            gathers_per_micro_batch=num_gathers[unit.name],
             borrows=unit.borrows,
-            gathered_for_backward=in_backward[unit.name],
+            backward_needs_weight=unit.backward_needs_weight,
         )
         for unit in units
-    )
+    ]
+    counts = gathers_per_micro_batch([size.kind for size in sizes])
+    return tuple(replace(size, gathers_per_micro_batch=counts[size.name]) for size in sizes)
 
 
 def unit_size(

@@ -34,6 +34,7 @@ from model.units import recomputed_groups, unit_specs
 from paro.planning.cost_model import UnitSize, first_trained, size_units
 from paro.planning.rotation import rotating_units_of
 from paro.precision import PrecisionConfig
+from paro.step.actions import StepShape, number_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,27 @@ def units_of(
             config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
         )
     return size_units(unit_specs(config), world_size=world_size, is_trained=is_trained)
+
+
+def shape_of(
+    config: LlamaConfig,
+    units: Sequence[UnitSize],
+    *,
+    gathers: bool,
+    reduces: bool,
+    prefetch_units: int,
+) -> StepShape:
+    """What the actions of a step with these units depend on, where parameters are not rotated."""
+    tied = config.tie_embeddings_and_output_weights
+    head = len(units) - 1
+    return StepShape(
+        units=number_buffers([unit.kind for unit in units]),
+        gathers=gathers,
+        reduces=reduces,
+        prefetch_units=prefetch_units,
+        recomputed=recomputed_groups(unit_specs(config), first_trained(units)),
+        early=frozenset({head} if units[head].trainable_numel and not tied else ()),
+    )
 
 
 def activations_of(

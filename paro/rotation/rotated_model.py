@@ -42,8 +42,8 @@ class RotatedModel(DistributedModel):
         for part in self._parts:
             part.close()
 
-    def _begin(self, phase: Phase) -> None:
-        super()._begin(phase)
+    def _begin(self, phase: Phase, *, last: bool = False) -> None:
+        super()._begin(phase, last=last)
         for unit in self._replicated:
             unit.use()
 
@@ -53,4 +53,6 @@ class RotatedModel(DistributedModel):
 
     def _receive(self, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
         if unit.receive(name, gradient):
-            unit.reduce(last=self._state.last)
+            unit.reduce()
+            if self._state.last:
+                unit.step_reduce()

@@ -272,9 +272,3 @@ class RotatingUnit(UnitShards):
         for spare in (self._X, self._Y, self._grad_scratch):
             if spare.alive:
                 spare.free()
-
-    def step_reduce(self) -> None:
-        """Queues the step's gradient reduction, after the last gradients are in `grad_shard`."""
-        with self.context.exposure.submitting(WaitKind.REDUCE):
-            self._reduced = self._sum_over_world(DONE)
-        self._fresh = True

@@ -78,8 +78,7 @@ class DistributedModel:
 
         `documents` are keyword arguments of the model.
         """
-        self._begin(Phase.FORWARD)
-        self._state.last = last
+        self._begin(Phase.FORWARD, last=last)
         with self._timers.measure("forward-compute", level=2):
             loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
         self._state.phase = Phase.BACKWARD
@@ -127,10 +126,10 @@ class DistributedModel:
         while self._handles:
             self._handles.pop().remove()
 
-    def _begin(self, phase: Phase) -> None:
-        """Starts a forward; extended by subclasses."""
+    def _begin(self, phase: Phase, *, last: bool = False) -> None:
+        """Starts a forward, maybe that of the `last` micro-batch; extended by subclasses."""
         assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
-        self._state.phase = phase
+        self._state.phase, self._state.last = phase, last
 
     def _end_backward(self) -> None:
         """Runs after the backward of a micro-batch; defined by subclasses."""

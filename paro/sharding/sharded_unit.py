@@ -40,8 +40,8 @@ class ShardedUnit(UnitShards):
 
     The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
     `release`. Pass each gradient to `receive`; when all have arrived, `reduce` queues their
-    reduction into this rank's shard and `wait_reduced` waits for it. After an exception the unit
-    is unusable.
+    reduction into this rank's shard, and after the last micro-batch `step_reduce` that over all
+    ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """
 
     def __init__(
@@ -91,20 +91,9 @@ class ShardedUnit(UnitShards):
 
     # Parameters #
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether each use has values of its own; else they stay from update to update."""
-        return self._param_U is not None
-
-    @property
-    def held(self) -> bool:
-        """Whether `release` would free a whole copy of the parameters."""
-        return self._param_U is not None and self.state is not UnitState.SHARDED
-
     def gather(self) -> None:
         """Queues the all-gather of the whole parameters, after that of the updated parameters."""
-        if self._param_U is None:
-            return
+        assert self._param_U is not None, f"{self.name} is whole"
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
         self._param_U.alloc()
         with self.context.exposure.submitting(WaitKind.GATHER):
@@ -140,19 +129,13 @@ class ShardedUnit(UnitShards):
 
     def release(self) -> None:
         """Frees the whole parameters."""
-        if self._param_U is None:
-            return
+        assert self._param_U is not None, f"{self.name} stays whole"
         self.use()  # an unused gather may still be writing the buffer
         self.drop_casts()
         self._param_U.free()
         self.state = UnitState.SHARDED
 
     # Gradients #
-
-    @property
-    def begins_whole_grad(self) -> bool:
-        """Whether the next gradient needs a newly allocated whole gradient buffer."""
-        return self._grad_U is not None and self.num_arrived == 0
 
     def alloc_whole_grad(self) -> None:
         assert self._grad_U is not None
@@ -175,34 +158,27 @@ class ShardedUnit(UnitShards):
         store(gradient, box, adds=adds)
         return self.arrived()
 
-    def reduce(self, *, last: bool) -> None:
-        """Queues the gradient reduction of this micro-batch; if `last`, also that of the step."""
-        with self.context.exposure.submitting(WaitKind.REDUCE):
-            self._reduced = self._queue_reduction(last=last)
-        self._fresh = last
+    def reduce(self) -> None:
+        """Queues the reduction of this micro-batch's gradients, and their accumulation."""
+        if self._grad_U is not None:
+            with self.context.exposure.submitting(WaitKind.REDUCE):
+                self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
+        self._fresh = False
         self.num_arrived = 0
 
-    def _queue_reduction(self, *, last: bool) -> Event:
-        context = self.context
+    def _queue_reduction(self, grad_U: Tensor) -> Event:
+        context, grad_shard, fresh = self.context, self.grad_shard, self._fresh
         comm_plan, collectives = context.comm_plan, context.collectives
-        event: Event = DONE
-        if self._grad_U is not None:
-            grad_U, grad_shard, fresh = self._grad_U.values, self.grad_shard, self._fresh
-            event = collectives.reduce_scatter(grad_U, comm_plan.reduce, context.reduce_dtype)
+        event = collectives.reduce_scatter(grad_U, comm_plan.reduce, context.reduce_dtype)
 
-            def accumulate() -> None:
-                own = shard_in(grad_U, comm_plan.reduce, context.rank)
-                if fresh:
-                    grad_shard.copy_(own)
-                else:
-                    grad_shard.add_(own)
+        def accumulate() -> None:
+            own = shard_in(grad_U, comm_plan.reduce, context.rank)
+            if fresh:
+                grad_shard.copy_(own)
+            else:
+                grad_shard.add_(own)
 
-            event = self._grad_U_read = collectives.run_after(
-                comm_plan.reduce, accumulate, after=event
-            )
-        if last:
-            event = self._sum_over_world(event)
-        return event
+        return collectives.run_after(comm_plan.reduce, accumulate, after=event)
 
     def free_whole_grad(self) -> None:
         """Frees the whole gradient buffer after waiting until it has been reduced."""

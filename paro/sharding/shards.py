@@ -183,6 +183,12 @@ class UnitShards:
         self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)
         self._updated = DONE
 
+    def step_reduce(self) -> None:
+        """Queues the step's gradient reductions, after those of the last micro-batch."""
+        with self.context.exposure.submitting(WaitKind.REDUCE):
+            self._reduced = self._sum_over_world(self._reduced)
+        self._fresh = True
+
     def _sum_over_world(self, event: Event) -> Event:
         """Queues, after `event`, the step's gradient reduce-scatter and replica all-reduce."""
         context, comm_plan = self.context, self.context.comm_plan

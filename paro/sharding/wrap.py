@@ -12,27 +12,16 @@ from model.units import UnitSpec
 from paro.layout import Shape, make_whole_layout
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext, param_dtype
+from paro.step.actions import UnitKind
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitModule:
-    """A wrapped module and the units whose parameters it reads."""
+    """A wrapped module and the units with its parameters."""
 
-    index: int
-    name: str
+    kind: UnitKind
     wrapped: nn.Module
     own: tuple[ShardedUnit, ...]  # separate units for trainable and frozen parameters
-    needed: tuple[ShardedUnit, ...]  # own and borrowed
-    in_backward: bool  # whether its backward reads weights
-    input_needs_grad: bool  # whether anything before it is trained
-
-    # State of the current micro-batch:
-    held_for_backward: bool = False
-    input_grad_made: bool = False
-    num_units_to_arrive: int = 0
-
-    def trainable(self) -> tuple[ShardedUnit, ...]:
-        return tuple(unit for unit in self.own if unit.trainable)
 
 
 def make_unit_modules(
@@ -54,21 +43,18 @@ def make_unit_modules(
     bound = bind_empty(model, context)
     for unit in (unit for units in own_units.values() for unit in units):
         unit.bind(bound)
-
-    trained = (any(unit.trainable for unit in own_units[spec.name]) for spec in specs)
-    first_trained = next((index for index, any_is in enumerate(trained) if any_is), len(specs))
     return [
         UnitModule(
-            index=index,
-            name=spec.name,
+            kind=UnitKind(
+                name=spec.name,
+                trains=tuple(unit.trainable for unit in own_units[spec.name]),
+                borrows=spec.borrows,
+                backward_needs_weight=spec.backward_needs_weight,
+            ),
             wrapped=model.get_submodule(spec.name),
             own=own_units[spec.name],
-            needed=tuple(u for name in (spec.name, *spec.borrows) for u in own_units[name]),
-            # Below the first trained unit no gradient flows, so backward gathers nothing there.
-            in_backward=spec.backward_needs_weight and index >= first_trained,
-            input_needs_grad=index > first_trained,
         )
-        for index, spec in enumerate(specs)
+        for spec in specs
     ]
 
 

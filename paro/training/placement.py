@@ -25,7 +25,7 @@ from paro.planning.memory.device import (
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.survival import Survival, survival
-from paro.planning.units import MicroBatch, activations_of, units_of
+from paro.planning.units import MicroBatch, units_of
 from paro.precision import BYTES_OF
 from paro.quantities import count_text, ranks_text, size_text
 from paro.report.memory import MemoryForecast
@@ -206,10 +206,10 @@ def _predict(
         world_size=config.world.size,
         units=units,
         precision=config.precision,
-        activations=activations_of(config.model, batch, units),
+        model=config.model,
+        batch=batch,
         prefetch_units=config.sharding.prefetch_units,
         num_micro_batches=config.batches.most_micro_batches,
-        device_type=device_type,
     )
     return peaks.of(config.strategy)
 

@@ -17,7 +17,8 @@ PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 
 # These start in milliseconds and plan for thousands of ranks without torch installed.
 PURE = (
-    *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.strategy"),
+    *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.step"),
+    "paro.strategy",
     *("paro.topology", "paro.untrusted.pickled"),
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
     *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline", "spans")),

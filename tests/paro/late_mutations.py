@@ -13,6 +13,8 @@ from unittest.mock import patch
 
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.sharding.shards import UnitShards
+from paro.step.gathering import GatheringPolicy
 
 HO_RING = "--paro-collective ho-ring"
 ROTATE = "--paro-materialize rotate"
@@ -57,6 +59,21 @@ class Mutation:
 
 # An order that is no call of a wait and no `after=`.
 MUTATIONS = (
+    Mutation(GatheringPolicy, "_require", "actions.append((Verb.WAIT, buffer))", "pass", "IIG"),
+    Mutation(
+        GatheringPolicy,
+        "finish",
+        "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)",
+        "",
+        "IIG",
+    ),
+    Mutation(
+        UnitShards,
+        "step_reduce",
+        "self._sum_over_world(self._reduced)",
+        "self._sum_over_world(DONE)",
+        "IIG",
+    ),
     Mutation(
         NativeCollectives,
         "all_gather",
@@ -144,7 +161,7 @@ CAUGHT = {
     "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.finish_gradients: unit.wait_reduced()": (
         "IIG",
-        "",
+        ROTATE,
     ),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),

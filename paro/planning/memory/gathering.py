@@ -1,13 +1,13 @@
-"""Peak memory of a rank where parameters are gathered, from a walk through one step."""
+"""Peak memory of a rank where parameters are gathered: the actions of a step, added up."""
 
-# The walk follows sharding/sharded_model.py: forward through all units, then backward, then the
-# update. At each point it adds up
+# The actions (paro/step/plan.py) are followed with what each allocates and frees. Where a unit
+# computes, and in a step's reduction and update, a snapshot adds up
 #
 #   model states   shards that stay throughout
-#   whole params   the running unit and the prefetched ones, in the order of use
-#   whole grads    unit-sized gradient buffers that wait for their reduction
+#   whole params   between a buffer's gather and its release
+#   whole grads    unit-sized gradient buffers, until their reduction is waited for
 #   weights in fp8 with their transposes: those of all units in a step where parameters stay, else
-#                  those of the unit that is recomputed
+#                  those of the units that are recomputed
 #   activations    kept for backward by the units that have run forward
 #   transient      extra memory of the computation, of a reduction's conversion or of the update
 #
@@ -17,15 +17,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
-from paro.planning.cost_model import UnitSize, first_trained, merged, model_state_bytes
-from paro.planning.units import UnitActivations, matmuls_write
+from model.config import LlamaConfig
+from paro.planning.cost_model import UnitSize, merged, model_state_bytes
+from paro.planning.units import (
+    MicroBatch,
+    UnitActivations,
+    activations_of,
+    matmuls_write,
+    shape_of,
+)
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.actions import Action, StepShape, Verb
+from paro.step.plan import step_plan
 from paro.strategy import Strategy
 
 
@@ -76,19 +84,19 @@ class _Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """The peaks of many strategies for one model and batch, from at most four walks.
+    """The peaks of many strategies for one model and batch, from at most four lists of actions.
 
     Whole parameters and gradients depend only on whether their degree is 1. Of points with equal
     copies only the largest is kept.
     """
 
     world_size: int
+    model: LlamaConfig
     units: tuple[UnitSize, ...]
     precision: PrecisionConfig
-    activations: tuple[UnitActivations, ...]
+    batch: MicroBatch
     prefetch_units: int
     num_micro_batches: int
-    device_type: str
 
     def of(self, strategy: Strategy) -> MemorySnapshot:
         """The memory snapshot of a step with the largest total."""
@@ -110,6 +118,10 @@ class PeakMemory:
         return max(found, key=lambda snapshot: snapshot.total)
 
     @cached_property
+    def activations(self) -> tuple[UnitActivations, ...]:
+        return activations_of(self.model, self.batch, self.units)
+
+    @cached_property
     def _largest(self) -> dict[tuple[bool, bool], list[_Point]]:
         return {}
 
@@ -117,168 +129,26 @@ class PeakMemory:
     def _merged(self) -> tuple[UnitSize, ...]:
         return merged(self.units)
 
-    def _largest_of(self, params_sharded: bool, grads_sharded: bool) -> list[_Point]:
+    def _largest_of(self, gathers: bool, reduces: bool) -> list[_Point]:
         """The largest point for each pair of copies."""
         largest: dict[tuple[int, int], _Point] = {}
-        for point in self._walk(params_sharded, grads_sharded):
+        for point in self._points(gathers, reduces):
             key = point.converted, point.updated
             if key not in largest or point.snapshot.total > largest[key].snapshot.total:
                 largest[key] = point
         return list(largest.values())
 
-    def _walk(self, params_sharded: bool, grads_sharded: bool) -> Iterator[_Point]:
-        """A micro-batch in the middle of a step, and the update."""
-        earlier = self._trained if self._repeats else ()  # units whose gradients arrived last
-        arrived: tuple[int, ...] = earlier
-        for index, unit in enumerate(self.units):
-            own = self.activations[index]
-            transient = own.in_forward
-            if own.writes_in_forward is not None and unit.trainable_numel:
-                transient = own.writes_in_forward[self._grad_bytes(grads_sharded) == 4]
-                arrived = (*earlier, index)
-            yield _Point(
-                MemorySnapshot(
-                    name=f"the forward of {unit.name}",
-                    states=0,
-                    whole_params=self._whole_params(index, 1) if params_sharded else 0,
-                    whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
-                    casts=0 if params_sharded else self._casts(index + 1),
-                    activations=self._kept(index + 1),
-                    transient=transient,
-                )
-            )
-        for index in self._backward:
-            unit, own = self.units[index], self.activations[index]
-            before, after = own.before_gradients, own.in_backward
-            if own.direct is not None and self._is_direct(grads_sharded):
-                before, after = own.direct
-            together = range(own.recomputed_from, index + 1)
-            recomputed = sum(self.activations[i].recomputed for i in together)
-            casts = self._casts(len(self.units))
-            if params_sharded:
-                casts = sum(self.activations[i].casts for i in together) if recomputed else 0
-            now_arrived = arrived
-            if unit.trainable_numel and arrived[-1:] != (index,):
-                now_arrived = (*arrived, index)
-            params = self._whole_params(self._position(index), len(together))
-            backward = MemorySnapshot(
-                name=f"the backward of {unit.name}",
-                states=0,
-                whole_params=params if params_sharded else 0,
-                whole_grads=self._whole_grads(arrived) if grads_sharded else 0,
-                casts=casts,
-                activations=self._kept(index + 1) + recomputed,
-                transient=before,
-            )
-            yield _Point(backward)
-            grads = self._whole_grads(now_arrived) if grads_sharded else 0
-            yield _Point(replace(backward, whole_grads=grads, transient=after))
-            yield _Point(
-                replace(
-                    backward,
-                    name=f"the reduction of {unit.name}",
-                    whole_grads=grads,
-                    activations=self._kept(index),
-                    transient=0,
-                ),
-                converted=unit.trainable_numel,
-            )
-            arrived = now_arrived[-self._num_whole_grads :]
-        largest = max(unit.trainable_numel for unit in self.units)
-        yield _Point(MemorySnapshot(name="the update", states=0), updated=largest)
-
-    def _is_direct(self, grads_sharded: bool) -> bool:
-        return matmuls_write(self._grad_type(grads_sharded), self.precision, self.device_type)
-
-    def _grad_bytes(self, grads_sharded: bool) -> int:
-        return BYTES_OF[self._grad_type(grads_sharded)]
-
-    def _grad_type(self, grads_sharded: bool) -> str:
-        """The type of the buffer for the gradients of a micro-batch."""
-        return self.precision.wire if grads_sharded else self.precision.accumulate
-
-    @property
-    def _repeats(self) -> bool:
-        """Whether another micro-batch precedes and follows."""
-        return self.num_micro_batches > 1
-
-    @property
-    def _num_whole_grads(self) -> int:
-        return 2 if self.prefetch_units else 1
-
-    @cached_property
-    def _trained(self) -> tuple[int, ...]:
-        """Units with gradients, in the order in which the gradients arrive."""
-        return tuple(i for i in self._backward if self.units[i].trainable_numel)
-
-    @cached_property
-    def _backward(self) -> range:
-        """Units that run backward: from the last to the first that trains."""
-        return range(len(self.units) - 1, first_trained(self.units) - 1, -1)
-
-    @cached_property
-    def _order(self) -> tuple[int, ...]:
-        """Units in the order of their gathers; the last one's backward needs no second gather."""
-        forward = range(len(self.units))
-        back = (i for i in self._backward[1:] if self.units[i].gathered_for_backward)
-        return (*forward, *back, *(forward if self._repeats else ()))
-
-    def _position(self, index: int) -> int:
-        """The position in `_order` at which a unit's backward runs."""
-        last = len(self.units) - 1
-        return (
-            last
-            + (self._again[last] - self._again[index])
-            + (not self.units[index].gathered_for_backward and index < last)
+    def _points(self, gathers: bool, reduces: bool) -> Iterator[_Point]:
+        shape = shape_of(
+            self.model,
+            self.units,
+            gathers=gathers,
+            reduces=reduces,
+            prefetch_units=self.prefetch_units,
         )
-
-    @cached_property
-    def _again(self) -> list[int]:
-        """Prefix counts: how many of the first n units are gathered for backward."""
-        return list(accumulate((u.gathered_for_backward for u in self.units), initial=0))
-
-    def _whole_params(self, position: int, num_together: int) -> int:
-        """Bytes of the units from a position in `_order` on, up to one that is already live."""
-        num_live = max(1 + self.prefetch_units, num_together)
-        live: set[str] = set()
-        for index in self._order[position : position + num_live]:
-            needed = {self.units[index].name, *self.units[index].borrows}
-            if needed & live:
-                break
-            live |= needed
-        units = [self._by_name[name] for name in live]
-        trained = sum(unit.trainable_numel for unit in units) * BYTES_OF[self.precision.compute]
-        return trained + sum(u.frozen_numel for u in units) * BYTES_OF[self.precision.frozen]
-
-    def _whole_grads(self, arrived: Sequence[int]) -> int:
-        """Bytes of gradient buffers not yet freed when these units' gradients arrived, in order."""
-        waiting = set(arrived[-self._num_whole_grads :])
-        numel = sum(self.units[index].trainable_numel for index in waiting)
-        return numel * BYTES_OF[self.precision.wire]
-
-    def _casts(self, num_units: int) -> int:
-        """Bytes of all weights in fp8 that stay when the first units have run forward."""
-        ran = self.activations if self._repeats else self.activations[:num_units]
-        return sum(unit.casts for unit in ran)
-
-    def _kept(self, num_units: int) -> int:
-        """Bytes kept by the first units before their backward, and by the others to the end."""
-        first = self._backward.stop + 1  # below the first that trains nothing is kept
-        kept, to_the_end = self._sums
-        return max(0, kept[num_units] - kept[min(first, num_units)]) + (
-            to_the_end[-1] - to_the_end[num_units]
-        )
-
-    @cached_property
-    def _sums(self) -> tuple[list[int], list[int]]:
-        """Prefix sums over the first n units: bytes kept, and the part kept to the end."""
-        kept = [unit.kept for unit in self.activations]
-        to_the_end = [unit.kept_to_the_end for unit in self.activations]
-        return list(accumulate(kept, initial=0)), list(accumulate(to_the_end, initial=0))
-
-    @cached_property
-    def _by_name(self) -> dict[str, UnitSize]:
-        return {unit.name: unit for unit in self.units}
+        # Those in the middle of a step are alike.
+        plan = step_plan(shape, min(self.num_micro_batches, _MOST_MICRO_BATCHES))
+        yield from _Tally(self, shape).follow(plan.actions())
 
     def _conversion_bytes(self, strategy: Strategy) -> int:
         """Bytes per element of the copy that is reduced after accumulation; 0 if there is none."""
@@ -286,6 +156,103 @@ class PeakMemory:
         if nothing_left or self.precision.wire == self.precision.accumulate:
             return 0
         return BYTES_OF[self.precision.wire]
+
+
+_MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last
+
+
+class _Tally:
+    """What is allocated while a list of actions is followed."""
+
+    def __init__(self, peak: PeakMemory, shape: StepShape) -> None:
+        self.units, self.activations = peak.units, peak.activations
+        self.shape = shape
+        compute, frozen, wire = (
+            BYTES_OF[kind]
+            for kind in (peak.precision.compute, peak.precision.frozen, peak.precision.wire)
+        )
+        self.param_bytes: dict[int, int] = {}
+        self.grad_bytes: dict[int, int] = {}
+        self.unit_of: dict[int, int] = {}
+        for index, (unit, size) in enumerate(zip(shape.units, peak.units, strict=True)):
+            for buffer in unit.trainable:
+                self.param_bytes[buffer] = size.trainable_numel * compute
+                self.grad_bytes[buffer] = size.trainable_numel * wire
+            for buffer in unit.frozen:
+                self.param_bytes[buffer] = size.frozen_numel * frozen
+            self.unit_of |= dict.fromkeys((*unit.trainable, *unit.frozen), index)
+        # The type of the buffer for the gradients of a micro-batch.
+        grad_type = peak.precision.wire if shape.reduces else peak.precision.accumulate
+        self.grads_in_fp32 = BYTES_OF[grad_type] == 4
+        self.is_direct = matmuls_write(grad_type, peak.precision, peak.batch.device_type)
+        self.whole_params = self.whole_grads = self.activation_bytes = self.recomputed = 0
+        self.keeps: set[int] = set()  # buffers whose weights' casts stay
+        self.cast: set[int] = set()  # units whose weights' casts exist
+
+    def follow(self, actions: Iterable[Action]) -> Iterator[_Point]:
+        """A point wherever something computes; one list of actions, from no whole buffers on."""
+        trained = [unit.trainable_numel for unit in self.units]
+        yield _Point(MemorySnapshot(name="the update", states=0), updated=max(trained))
+        for verb, number in actions:
+            if verb is Verb.GATHER:
+                self.whole_params += self.param_bytes[number]
+            elif verb is Verb.RELEASE:
+                self.whole_params -= self.param_bytes[number]
+                self._drop(number)
+            elif verb is Verb.ALLOCATE:
+                self.whole_grads += self.grad_bytes[number]
+            elif verb is Verb.FREE:
+                self.whole_grads -= self.grad_bytes[number]
+            elif verb is Verb.KEEP:
+                self.keeps.add(number)
+            elif verb is Verb.DROP:
+                self._drop(number)
+            elif verb is Verb.STEP_REDUCE:
+                unit = self.units[self.unit_of[number]]
+                point = self._point(f"the reduction of {unit.name}", 0)
+                yield _Point(point, converted=unit.trainable_numel)
+            elif verb >= Verb.FORWARD:
+                yield from self._compute(verb, number)
+
+    def _drop(self, buffer: int) -> None:
+        self.keeps.discard(buffer)
+        self.cast.discard(self.unit_of[buffer])
+
+    def _compute(self, verb: Verb, index: int) -> Iterator[_Point]:
+        own, name = self.activations[index], self.units[index].name
+        before, after = own.before_gradients, own.in_backward
+        if own.direct is not None and self.is_direct:
+            before, after = own.direct
+        if verb is Verb.RECOMPUTE or (verb is Verb.FORWARD and not self.shape.gathers):
+            self.cast.add(index)
+        if verb is Verb.FORWARD:
+            if index >= self.shape.first_trained:
+                self.activation_bytes += own.kept
+            yield _Point(self._point(f"the forward of {name}", own.in_forward))
+        elif verb is Verb.LOSS:
+            assert own.writes_in_forward is not None, f"{name} makes no gradient in forward"
+            transient = own.writes_in_forward[self.grads_in_fp32]
+            yield _Point(self._point(f"the forward of {name}", transient))
+        elif verb is Verb.RECOMPUTE:
+            self.activation_bytes += own.recomputed
+        elif verb is Verb.BACKWARD:
+            yield _Point(self._point(f"the backward of {name}", before))
+        elif verb is Verb.GRADIENTS:
+            yield _Point(self._point(f"the backward of {name}", after))
+            self.activation_bytes -= own.kept - own.kept_to_the_end + own.recomputed
+            if index == self.shape.first_trained:  # the end of backward
+                self.activation_bytes = 0
+
+    def _point(self, name: str, transient: int) -> MemorySnapshot:
+        return MemorySnapshot(
+            name=name,
+            states=0,
+            whole_params=self.whole_params,
+            whole_grads=self.whole_grads,
+            casts=sum(self.activations[index].casts for index in self.cast),
+            activations=self.activation_bytes,
+            transient=transient,
+        )
 
 
 def fp32_copy_bytes(precision: PrecisionConfig) -> int:

@@ -17,7 +17,6 @@ from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.memory.rotating import rotating_peak
 from paro.planning.search.search_space import Candidate, Workload
 from paro.planning.step.computing import Computing
-from paro.planning.units import activations_of
 from paro.topology import make_topology
 
 
@@ -57,10 +56,10 @@ class CandidateMemory:
                 world_size=workload.world_size,
                 units=tuple(units),
                 precision=workload.precision,
-                activations=activations_of(computing.model, computing.batch, units),
+                model=computing.model,
+                batch=computing.batch,
                 prefetch_units=workload.prefetch_units,
                 num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
-                device_type=workload.device_type,
             )
         return self._peaks[key].of(candidate.strategy)
 

@@ -17,7 +17,7 @@ from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import PassLoads
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
-from paro.planning.units import MicroBatch
+from paro.planning.units import MicroBatch, shape_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 
@@ -61,6 +61,7 @@ class Estimator:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
+        self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
         self._loads: dict[tuple[object, ...], PassLoads] = {}
         self._times: dict[str, CollectiveTimes] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
@@ -90,17 +91,29 @@ class Estimator:
 
     def costs(self, candidate: Candidate) -> StepCosts:
         workload = self.workload
-        loads = self._loads_of(candidate)
         make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
         return make(
             computing=self._computing_of(candidate),
-            comm_costs=loads.comm_costs,
-            pass_loads=loads,
+            comm_costs=self._comm_costs_of(candidate),
+            pass_loads=self._loads_of(candidate),
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
-            prefetch_units=workload.prefetch_units,
         )
 
     def _loads_of(self, candidate: Candidate) -> PassLoads:
+        comm_costs = self._comm_costs_of(candidate)
+        key = (id(comm_costs), candidate.recompute)
+        if key not in self._loads:
+            shape = shape_of(
+                replace(self.workload.model, recompute=candidate.recompute),
+                comm_costs.units,
+                gathers=candidate.strategy.params > 1,
+                reduces=candidate.strategy.grads > 1,
+                prefetch_units=self.workload.prefetch_units,
+            )
+            self._loads[key] = PassLoads(comm_costs=comm_costs, shape=shape)
+        return self._loads[key]
+
+    def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
         rotates = candidate.materialize.rotates
         recompute = candidate.recompute if rotates else None  # then it sends weights once more
         precision = candidate.precision(self.workload)
@@ -111,10 +124,10 @@ class Estimator:
             recompute,
             precision,
         )
-        if key not in self._loads:
+        if key not in self._comm_costs:
             machine, name = self.workload.machine, candidate.collective
             times = self._times.setdefault(name, CollectiveTimes(machine, name))
-            comm_costs = CommCosts(
+            self._comm_costs[key] = CommCosts(
                 units=self.units_of(candidate),
                 strategy=candidate.strategy,
                 group_size=self.workload.group_size,
@@ -123,9 +136,7 @@ class Estimator:
                 rotates=rotates,
                 in_place=candidate.materialize.in_place,
             )
-            max_live = 1 + self.workload.prefetch_units
-            self._loads[key] = PassLoads(comm_costs=comm_costs, max_live=max_live)
-        return self._loads[key]
+        return self._comm_costs[key]
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """What a rank takes of its device, at the memory snapshot with the largest total."""
@@ -134,7 +145,7 @@ class Estimator:
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
-        comm_costs = self._loads_of(candidate).comm_costs
+        comm_costs = self._comm_costs_of(candidate)
         return traffic_per_step(
             candidate.strategy,
             comm_costs.topology,
@@ -165,7 +176,7 @@ class Estimator:
 
     def has_codes(self, candidate: Candidate) -> bool:
         """Whether something crosses groups as codes under a candidate."""
-        return self._loads_of(candidate).comm_costs.coding_bytes > 0
+        return self._comm_costs_of(candidate).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""

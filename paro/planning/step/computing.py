@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from model.config import LlamaConfig
+from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.optim.states import ADAMW, bytes_of
 from paro.planning.cost_model import UnitSize, first_trained
@@ -39,6 +39,7 @@ class UnitSeconds:
     """Training-thread time of a unit in a micro-batch, without collecting its gradients."""
 
     forward: float
+    loss: float = 0.0  # part of forward: from its first gradient on, if it makes any
     recompute: float = 0.0  # of this unit, in backward
     until_first_gradient: float = 0.0
     rest_of_backward: float = 0.0
@@ -209,7 +210,9 @@ class Computing:
         return unit.trainable_numel / unit.numel if index >= self.first_trained else None
 
     def _head(self) -> UnitSeconds:
-        return UnitSeconds(forward=self._seconds(self._head_passes * self.of_logits.products))
+        logits, passes = self._seconds(self.of_logits.products), self._head_passes
+        first_chunk = min(1.0, LOSS_CHUNK_TOKENS / self.batch.num_tokens) * logits
+        return UnitSeconds(forward=passes * logits, loss=passes * logits - first_chunk)
 
     @property
     def _head_passes(self) -> float:

@@ -11,6 +11,7 @@ from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.comm_costs import CommCosts, seconds_of
 from paro.planning.step.computing import Computing
 from paro.planning.step.passes import PassLoads
+from paro.step.plan import StepPlan, step_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,15 @@ class StepCosts:
     comm_costs: CommCosts
     pass_loads: PassLoads
     num_micro_batches: int
-    prefetch_units: int = 1
+
+    @property
+    def prefetch_units(self) -> int:
+        return self.pass_loads.shape.prefetch_units
+
+    @property
+    def plan(self) -> StepPlan:
+        """The actions of the step."""
+        return step_plan(self.pass_loads.shape, self.num_micro_batches)
 
     @property
     def machine(self) -> Machine:

@@ -1,24 +1,33 @@
 """Lower bound of a step with gathered weights, from what each of its passes computes and sends."""
 
 # A forward or a backward ends no sooner than its own compute, and no sooner than links and streams
-# have finished what begins and ends within it: all gathers but those of the units that are live
-# when it begins, all reductions but those in flight when it ends. The first forward is counted from
-# the end of the step before, so it has the updated parameters and every gather; the last backward
-# is counted to the end of the step, with every reduction.
+# have finished what is both queued and waited for within it. The first forward is counted from the
+# end of the step before, so it has the updated parameters; the last backward is counted to the end
+# of the step, with every reduction.
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from paro.planning.cost_model import UnitSize
-from paro.planning.step.comm_costs import CommCosts, kind_of
+from paro.planning.step.comm_costs import CommCosts, CostKey, kind_of
+from paro.step.actions import Action, StepShape, Verb
+from paro.step.plan import step_plan
 
-MAX_WHOLE_GRADS = 2  # units whose whole gradients exist at once, where reductions overlap
-
-_Uses = tuple[str, Iterable[UnitSize]]  # an attribute of UnitCommCosts; units that use it once
+_Collectives = tuple[tuple[str, int], ...]  # an attribute of UnitCommCosts, the number of a buffer
+_USES = {
+    Verb.GATHER: ("gather",),
+    Verb.REDUCE: ("reduce",),
+    Verb.STEP_REDUCE: ("step_reduce", "replicas"),
+    Verb.GATHER_UPDATED: ("gather_updated",),
+}
+_WAITED_BY = {
+    Verb.WAIT: (Verb.GATHER, Verb.GATHER_UPDATED),
+    Verb.FREE: (Verb.REDUCE,),
+    Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.STEP_REDUCE),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,53 +35,60 @@ class PassLoads:
     """The least seconds that the collectives of each kind of pass take."""
 
     comm_costs: CommCosts
-    max_live: int  # units whose parameters are whole at once
+    shape: StepShape
 
     @cached_property
     def first_forward(self) -> float:
-        units = self.comm_costs.units
-        return self._longest(("gather", self._not_borrowed(units)), ("gather_updated", units))
+        return self._longest(_ends_within(self.shape)[0])
 
     @cached_property
     def forward(self) -> float:
-        late = self.comm_costs.units[self.max_live :]
-        return self._longest(("gather", self._not_borrowed(late)))
+        return self._longest(_ends_within(self.shape)[1])
 
     @cached_property
     def backward(self) -> float:
-        early = self._trained[MAX_WHOLE_GRADS:]
-        return self._longest(("gather", self._gathered_late), ("reduce", early))
+        return self._longest(_ends_within(self.shape)[2])
 
     @cached_property
     def last_backward(self) -> float:
-        trained = self._trained
-        reductions = [(use, trained) for use in ("reduce", "step_reduce", "replicas")]
-        return self._longest(("gather", self._gathered_late), *reductions)
+        return self._longest(_ends_within(self.shape)[3])
 
-    @property
-    def _trained(self) -> list[UnitSize]:
-        return [unit for unit in self.comm_costs.units if unit.trainable_numel]
-
-    @property
-    def _gathered_late(self) -> list[UnitSize]:
-        """Units gathered for backward, but those that may be live when it begins."""
-        units = [unit for unit in self.comm_costs.units[:-1] if unit.gathered_for_backward]
-        return self._not_borrowed(units[: -self.max_live])
-
-    def _not_borrowed(self, units: Iterable[UnitSize]) -> list[UnitSize]:
-        """Without those whose weights another unit uses too: they may still be whole."""
-        borrowed = {name for unit in self.comm_costs.units for name in unit.borrows}
-        return [unit for unit in units if unit.name not in borrowed]
-
-    def _longest(self, *uses: _Uses) -> float:
+    def _longest(self, collectives: _Collectives) -> float:
         """The seconds of the link or stream that these collectives keep busy longest."""
         busy: defaultdict[Hashable, float] = defaultdict(float)
-        for use, units in uses:
-            for kind, count in Counter(map(kind_of, units)).items():
-                for part in self.comm_costs.per_kind[kind]:
-                    for phase in getattr(part, use):
-                        for job in phase:
-                            busy["intra"] += count * job.seconds * job.intra
-                            busy["inter"] += count * job.seconds * job.inter
-                            busy["gather" in use, job.stream] += count * job.seconds
+        for (use, kind, place), count in Counter(
+            (use, *self._costs_of[buffer]) for use, buffer in collectives
+        ).items():
+            for phase in getattr(self.comm_costs.per_kind[kind][place], use):
+                for job in phase:
+                    busy["intra"] += count * job.seconds * job.intra
+                    busy["inter"] += count * job.seconds * job.inter
+                    busy["gather" in use, job.stream] += count * job.seconds
         return max(busy.values(), default=0.0)
+
+    @cached_property
+    def _costs_of(self) -> list[tuple[CostKey, int]]:
+        """Of every buffer: its unit's kind, and its place among the unit's buffers."""
+        kinds = map(kind_of, self.comm_costs.units)
+        return [
+            (kind, place) for kind in kinds for place in range(len(self.comm_costs.per_kind[kind]))
+        ]
+
+
+@lru_cache(maxsize=64)
+def _ends_within(shape: StepShape) -> tuple[_Collectives, ...]:
+    """What is queued and waited for in the first forward, later ones, a backward, the last one."""
+    plan = step_plan(shape, 3)
+    (first, _), (forward, backward), (_, last) = plan.micro_batches
+    passes = ((*plan.update, *first), forward, backward, (*last, *plan.finish))
+    return tuple(tuple(_waited_for(actions)) for actions in passes)
+
+
+def _waited_for(actions: Iterable[Action]) -> Iterable[tuple[str, int]]:
+    queued: Counter[Action] = Counter()
+    for verb, number in actions:
+        if verb in _USES:
+            queued[verb, number] += 1
+        for cause in _WAITED_BY.get(verb, ()):
+            for use in _USES[cause] * queued.pop((cause, number), 0):
+                yield use, number

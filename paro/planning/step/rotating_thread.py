@@ -30,28 +30,43 @@ class RotatingThread(StepThread):
         self.parts = costs.computing.parts
         self.first = costs.computing.first_trained_part
         self.degree = costs.computing.degree
+        self.of_unit: dict[str, list[Buffer]] = {}
+        for buffer in self.buffers:
+            self.of_unit.setdefault(buffer.size.name, []).append(buffer)
         self.sizes = {unit.name: unit for unit in costs.comm_costs.units}
         # The part whose backward adds a unit's last gradients: a tied head uses the embedding's.
         self.lowest_user = {half: p.name for p in reversed(self.parts) for half in p.halves}
         replicated = [unit for unit in costs.comm_costs.units if unit.replicated]
-        self.norms = [buffer for unit in replicated for buffer in self.buffers[unit.name]]
+        self.norms = [buffer for unit in replicated for buffer in self.of_unit[unit.name]]
         self.lowest_norm = max(1, self.first)  # the index of its part; the embedding has none
         self.num_norms = sum(unit.trainable_numel for unit in replicated)
+
+    def program(self) -> Program:
+        costs, trained = self.costs, [b for b in self.buffers if b.costs.trainable]
+        yield self._compute(costs.device.step_seconds, "step", "other")
+        for buffer in trained:
+            yield from self._update(self.buffers.index(buffer))
+            yield from self._gather_updated(self.buffers.index(buffer))
+        for index in range(costs.num_micro_batches):
+            yield from self._micro_batch(last=index + 1 == costs.num_micro_batches)
+        for buffer in trained:
+            yield from self._wait_reduced(self.buffers.index(buffer))
+        yield from self._norm(0)
 
     def _micro_batch(self, *, last: bool) -> Program:
         for buffer in self.norms:
             yield from self._wait_for_updated(buffer)
         for part in self.parts:
-            yield from self._forward(part, "forward", part.seconds.forward)
+            yield from self._forward_part(part, "forward", part.seconds.forward)
         for index in reversed(range(self.first, len(self.parts))):
             part = self.parts[index]
-            yield from self._recompute(part, index)
+            yield from self._recompute_part(part, index)
             for half in reversed(part.halves):
-                yield from self._backward(part, half)
+                yield from self._backward_part(part, half)
                 if index == self.lowest_norm and half == part.halves[0]:
                     yield from self._collect_norms(last=last)
                 if last and self.lowest_user[half] == part.name:
-                    yield from self._reduce_all_for_step(self.buffers[half])
+                    yield from self._reduce_all_for_step(self.of_unit[half])
 
     def _collect_norms(self, *, last: bool) -> Program:
         collecting = self.costs.collect_seconds(self.num_norms)
@@ -59,15 +74,15 @@ class RotatingThread(StepThread):
         if last:
             yield from self._reduce_all_for_step(self.norms)
 
-    def _recompute(self, part: RotatedPart, index: int) -> Program:
+    def _recompute_part(self, part: RotatedPart, index: int) -> Program:
         if part.recomputed_from is not None:
             for other in self.parts[part.recomputed_from : index + 1]:
-                yield from self._forward(other, "recompute", other.seconds.recompute)
+                yield from self._forward_part(other, "recompute", other.seconds.recompute)
 
-    def _forward(self, part: RotatedPart, kind: str, seconds: float) -> Program:
+    def _forward_part(self, part: RotatedPart, kind: str, seconds: float) -> Program:
         of_slice = seconds / self.degree / len(part.halves)
         for half in part.halves:
-            for buffer in self.buffers[half]:
+            for buffer in self.of_unit[half]:
                 yield from self._wait_for_updated(buffer)
             arriving: Works = ()
             for left in reversed(range(self.degree)):
@@ -78,7 +93,7 @@ class RotatingThread(StepThread):
                 if left and self.costs.in_place:
                     yield from self._shift_in_place(half, "gather")
 
-    def _backward(self, part: RotatedPart, half: str) -> Program:
+    def _backward_part(self, part: RotatedPart, half: str) -> Program:
         slices = self.degree * len(part.halves)
         collecting = self.costs.collect_seconds(self.sizes[half].trainable_numel) / self.degree
         weights: Works = ()
@@ -106,7 +121,7 @@ class RotatingThread(StepThread):
     def _reduce_all_for_step(self, buffers: Iterable[Buffer]) -> Program:
         for buffer in buffers:
             if buffer.costs.trainable:
-                yield from self._reduce_for_step(buffer, ())
+                yield from self._step_reduce(self.buffers.index(buffer))
 
     def _shift(self, half: str, payload: _Payload) -> Generator[Compute | Wait, None, Works]:
         """Sends a slice to the next rank; waits for it if nothing overlaps; returns its work."""
@@ -114,7 +129,7 @@ class RotatingThread(StepThread):
         own_stream = self.costs.device.cores is not None
         use = "gradients" if own_stream and payload == "reduce" else "rotate"
         works: Works = ()
-        for buffer in self.buffers[half]:
+        for buffer in self.of_unit[half]:
             phases = buffer.costs.gather if payload == "gather" else buffer.costs.reduce
             works += self._queue(use, payload, f"{payload} {buffer.name}", phases[:1])
         yield from self._wait_unless_overlapped(works)

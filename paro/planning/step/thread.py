@@ -1,27 +1,32 @@
-"""Simulated training thread: the steps common to gathered and to rotated weights."""
+"""Simulated training thread: carries out the actions of a step with their costs."""
 
-# The program follows the sharded model and optim/optimizer.py, from one point at which all
-# communication streams are empty (gradients are complete, their norm is known) to the next. So it
-# begins with the update, unit by unit, each queueing the all-gather of its updated parameters; then
-# the micro-batches, the first of which waits for these all-gathers; then the wait for the last
-# reductions and the all-reduce of the norm.
+# The list of actions (step/plan.py) goes from one point at which all communication streams are
+# empty (gradients are complete, their norm is known) to the next. So it begins with the update,
+# unit by unit, each queueing the all-gather of its updated parameters; then the micro-batches, the
+# first of which waits for these all-gathers; then the wait for the last reductions and the
+# all-reduce of the norm. Where communication does not overlap, what is queued is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import Job, Phase, StreamAxes, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.comm_costs import UnitCommCosts
+from paro.planning.step.computing import UnitSeconds
 from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work, Works
+from paro.step.actions import Verb
 
 
 class Buffer:
     """A flat buffer of a unit, and its work in flight."""
 
-    def __init__(self, unit: str, costs: UnitCommCosts) -> None:
-        self.name = unit if costs.trainable else f"{unit} (frozen)"
+    def __init__(self, size: UnitSize, costs: UnitCommCosts) -> None:
+        self.name = size.name if costs.trainable else f"{size.name} (frozen)"
+        self.size = size
         self.costs = costs
-        self.whole = False
         self.gathered: Works = ()
         self.updated: Works = ()  # the all-gather of its updated parameters
         self.read: Works = ()  # done when the whole gradient has been read
@@ -29,7 +34,7 @@ class Buffer:
 
 
 class StepThread:
-    """The training thread of a group's ranks; a subclass defines the micro-batch."""
+    """The training thread of a group's ranks."""
 
     def __init__(
         self, costs: StepCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
@@ -39,49 +44,127 @@ class StepThread:
         self.actor = actor
         self.speed = speed
         self.number = 0
-        self.buffers = {
-            unit.name: [Buffer(unit.name, own) for own in parts]
+        self.buffers = [
+            Buffer(unit, own)
             for unit, parts in zip(costs.comm_costs.units, costs.comm_costs.per_unit, strict=True)
+            for own in parts
+        ]
+        self._carried_out: dict[Verb, Callable[[int], Program]] = {
+            Verb.GATHER: self._gather,
+            Verb.WAIT: self._wait,
+            Verb.RELEASE: self._release,
+            Verb.FREE: self._free,
+            Verb.REDUCE: self._reduce,
+            Verb.STEP_REDUCE: self._step_reduce,
+            Verb.WAIT_REDUCED: self._wait_reduced,
+            Verb.NORM: self._norm,
+            Verb.UPDATE: self._update,
+            Verb.GATHER_UPDATED: self._gather_updated,
+            Verb.FORWARD: self._forward,
+            Verb.LOSS: self._loss,
+            Verb.RECOMPUTE: self._recompute,
+            Verb.BACKWARD: self._backward,
+            Verb.GRADIENTS: self._gradients,
         }
 
     def program(self) -> Program:
-        costs = self.costs
-        yield self._compute(costs.device.step_seconds, "step", "other")
-        yield from self._update()
-        for index in range(costs.num_micro_batches):
-            yield from self._micro_batch(last=index + 1 == costs.num_micro_batches)
-        yield from self._finish_gradients()
+        yield self._compute(self.costs.device.step_seconds, "step", "other")
+        for verb, number in self.costs.plan.actions():
+            carried_out = self._carried_out.get(verb)
+            if carried_out is not None:
+                yield from carried_out(number)
 
-    def _micro_batch(self, *, last: bool) -> Program:
-        raise NotImplementedError
+    # Compute #
 
-    def _update(self) -> Program:
-        for unit in self.costs.comm_costs.units:
-            seconds = self.costs.update_seconds(unit.trainable_numel)
-            for buffer in self.buffers[unit.name]:
-                seconds += self.costs.computing.coding_seconds(buffer.costs.encoded_bytes)
-            yield self._compute(seconds, f"update {unit.name}", "update")
-            for buffer in self.buffers[unit.name]:
-                phases = buffer.costs.gather_updated
-                works = self._queue("gather", "publish", f"publish {buffer.name}", phases)
-                if buffer.costs.decoded_bytes:
-                    name, stream = f"decode {buffer.name}", phases[0][0].stream
-                    works = self._code(name, stream, buffer.costs.decoded_bytes, works)
-                buffer.updated = works
-                yield from self._wait_unless_overlapped(buffer.updated)
+    def _update(self, number: int) -> Program:
+        buffer, costs = self.buffers[number], self.costs
+        seconds = costs.update_seconds(buffer.size.trainable_numel)
+        seconds += costs.computing.coding_seconds(buffer.costs.encoded_bytes)
+        yield self._compute(seconds, f"update {buffer.size.name}", "update")
 
-    def _finish_gradients(self) -> Program:
-        for buffers in self.buffers.values():
-            for buffer in buffers:
-                yield Wait(buffer.reduced)
-                buffer.reduced = ()
+    def _forward(self, index: int) -> Program:
+        name, seconds = self._unit(index)
+        rest = seconds.loss if index in self.costs.pass_loads.shape.early else 0.0
+        yield self._compute(seconds.forward - rest, f"forward {name}", "forward")
+
+    def _loss(self, index: int) -> Program:
+        name, seconds = self._unit(index)
+        yield self._compute(seconds.loss, f"forward {name}", "forward")
+
+    def _recompute(self, index: int) -> Program:
+        name, seconds = self._unit(index)
+        yield self._compute(seconds.recompute, f"recompute {name}", "recompute")
+
+    def _backward(self, index: int) -> Program:
+        name, seconds = self._unit(index)
+        yield self._compute(seconds.until_first_gradient, f"backward {name}", "backward")
+
+    def _gradients(self, index: int) -> Program:
+        name, seconds = self._unit(index)
+        numel = self.costs.comm_costs.units[index].trainable_numel
+        rest = seconds.rest_of_backward + self.costs.collect_seconds(numel)
+        yield self._compute(rest, f"backward {name}", "backward")
+
+    def _unit(self, index: int) -> tuple[str, UnitSeconds]:
+        return self.costs.comm_costs.units[index].name, self.costs.computing.per_unit[index]
+
+    # Parameters #
+
+    def _gather(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        name, phases = f"gather {buffer.name}", buffer.costs.gather
+        buffer.gathered = self._queue("gather", "gather", name, phases, buffer.updated)
+        yield from self._wait_unless_overlapped(buffer.gathered)
+
+    def _wait(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        yield Wait(buffer.gathered or buffer.updated)
+        buffer.gathered = buffer.updated = ()
+
+    def _release(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        yield Wait(buffer.gathered)
+        buffer.gathered = ()
+
+    def _gather_updated(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        phases = buffer.costs.gather_updated
+        works = self._queue("gather", "publish", f"publish {buffer.name}", phases)
+        if buffer.costs.decoded_bytes:
+            name, stream = f"decode {buffer.name}", phases[0][0].stream
+            works = self._code(name, stream, buffer.costs.decoded_bytes, works)
+        buffer.updated = works
+        yield from self._wait_unless_overlapped(works)
+
+    # Gradients #
+
+    def _reduce(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        costs, works = buffer.costs, Works()
+        if costs.reduce:
+            works = self._queue("reduce", "reduce", f"reduce {buffer.name}", costs.reduce)
+            stream = costs.reduce[-1][-1].stream
+            works = self._copy(f"add {buffer.name}", stream, costs.accumulated_bytes, works)
+            buffer.read = works
+            yield from self._wait_unless_overlapped(works)
+        buffer.reduced = works
+
+    def _free(self, number: int) -> Program:
+        yield Wait(self.buffers[number].read)
+
+    def _wait_reduced(self, number: int) -> Program:
+        yield Wait(self.buffers[number].reduced)
+        self.buffers[number].reduced = ()
+
+    def _norm(self, _number: int) -> Program:
         seconds = scalar_seconds(self.costs.machine)
         job = Job(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
         yield Wait(self._queue("agree", "agree", "norm", ((job,),), joins=True))
 
-    def _reduce_for_step(self, buffer: Buffer, after: Works) -> Program:
+    def _step_reduce(self, number: int) -> Program:
         """Queues the step's gradient reduce-scatter and replica all-reduce."""
-        costs = buffer.costs
+        buffer = self.buffers[number]
+        costs, after = buffer.costs, buffer.reduced
         if costs.converted_bytes:
             stream = (costs.step_reduce or costs.replicas)[0][0].stream
             after = self._copy(f"convert {buffer.name}", stream, costs.converted_bytes, after)

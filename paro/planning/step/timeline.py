@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.gathering_thread import GatheringThread
 from paro.planning.step.rotating import RotatingCosts
 from paro.planning.step.rotating_thread import RotatingThread
 from paro.planning.step.simulation import Actor, Simulation, Span
@@ -77,7 +76,7 @@ def _thread(
 ) -> StepThread:
     if isinstance(costs, RotatingCosts):
         return RotatingThread(costs, simulation, actor, speed)
-    return GatheringThread(costs, simulation, actor, speed)
+    return StepThread(costs, simulation, actor, speed)
 
 
 def _speeds(costs: StepCosts) -> list[GroupSpeed]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from model.config import LLAMA_PRESETS, LlamaConfig
+from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.planning.machine.machine import BandwidthSource, Device, LinkSpeed, Machine
 from paro.planning.search.search_space import Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 
 DEVICE = Device(
@@ -56,3 +57,43 @@ def workload(model: LlamaConfig = SMALL, **changes: Any) -> Workload:
         "precision": BF16,
     }
     return Workload(model=model, **(given | changes))
+
+
+TINY = LlamaConfig(
+    num_layers=3,
+    hidden_size=16,
+    ffn_hidden_size=32,
+    num_attention_heads=2,
+    num_query_groups=2,
+    kv_channels=8,
+    max_position_embeddings=16,
+    vocab_size=64,
+)
+EACH = RecomputeConfig(granularity="full")
+PAIRS = RecomputeConfig(granularity="full", num_layers=2)
+ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
+    "plain": (TINY, {}),
+    "tied": (replace(TINY, tie_embeddings_and_output_weights=True), {}),
+    "recomputed": (replace(TINY, recompute=EACH), {}),
+    "recomputed in pairs": (replace(TINY, num_layers=4, recompute=PAIRS), {}),
+    "recomputed in pairs, the first of one frozen": (
+        replace(TINY, num_layers=4, recompute=PAIRS),
+        {"trainable": Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.25)},
+    ),
+    "mostly frozen": (TINY, {"trainable": Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)}),
+}
+
+
+def order_case(name: str, **more: Any) -> Workload:
+    """One of `ORDERS` on 2 groups of 2."""
+    config, changes = ORDERS[name]
+    return workload(
+        config,
+        machine=machine(world_size=4, group_size=2),
+        group_size=2,
+        seq_length=16,
+        micro_batch_size=1,
+        global_batch_size=8,
+        **changes,
+        **more,
+    )

@@ -58,7 +58,7 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
     def before(training: Training) -> None:
         units = {unit.name: unit for unit in training.model.units}
-        modules = {module.name: module.wrapped for module in training.model.modules}
+        modules = dict(training.model.model.named_modules())
         comm_plan = units["head"].context.comm_plan
 
         if comm_plan.gather:

@@ -12,7 +12,7 @@ from model.lora_config import LoraConfig, targets_of
 from paro.planning import units as planning_llama
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.units import MicroBatch, activations_of
+from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
@@ -230,6 +230,23 @@ CASES = {
     "three whole units": Workload(
         strategy="GIG", config=WIDE, precision=FP32, batch_size=1, at="backward", prefetch_units=2
     ),
+    "nothing is gathered ahead in the last micro-batch": Workload(
+        strategy="GGG",
+        config=replace(SMALL, num_layers=1, vocab_size=16384),
+        precision=FP32,
+        batch_size=1,
+        seq_length=8,
+        at="forward of head",
+        prefetch_units=3,
+    ),
+    "blocks recomputed together stay until their own backward": Workload(
+        strategy="INI",
+        config=replace(SMALL, recompute=RUNS_OF_THREE, num_layers=3, hidden_size=256),
+        precision=BF16,
+        batch_size=1,
+        seq_length=8,
+        at="reduction",
+    ),
     "gradients converted for their reduction": Workload(
         strategy="ING",
         config=WIDE,
@@ -342,10 +359,10 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
         world_size=8,
         units=units,
         precision=workload.precision,
-        activations=activations_of(workload.config, batch, units),
+        model=workload.config,
+        batch=batch,
         prefetch_units=workload.prefetch_units,
         num_micro_batches=workload.num_micro_batches,
-        device_type=device,
     ).of(strategy)
 
 

@@ -34,7 +34,6 @@ from paro.planning.search.search_space import (
 )
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.trace import chrome_trace
-from paro.planning.units import activations_of
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology
@@ -179,10 +178,10 @@ def test_memory_of_many_is_that_of_one(
             world_size=32,
             units=computing.units,
             precision=given.precision,
-            activations=activations_of(given.model, computing.batch, computing.units),
+            model=given.model,
+            batch=computing.batch,
             prefetch_units=ahead,
             num_micro_batches=3,
-            device_type=given.device_type,
         ).of(candidate.strategy)
         assert estimator.memory(candidate).total == alone.total
 

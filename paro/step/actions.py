@@ -1,0 +1,103 @@
+"""The actions of a training step, and what they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Verb(IntEnum):
+    """What is done to a buffer; the last five compute, with a unit."""
+
+    GATHER = 0  # queues the all-gather of its whole parameters
+    WAIT = 1  # until its parameters may be read
+    KEEP = 2  # its weights' casts to fp8: forward and backward use the same values
+    DROP = 3  # these casts
+    RELEASE = 4  # frees the whole parameters and their casts
+    ALLOCATE = 5  # its whole gradients
+    FREE = 6  # its whole gradients, once they are reduced
+    REDUCE = 7  # queues the reduction of a micro-batch's gradients, and their accumulation
+    STEP_REDUCE = 8  # queues the step's reduce-scatter and replica all-reduce
+    WAIT_REDUCED = 9  # until its gradients are summed over all ranks
+    NORM = 10  # of all gradients over all ranks
+    UPDATE = 11  # its optimizer range
+    GATHER_UPDATED = 12  # queues the all-gather of its updated parameters
+    FORWARD = 13
+    LOSS = 14  # the rest of a forward that makes gradients
+    RECOMPUTE = 15  # a forward again, in backward
+    BACKWARD = 16  # up to the unit's first gradient
+    GRADIENTS = 17  # the rest of its backward
+
+
+Action = tuple[Verb, int]  # and the number of a buffer or a unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitKind:
+    """What the policy must know of a unit; units are given in forward order."""
+
+    name: str
+    trains: tuple[bool, ...]  # of each of its buffers: whether its parameters train
+    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
+    backward_needs_weight: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnit:
+    """A unit by the numbers of its buffers, which are numbered in forward order."""
+
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...]
+    borrowed: tuple[int, ...]
+    backward_needs_weight: bool
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The buffers whose parameters it reads."""
+        return (*self.trainable, *self.frozen, *self.borrowed)
+
+
+def number_buffers(kinds: Sequence[UnitKind]) -> tuple[StepUnit, ...]:
+    """The units with their buffers numbered."""
+    own: dict[str, range] = {}
+    for kind in kinds:
+        start = sum(map(len, own.values()))
+        own[kind.name] = range(start, start + len(kind.trains))
+    return tuple(
+        StepUnit(
+            trainable=tuple(
+                b for b, trains in zip(own[kind.name], kind.trains, strict=True) if trains
+            ),
+            frozen=tuple(
+                b for b, trains in zip(own[kind.name], kind.trains, strict=True) if not trains
+            ),
+            borrowed=tuple(buffer for name in kind.borrows for buffer in own[name]),
+            backward_needs_weight=kind.backward_needs_weight,
+        )
+        for kind in kinds
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What the actions of a step depend on."""
+
+    units: tuple[StepUnit, ...]
+    gathers: bool  # parameters are sharded: a unit's are whole only while it needs them
+    reduces: bool  # gradients are sharded: whole ones are reduced after every micro-batch
+    prefetch_units: int  # units gathered ahead; 0: nothing overlaps
+    # Of the canonical order of events (plan.py), which the engine meets by itself:
+    recomputed: tuple[range, ...] = ()  # indices of units that backward recomputes together
+    early: frozenset[int] = frozenset()  # units that make their first gradient in forward
+
+    @property
+    def first_trained(self) -> int:
+        """The index of the first unit that trains; the number of units if none does."""
+        trained = (index for index, unit in enumerate(self.units) if unit.trainable)
+        return next(trained, len(self.units))
+
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        """The buffers that train, in forward order."""
+        return tuple(buffer for unit in self.units for buffer in unit.trainable)

@@ -1,0 +1,196 @@
+"""Decides when parameters are gathered and released and gradients reduced, event by event."""
+
+# [Note: the policy of a step]
+# The order of a step is known in advance: for every micro-batch all units forward, then backward in
+# reverse, where those whose backward reads weights are gathered again. Up to `1 + prefetch_units`
+# units are live (gathered or being gathered) at once, or as many as are recomputed together. A unit
+# that is still whole is released before it is gathered again. In backward a unit is released when
+# its input's gradient is computed and all its parameters' gradients have arrived; below the first
+# unit that trains no gradient flows, so backward gathers nothing there. At most two buffers of
+# whole gradients wait to be reduced.
+#
+# Where nothing overlaps (`prefetch_units` 0) one unit is live and one gradient whole, and whoever
+# carries out the actions waits at once for what they queue.
+
+from __future__ import annotations
+
+from collections import deque
+
+from paro.step.actions import Action, StepShape, Verb
+
+MAX_WHOLE_GRADS = 2  # where reductions overlap with the backward of other units
+
+
+class GatheringPolicy:
+    """Answers the events of a step with the actions to carry out, in order.
+
+    `begin_step`, then for every micro-batch `begin_micro_batch`, `before_forward` and
+    `after_forward` of every unit, and `before_backward` from the last unit to the first that
+    trains, with `before_recompute` of the units that it recomputes, `first_gradient` and
+    `last_gradient` of its buffers, and `end_backward`; then `finish`. An evaluation is
+    `begin_evaluation` and the forwards.
+    """
+
+    def __init__(self, shape: StepShape) -> None:
+        self.shape = shape
+        self._max_live = 1 + shape.prefetch_units
+        self._max_whole_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
+        units, first = shape.units, shape.first_trained
+        self._num_units = len(units)
+        self._needed = [unit.needed for unit in units]
+        self._in_backward = [
+            unit.backward_needs_weight and index >= first for index, unit in enumerate(units)
+        ]
+        self._first_trained = first
+        self._unit_of = {b: index for index, unit in enumerate(units) for b in unit.trainable}
+        self._upcoming: deque[int] = deque()  # units still to be gathered
+        self._live: list[int] = []
+        self._whole: set[int] = set()  # buffers with whole parameters
+        self._reducing: deque[int] = deque()  # buffers with whole gradients
+        # Of the current micro-batch:
+        self._last = False  # it is the last one of its step
+        self._held = [False] * len(units)  # for backward
+        self._has_input_grad = [False] * len(units)
+        self._to_arrive = [0] * len(units)  # buffers whose gradients are not complete
+
+    # Frame #
+
+    def begin_step(self, num_micro_batches: int) -> list[Action]:
+        """A step of `num_micro_batches` micro-batches."""
+        if not self.shape.gathers:  # parameters stay from update to update
+            return [
+                (Verb.KEEP, b) for unit in self.shape.units for b in (*unit.trainable, *unit.frozen)
+            ]
+        forward = range(self._num_units)
+        backward = [index for index in reversed(forward[:-1]) if self._in_backward[index]]
+        for _ in range(num_micro_batches):
+            self._upcoming.extend([*forward, *backward])
+        return []
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        self._last = last
+        for index, unit in enumerate(self.shape.units):
+            self._has_input_grad[index] = False
+            self._to_arrive[index] = len(unit.trainable)
+
+    def begin_evaluation(self) -> None:
+        """A forward alone."""
+        assert not self._live, f"live outside a step: {self._live}"
+        if self.shape.gathers:
+            self._upcoming.extend(range(self._num_units))
+
+    def end_backward(self) -> list[Action]:
+        """The end of a micro-batch."""
+        missing = [index for index, number in enumerate(self._to_arrive) if number]
+        assert not missing, f"units {missing} received no gradient"
+        held = (index for index, is_held in enumerate(self._held) if is_held)
+        return [action for index in held for action in self._release(index)]
+
+    def finish(self) -> list[Action]:
+        """The end of the last micro-batch: waits until all gradients are summed over all ranks."""
+        assert not self._upcoming, f"the step has more to run: {self._upcoming}"
+        assert not self._live, f"live outside a step: {self._live}"
+        actions = [(Verb.FREE, buffer) for buffer in self._reducing]
+        self._reducing.clear()
+        if not self.shape.gathers:
+            actions += [
+                (Verb.DROP, b) for unit in self.shape.units for b in (*unit.trainable, *unit.frozen)
+            ]
+        return [*actions, *((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
+
+    # Parameters #
+
+    def before_forward(self, index: int) -> list[Action]:
+        return self._require(index)
+
+    def after_forward(self, index: int, *, backward_follows: bool) -> list[Action]:
+        """`backward_follows`: the unit's output needs a gradient."""
+        if backward_follows and index == self._num_units - 1:  # its backward runs next
+            self._held[index] = True
+            return []
+        return self._release(index)
+
+    def before_recompute(self, index: int) -> list[Action]:
+        """Before a unit's forward in backward."""
+        if self._held[index]:  # its backward runs next
+            return []
+        self._held[index] = True
+        return self._require(index, keeps=True)
+
+    def before_backward(self, index: int) -> list[Action]:
+        """Before a unit's backward, after that of the next unit: its output's gradient exists."""
+        actions = []
+        if index + 1 < self._num_units:
+            self._has_input_grad[index + 1] = True
+            actions = self._release_if_through(index + 1)
+        if self._in_backward[index]:
+            self._held[index] = True
+            return actions + self._require(index, keeps=True)
+        return actions + self._top_up()
+
+    def _require(self, index: int, *, keeps: bool = False) -> list[Action]:
+        """Makes a unit's parameters readable, and gathers others while it runs."""
+        actions = []
+        if self.shape.gathers:
+            if index not in self._live:
+                self._upcoming.remove(index)  # not always the first one when recomputing
+                actions += self._gather(index)
+            actions += self._top_up()
+        for buffer in self._needed[index]:
+            actions.append((Verb.WAIT, buffer))
+            if keeps:  # recomputation's forward may come
+                actions.append((Verb.KEEP, buffer))
+        return actions
+
+    def _top_up(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._upcoming and len(self._live) < self._max_live:
+            index = self._upcoming[0]
+            if index in self._live or not self._whole.isdisjoint(self._needed[index]):
+                break
+            actions += self._gather(self._upcoming.popleft())
+        return actions
+
+    def _gather(self, index: int) -> list[Action]:
+        self._live.append(index)
+        missing = [buffer for buffer in self._needed[index] if buffer not in self._whole]
+        self._whole.update(missing)
+        return [(Verb.GATHER, buffer) for buffer in missing]
+
+    def _release_if_through(self, index: int) -> list[Action]:
+        has_input_grad = self._has_input_grad[index] or index <= self._first_trained
+        if self._held[index] and has_input_grad and not self._to_arrive[index]:
+            return self._release(index) + self._top_up()
+        return []
+
+    def _release(self, index: int) -> list[Action]:
+        self._held[index] = False
+        if not self.shape.gathers:
+            return []
+        self._live.remove(index)
+        shared = {buffer for other in self._live for buffer in self._needed[other]}
+        unneeded = [buffer for buffer in self._needed[index] if buffer not in shared]
+        self._whole.difference_update(unneeded)
+        return [(Verb.RELEASE, buffer) for buffer in unneeded]
+
+    # Gradients #
+
+    def first_gradient(self, buffer: int) -> list[Action]:
+        """Before the first gradient of a buffer in this micro-batch exists."""
+        if not self.shape.reduces:
+            return []
+        actions: list[Action] = []
+        # With few buffers, its own of the last micro-batch may also still be in use.
+        while buffer in self._reducing or len(self._reducing) >= self._max_whole_grads:
+            actions.append((Verb.FREE, self._reducing.popleft()))
+        self._reducing.append(buffer)
+        return [*actions, (Verb.ALLOCATE, buffer)]
+
+    def last_gradient(self, buffer: int) -> list[Action]:
+        """All gradients of a buffer have arrived."""
+        actions = [(Verb.REDUCE, buffer)]
+        if self._last:
+            actions.append((Verb.STEP_REDUCE, buffer))
+        index = self._unit_of[buffer]
+        self._to_arrive[index] -= 1
+        return actions + self._release_if_through(index)
