@@ -153,6 +153,12 @@ def test_the_readme_is_short() -> None:
     assert not [line for line in wide if "](" not in line]
 
 
+def test_the_readme_has_the_drawing_of_the_levels() -> None:
+    drawing = re.search(r"^```\n(.*?)^```$", README, re.M | re.S)
+    assert drawing is not None
+    assert drawing[0] in PAGES[ROOT / "docs" / "strategies.md"]
+
+
 def test_the_readme_links_every_page() -> None:
     for page in PAGES:
         place = page.relative_to(ROOT)
