@@ -45,7 +45,7 @@ from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.saving import Saver
 from paro.training.step import train_step
-from tools.shared.command_line import Parser
+from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 from tools.shared.output import print_json, write_json
 
@@ -229,7 +229,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__)
+    parser = RankParser(description=__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="on the disk in question; is emptied")
     add("--params", type=int, default=100_000_000, help="12 bytes of state each")

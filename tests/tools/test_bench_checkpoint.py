@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES
+from paro.errors import UserError
 from tests.helpers.scripts import run_script
+from tools.bench_checkpoint import main
 
 TOOL = "tools/bench_checkpoint.py"
 
@@ -22,6 +24,11 @@ def bench(folder: Path, *flags: object, nproc: int = 0, timeout: float = 240.0) 
     assert not (folder / "runs").exists()
     figures: dict[str, Any] = json.loads(out.read_text())
     return figures
+
+
+def test_a_mistake_is_raised_so_that_one_rank_tells_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--rounds"):
+        main(["--folder", str(tmp_path), "--rounds", "many"])
 
 
 @pytest.mark.ranks
