@@ -78,8 +78,8 @@ class WeightsAndBiases:
     """Writes each tag over iterations, together with the number of samples.
 
     A run that resumes after `start_iteration` continues the wandb run whose id is stored in
-    `place`. Values already logged for later iterations are kept: the service takes one value a
-    step, the first. A resume with the same flags computes the same.
+    `place`, where values of later iterations give way to its own. A server that cannot rewind keeps
+    them, as it takes one value a step, the first; then `place` says so.
     """
 
     name = "Weights & Biases"
@@ -94,37 +94,69 @@ class WeightsAndBiases:
     ) -> None:
         import wandb
 
+        self._start_iteration = start_iteration
+
+        def begin(**how: Any) -> Any:
+            return wandb.init(
+                project=printable(config.wandb_project or ""),
+                entity=config.wandb_entity and printable(config.wandb_entity),
+                name=config.wandb_exp_name and _named(config.wandb_exp_name),
+                dir=config.wandb_save_dir,
+                config={
+                    name: shown(value) if isinstance(value, str) else value
+                    for name, value in arguments.items()
+                },
+                # No wandb thread captures what ranks print: the output would fail with the
+                # service. Silent: else its last words follow those of the run. Warnings and errors
+                # still come. Not shared by two calls: wandb notes in it how a run was continued.
+                settings=wandb.Settings(console="off", silent=True),
+                **how,
+            )
+
         known = read_run_id(place) if start_iteration > 0 else None
-        self._run: Any = wandb.init(
-            project=printable(config.wandb_project or ""),
-            entity=config.wandb_entity and printable(config.wandb_entity),
-            name=config.wandb_exp_name and _named(config.wandb_exp_name),
-            dir=config.wandb_save_dir,
-            config={
-                name: shown(value) if isinstance(value, str) else value
-                for name, value in arguments.items()
-            },
-            id=known,
-            resume=None if known is None else "allow",
-            # No wandb thread captures what ranks print: the output would fail with the service.
-            # Silent: else its last words follow those of the run. Warnings and errors still come.
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        self._run: Any = _continued(begin, known, start_iteration) if known else begin()
         mode, folder = self._run.settings.mode, self._run.settings.sync_dir
         self.place = mode if mode in _LOCAL_MODES else self._run.url
         if mode == "offline":
             self.place += f", until you run wandb sync {folder}"
+        if self._run.starting_step > start_iteration + 1:
+            last = self._run.starting_step - 1
+            self.place += f", which keeps its values up to iteration {last}: it cannot rewind"
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(place) as temporary:
                 temporary.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, scalars: Scalars, *, iteration: int, samples: int) -> None:
-        if iteration >= self._run.step:
-            self._run.log({**scalars, "samples vs steps": samples}, step=iteration)
+        first: int = self._run.starting_step
+        step = max(iteration, first) if iteration <= self._start_iteration else iteration
+        if step >= first:
+            self._run.log({**scalars, "samples vs steps": samples}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> Any:
+    """The wandb run `known`, rewound to an iteration if it has values of later ones.
+
+    Offline nobody knows whether it has; `wandb sync` rewinds it then.
+    """
+    import wandb
+
+    rewound = partial(begin, resume_from=f"{known}?_step={start_iteration}")
+    resumed = partial(begin, id=known, resume="allow")
+    if wandb.setup().settings.mode in _LOCAL_MODES:
+        return rewound()
+    run = resumed()
+    if run.starting_step <= start_iteration + 1:
+        return run
+    run.finish()
+    try:
+        return rewound()
+    except wandb.Error:
+        wandb.teardown()  # of its process, in which the id stays in use
+        return resumed()
 
 
 def read_run_id(place: Path | None) -> str | None:

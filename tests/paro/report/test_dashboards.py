@@ -1,6 +1,7 @@
 """TensorBoard and W&B: independent of each other, and their failures never stop training."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from paro.errors import UserError
 from paro.report.config import ReportConfig
 from paro.report.dashboards import RUN_ID_FILE, Dashboards, check_login, open_dashboards
 from paro.report.log import Log
+from tests.helpers.wandb_server import wandb_server
 
 
 class FakeWandb(ModuleType):
@@ -23,16 +25,30 @@ class FakeWandb(ModuleType):
     def __init__(self) -> None:
         super().__init__("wandb")
         self.id = "abc123"
-        self.step = 0
+        self.starting_step = 0
+        self.rewinds = True
         self.given: dict[str, Any] = {}
         self.settings = SimpleNamespace(mode="online", sync_dir="wandb/offline-run-1")
         self.url = "https://wandb.ai/e/p/runs/abc123"
         self.logged: list[tuple[dict[str, float], int]] = []
         self.finished = False
 
+    class Error(Exception):
+        """What the service refuses."""
+
     def init(self, **given: Any) -> "FakeWandb":
+        if "resume_from" in given and not self.rewinds:
+            raise self.Error("this server has no rewind")
         self.given = given
+        if "resume_from" in given:
+            self.starting_step = int(given["resume_from"].split("=")[1]) + 1
         return self
+
+    def setup(self) -> "FakeWandb":
+        return self
+
+    def teardown(self) -> None:
+        pass
 
     def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802
         return settings
@@ -72,7 +88,7 @@ def test_wandb_needs_no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     boards.close()
     assert wandb.given == {
         "project": "p", "entity": "e", "name": "n", "dir": None, "config": {"lr": 0.1},
-        "id": None, "resume": None, "settings": {"console": "off", "silent": True},
+        "settings": {"console": "off", "silent": True},
     }  # fmt: skip
     assert wandb.logged == [({"lm loss": 2.0, "samples vs steps": 24}, 3)]
     assert wandb.finished
@@ -163,6 +179,33 @@ def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("mode", "rewinds"), [("online", True), ("online", False), ("offline", True)]
+)
+@pytest.mark.usefixtures("wandb_alone")
+def test_wandb_has_one_value_a_step_after_a_resume_from_an_earlier_iteration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, rewinds: bool
+) -> None:
+    with wandb_server(rewinds=rewinds) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_MODE", mode)
+        config = ReportConfig(wandb_project="p", wandb_entity="e", wandb_save_dir=str(tmp_path))
+        for begin, value in ((0, 1.0), (3, 2.0)):
+            boards = open_dashboards(config, Log(), {}, start_iteration=begin)
+            for step in range(begin + 1, begin + 6):
+                boards.write({"lm loss": value}, iteration=step, samples=step)
+            boards.close()
+        for folder in sorted(tmp_path.glob("wandb/offline-run-*")):
+            command = [sys.executable, "-m", "wandb", "sync", folder]
+            subprocess.run(command, env=os.environ | {"WANDB_MODE": "online"}, check=True)
+        kept = 3 if rewinds else 5
+        assert server.values("lm loss") == dict.fromkeys(range(1, kept + 1), 1.0) | dict.fromkeys(
+            range(kept + 1, 9), 2.0
+        )
+
+
+@pytest.mark.process
 @pytest.mark.usefixtures("wandb_alone")
 def test_without_a_key_the_rank_that_writes_refuses() -> None:
     config = ReportConfig(wandb_project="p")
@@ -240,7 +283,7 @@ def test_one_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -255,13 +298,23 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
         boards.close()
         return wandb.given
 
-    assert start(0)["id"] is None
+    assert "id" not in start(0)
     assert (tmp_path / "ckpt" / RUN_ID_FILE).read_text() == "abc123\n"
-    wandb.step, wandb.logged = 7, []  # the service got further than the checkpoint
+    wandb.starting_step, wandb.logged = 6, []
     settings = start(5)
     assert (settings["id"], settings["resume"]) == ("abc123", "allow")
+    assert [step for _, step in wandb.logged] == [6, 7]
+
+    wandb.starting_step, wandb.logged = 8, []  # the service got further than the checkpoint
+    assert start(5)["resume_from"] == "abc123?_step=5"
+    assert [step for _, step in wandb.logged] == [6, 7]
+    assert "rewind" not in capsys.readouterr().out
+
+    wandb.starting_step, wandb.logged, wandb.rewinds = 7, [], False
+    assert start(5)["resume"] == "allow"
     assert [step for _, step in wandb.logged] == [7]
-    assert start(0)["id"] is None  # a fresh run gets a new id
+    assert "keeps its values up to iteration 6: it cannot rewind" in capsys.readouterr().out
+    assert not {"id", "resume_from"} & start(0).keys()  # a fresh run gets a new id
 
 
 def test_names_are_cleaned_before_they_are_sent(
