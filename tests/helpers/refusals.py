@@ -22,7 +22,11 @@ def refused(run: Callable[[], object] | CompletedProcess[str], *told: str, statu
     "--a 1 ... --b" asks for both in this order. A flag, word or number is met as a whole:
     "--lr" is not in "--lr-decay-iters 5", and "--lr-decay-iters 5" not in "--lr-decay-iters 50".
     """
-    line = _line_of(run, status)
+    return says(_line_of(run, status), *told)
+
+
+def says(line: str, *told: str) -> str:
+    """The line itself, which names every text of `told`, as in `refused`; also for notices."""
     for text in told:
         pattern = ".*".join(map(_whole, text.split("...")))
         assert re.search(pattern, line), f"{text!r} is not told: {line}"

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from data.sample_order import Bounds, OrderPlan
-from model.config import LlamaConfig
 from paro.arguments.parser import build_parser, parse_args
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
 from paro.planning.machine.machine import BandwidthSource, LinkSpeed
+from tests.helpers.refusals import refused
 
 LAUNCH = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
@@ -54,26 +54,6 @@ def test_every_numeric_flag_takes_a_value_or_refuses_it_in_one_line() -> None:
         assert time.monotonic() - begin < SECONDS, f"{flag} {values}"
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--num-layers 10000000", "--num-layers 10000000 must be .* at most 1024"),
-        ("--num-workers 1000000", "--num-workers 1000000 must be .* at most 1024"),
-        ("--global-batch-size 1000000000000", "--global-batch-size is 250000000000 micro-batches"),
-        (f"--train-iters {10**30}", r"--train-iters.* must be at most 9223372036854775807"),
-        ("--train-iters 1000000000000", "--train-iters 1000000000000 must be at most 1000000000"),
-        ("--hidden-size 1000000000", "--hidden-size 1000000000 must be .* at most 1048576"),
-        ("--rampup-batch-size 4 4 1000000000000 --global-batch-size 8", "--rampup-batch-size 4 4 "),
-        ("--world-size 1048580", "--world-size 1048580 must be at most 1048576"),
-        ("--distributed-timeout-minutes 1000000", "--distributed-timeout-minutes 1000000 must be"),
-        ("--train-iters x", "argument --train-iters: invalid int value: 'x'"),
-    ],
-)
-def test_a_bound_is_named(words: str, line: str) -> None:
-    with pytest.raises(UserError, match=line):
-        configure([*LAUNCH.split(), *words.split()])
-
-
 YAML = {
     "bombs": "a: &a [x, x, x, x, x, x, x, x, x]\n"
     + "".join(
@@ -101,36 +81,26 @@ def test_a_yaml_file_that_grows_is_refused(name: str, line: str, tmp_path: Path)
     path = tmp_path / "flags.yaml"
     path.write_text(YAML[name])
     begin = time.monotonic()
-    with pytest.raises(UserError, match=f"^--yaml-cfg {path}:? {line}"):
-        configure(["--yaml-cfg", str(path)])
+    refused(lambda: configure(["--yaml-cfg", str(path)]), f"--yaml-cfg {path} ... {line}")
     assert time.monotonic() - begin < SECONDS
 
 
 def test_absurd_sizes_from_files_are_refused() -> None:
-    with pytest.raises(UserError, match="--num-layers 1000000000 must be"):
-        LlamaConfig(
-            num_layers=10**9,
-            hidden_size=8,
-            ffn_hidden_size=8,
-            num_attention_heads=2,
-            num_query_groups=2,
-            kv_channels=4,
-            max_position_embeddings=8,
-            vocab_size=8,
-        )
-    with pytest.raises(UserError, match=r"latency_seconds: 1e\+308 .* at most 1e\+30"):
-        LinkSpeed(bits_per_second=1, latency_seconds=1e308, bandwidth_source=BandwidthSource.TYPED)
+    typed = BandwidthSource.TYPED
+    refused(
+        lambda: LinkSpeed(bits_per_second=1, latency_seconds=1e308, bandwidth_source=typed),
+        "latency_seconds: 1e+308 ... at most 1e+30",
+    )
 
 
 def test_an_order_and_a_ramp_have_bounds() -> None:
-    with pytest.raises(UserError, match=r"10000000000 samples are .* --train-iters"):
-        OrderPlan(
-            bounds=Bounds(0, 1), tokens_per_epoch=100, num_samples=10**10, seq_length=4, seed=1
-        )
-    with pytest.raises(UserError, match="a ramp-up must have at most 1000000"):
-        BatchSchedule(
-            micro_batch_size=1,
-            global_batch_size=2,
-            data_parallel_size=1,
-            rampup_batch_size=(1, 1, 10**7),
-        )
+    order = {"tokens_per_epoch": 100, "num_samples": 10**10, "seq_length": 4, "seed": 1}
+    refused(
+        lambda: OrderPlan(bounds=Bounds(0, 1), **order),
+        "10000000000 samples are ... --train-iters",
+    )
+    sizes = {"micro_batch_size": 1, "global_batch_size": 2, "data_parallel_size": 1}
+    refused(
+        lambda: BatchSchedule(**sizes, rampup_batch_size=(1, 1, 10**7)),
+        "a ramp-up must have at most 1000000",
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 from paro.config.batch_schedule import BatchSchedule, parse_steps
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 
 
 def make(rampup: tuple[int, int, int] | None = None, **sizes: int) -> BatchSchedule:
@@ -62,31 +62,29 @@ def test_a_ramp_without_length_is_none(rampup: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rampup", "parts"),
+    ("sizes", "rampup", "told"),
     [
         (
             {"global_batch_size": 36},
             None,
-            ["size 36", "4 data-parallel ranks (= 8): choose 32 or 40"],
+            "36 ... 4 data-parallel ranks (= 8): choose 32 or 40",
         ),
-        ({"global_batch_size": 7}, None, ["--global-batch-size 7", "(= 8): choose 8"]),
-        ({"micro_batch_size": 0}, None, ["--micro-batch-size 0"]),
-        ({"global_batch_size": 0}, None, ["--global-batch-size 0"]),
-        ({}, (40, 8, 96), ["starts above", "32"]),
-        ({}, (8, 16, 96), ["cannot reach", "steps of 16"]),
-        ({}, (8, 12, 96), ["INCREMENT 12", "choose 8 or 16"]),
-        ({}, (12, 4, 96), ["START 12", "choose 8 or 16"]),
-        ({}, (8, 0, 96), ["at least 1"]),
-        ({}, (8, 8, -1), ["at least 0"]),
+        ({"global_batch_size": 7}, None, "--global-batch-size 7 ... (= 8): choose 8"),
+        ({"micro_batch_size": 0}, None, "--micro-batch-size 0"),
+        ({"global_batch_size": 0}, None, "--global-batch-size 0"),
+        ({"eval_micro_batch_size": 3}, None, "--eval-global-batch-size 32 is not divisible"),
+        ({}, (40, 8, 96), "starts above ... 32"),
+        ({}, (8, 16, 96), "cannot reach ... steps of 16"),
+        ({}, (8, 12, 96), "INCREMENT 12 ... choose 8 or 16"),
+        ({}, (12, 4, 96), "START 12 ... choose 8 or 16"),
+        ({}, (8, 0, 96), "at least 1"),
+        ({}, (8, 8, -1), "at least 0"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(
-    sizes: dict[str, int], rampup: tuple[int, int, int] | None, parts: list[str]
+    sizes: dict[str, int], rampup: tuple[int, int, int] | None, told: str
 ) -> None:
-    with pytest.raises(UserError, match="--") as error:
-        make(rampup, **sizes).check_from(0)
-    for part in parts:
-        assert part in str(error.value)
+    refused(lambda: make(rampup, **sizes).check_from(0), told)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +105,8 @@ def test_sizes_of_a_ramp_that_are_past_need_not_divide(
     """The number of ranks may have changed since."""
     if told is None:
         make(rampup).check_from(consumed)
-        return
-    with pytest.raises(UserError, match=f": {told} is no multiple"):
-        make(rampup).check_from(consumed)
+    else:
+        refused(lambda: make(rampup).check_from(consumed), f"{told} is no multiple")
 
 
 # --step-batch-size-schedule: 8 samples at first, 24 after 40, 16 after 100.
@@ -172,18 +169,15 @@ def test_tokens_become_samples_as_in_megatron() -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_read_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UserError, match="--step-batch-size-schedule") as error:
-        parse_steps(text, 100)
-    assert message in str(error.value)
+    refused(lambda: parse_steps(text, 100), f"--step-batch-size-schedule ... {message}")
 
 
 def test_sizes_before_a_resume_need_not_divide() -> None:
     schedule = make_steps(((0, 4), (40, 24), (100, 16)))
     schedule.check_from(40)
-    with pytest.raises(UserError, match="the size 4 is no multiple of --micro-batch-size 2"):
-        schedule.check_from(39)
-    with pytest.raises(UserError, match="the size 12 is no multiple"):
-        make_steps(((0, 8), (40, 12), (100, 16))).check_from(0)
+    refused(lambda: schedule.check_from(39), "the size 4 ... --micro-batch-size 2")
+    uneven = make_steps(((0, 8), (40, 12), (100, 16)))
+    refused(lambda: uneven.check_from(0), "the size 12 is no multiple")
 
 
 @pytest.mark.parametrize(
@@ -203,17 +197,3 @@ def test_evaluations_have_batches_of_their_own(
         found = (made.eval_batch, made.eval_micro_batch, made.num_eval_micro_batches)
         assert found == expected
     assert make_steps().eval_batch == 16
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"eval_global_batch_size": 12}, "--eval-global-batch-size 12 is not divisible"),
-        ({"eval_micro_batch_size": 3}, "--eval-global-batch-size 32 is not divisible"),
-        ({"eval_global_batch_size": 0}, "--eval-global-batch-size 0 must be at least 1"),
-        ({"eval_micro_batch_size": -1}, "--eval-micro-batch-size -1 must be at least 1"),
-    ],
-)
-def test_evaluations_that_do_not_divide_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        make(**sizes)

@@ -115,39 +115,29 @@ def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
     assert is_sound(words)
 
 
+FLAGS = {
+    "ONE": "--micro-batch-size 1",
+    "BATCH": "--global-batch-size",
+    "RAMP": "--rampup-batch-size",
+    "STEPS": "--step-batch-size-schedule",
+}
+
+
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        (
-            "--micro-batch-size 4 --global-batch-size 16",
-            "--micro-batch-size 2 --global-batch-size 16",
-        ),
-        (
-            "--micro-batch-size 1 --global-batch-size 12",
-            "--micro-batch-size 1 --global-batch-size 16",
-        ),
-        (
-            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 4 4 1000",
-            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 8 8 1000",
-        ),
-        (
-            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 32 12 1000",
-            "--micro-batch-size 1 --global-batch-size 64 --rampup-batch-size 32 16 1000",
-        ),
-        (
-            "--micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 100 12 1000",
-            "--micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 8 8 1000",
-        ),
-        (
-            "--micro-batch-size 1 --step-batch-size-schedule '0:4 1K:20' --global-batch-size 20",
-            "--micro-batch-size 1 --step-batch-size-schedule '0:8 1K:24'",
-        ),
+        ("--micro-batch-size 4 --global-batch-size 16", "--micro-batch-size 2 {BATCH} 16"),
+        ("{ONE} {BATCH} 12", "{ONE} {BATCH} 16"),
+        ("{ONE} {BATCH} 64 {RAMP} 4 4 1000", "{ONE} {BATCH} 64 {RAMP} 8 8 1000"),
+        ("{ONE} {BATCH} 64 {RAMP} 32 12 1000", "{ONE} {BATCH} 64 {RAMP} 32 16 1000"),
+        ("{ONE} {BATCH} 8 {RAMP} 100 12 1000", "{ONE} {BATCH} 8 {RAMP} 8 8 1000"),
+        ("{ONE} {STEPS} '0:4 1K:20' {BATCH} 20", "{ONE} {STEPS} '0:8 1K:24'"),
     ],
 )
 def test_batch_sizes_that_are_left_fit_the_ranks(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 8 --train-iters 9"
-    _, words = answer(f"{common} {given} --use-mup")
-    assert shlex.join(words).removeprefix(common).strip() == left
+    _, words = answer(f"{common} {given.format(**FLAGS)} --use-mup")
+    assert shlex.join(words).removeprefix(common).strip() == left.format(**FLAGS)
     assert is_sound(words)
 
 

@@ -1,0 +1,225 @@
+"""Mistakes in flags: one line names the flag with its value, and a setting that works."""
+
+from __future__ import annotations
+
+import pytest
+
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig, take_world
+from paro.distributed.world import World
+from tests.helpers.refusals import refused
+from tests.paro.config.test_run import PRESET, SMALL, configure
+
+ROTATE = "--paro-materialize rotate"
+EIGHT = World(size=8, ranks_per_node=4)
+GQA = "--group-query-attention --num-query-groups"
+STEPS = "--step-batch-size-schedule"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # Sharding
+        ("--paro-group-size 3", "--paro-group-size 3 ... 4 ranks"),
+        ("--paro-strategy XYZ", "--paro-strategy 'XYZ' is unknown"),
+        ("--paro-strategy IGI", "--paro-strategy IGI ... IGG"),
+        ("--use-distributed-optimizer --paro-strategy GGG", "--use-distributed-optimizer ... NNG"),
+        ("--paro-collective auto", "--paro-collective auto ... --paro-machine FILE"),
+        ("--paro-machine nowhere.json", "nowhere.json: no such file"),
+        ("--paro-prefetch-units -1", "--paro-prefetch-units -1"),
+        (
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2 ... --paro-strategy GGG",
+        ),
+        ("--paro-rotate-in-place", "--paro-rotate-in-place needs --paro-materialize rotate"),
+        # The model
+        ("--num-attention-heads 5", "--hidden-size 64 ... --num-attention-heads 5"),
+        (f"{GQA} 3", "--num-query-groups 3"),
+        ("--num-query-groups 2", "--num-query-groups 2 ... --group-query-attention"),
+        ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
+        ("--max-position-embeddings 16", "--seq-length 32 ... --max-position-embeddings 16"),
+        ("--recompute-activations --recompute-granularity full", "contradicts full"),
+        ("--recompute-method block", "--recompute-method ... --recompute-granularity full: give"),
+        ("--recompute-modules core_attn", "needs --recompute-granularity selective"),
+        (
+            "--recompute-granularity full --recompute-modules core_attn",
+            "--recompute-modules needs --recompute-granularity selective",
+        ),
+        ("--recompute-activations --recompute-modules mlp", "mlp is not supported ... full"),
+        ("--recompute-activations --recompute-modules core_attn moe", "moe: a LLaMA has no such"),
+        # Precision
+        ("--fp16 --bf16", "--fp16 and --bf16 contradict"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ... --bf16"),
+        (
+            "--fp8-format hybrid --ffn-hidden-size 40",
+            "--ffn-hidden-size, which is 40 ... leave fp8",
+        ),
+        ("--fp8-format hybrid --hidden-size 40 --kv-channels 16", "--hidden-size, which is 40"),
+        (
+            "--fp8-format hybrid --kv-channels 2",
+            "change --num-attention-heads x --kv-channels, which is 8",
+        ),
+        (
+            f"--fp8-format hybrid {GQA} 1 --kv-channels 8",
+            "change --num-query-groups x --kv-channels, which is 8",
+        ),
+        ("--fp8-format hybrid --seq-length 9", "--micro-batch-size x --seq-length, which is 18"),
+        (f"--fp8-format hybrid --paro-strategy III {ROTATE}", "rotate has no fp8"),
+        (
+            f"--torch-compile inductor --paro-strategy III {ROTATE}",
+            "leave --torch-compile out, or gather",
+        ),
+        ("--torch-compile inductor --lora-rank 2", "leave it or --lora-rank out"),
+        # Adapters
+        ("--lora-alpha 3", "--lora-alpha 3.0 ... --lora-rank"),
+        ("--lora-dropout 0.1", "--lora-dropout 0.1 ... --lora-rank"),
+        ("--lora-target-modules q_proj", "--lora-target-modules q_proj ... --lora-rank"),
+        ("--lora-base-dtype bf16", "--lora-base-dtype bf16 ... --lora-rank"),
+        ("--lora-rank 2 --lora-base-dtype bf16 --fp16", "bf16 and --fp16 contradict each other"),
+        ("--lora-rank 2 --trainable last-blocks:0.5", "contradict each other: with adapters"),
+        ("--lora-rank 65", "--lora-rank 65 is above the 64 of wq"),
+        # Lengths and learning rates
+        ("--train-iters 0", "--train-iters 0"),
+        ("--train-iters -5", "--train-iters -5"),
+        ("--train-samples 96", "--train-iters and --train-samples"),
+        ("--lr 0", "--lr 0.0"),
+        ("--lr -0.1", "--lr -0.1"),
+        ("--min-lr 0.2", "--min-lr 0.2 ... --lr 0.1"),
+        ("--lr-decay-iters 5 --lr-decay-samples 160", "--lr-decay-iters and --lr-decay-samples"),
+        ("--lr-warmup-iters 5 --lr-warmup-samples 160", "--lr-warmup-iters and"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "--lr-warmup-fraction"),
+        ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5"),
+        ("--weight-decay-incr-style linear", "--start-weight-decay and"),
+        ("--end-weight-decay 0.3", "constant takes --weight-decay"),
+        # Batches
+        ("--global-batch-size 12", "--global-batch-size 12 ... 4 data-parallel ranks"),
+        (f"{STEPS} 0:8", "--global-batch-size contradict"),
+        ("--eval-global-batch-size 12", "--eval-global-batch-size 12 is not divisible"),
+        ("--eval-micro-batch-size 0", "--eval-micro-batch-size 0 must be at least 1"),
+        # Data and vocabulary
+        ("--data-path corpus", "--mock-data and --data-path contradict"),
+        ("--tokenizer-type Llama2Tokenizer", "--tokenizer-model"),
+        ("--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer needs --vocab-file"),
+        ("--tokenizer-type BertWordPieceCase", "BertWordPieceCase is not supported"),
+        ("--tokenizer-type WordTokenizer", "WordTokenizer is unknown: choose one of"),
+        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0"),
+        ("--padded-vocab-size 99", "--padded-vocab-size 99 is less than the 100 entries"),
+        # Intervals, checkpoints and reports
+        ("--eval-iters -1", "--eval-iters -1"),
+        ("--eval-interval -1", "--eval-interval -1"),
+        ("--skip-train --eval-iters 0", "--skip-train and --eval-iters 0"),
+        ("--exit-interval 0", "--exit-interval 0"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0"),
+        ("--save-interval 0", "--save-interval 0"),
+        (
+            "--save-retain-interval 5",
+            "--save-retain-interval 5 needs --save-interval, of which it is a multiple",
+        ),
+        (
+            "--save-retain-interval 5 --save-interval 3",
+            "--save-retain-interval 5 must be a multiple of --save-interval 3",
+        ),
+        ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
+        ("--use-checkpoint-args", "--use-checkpoint-args needs --load"),
+        ("--start-over", "--start-over needs --save"),
+        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type local"),
+        (
+            "--non-persistent-ckpt-type local --non-persistent-save-interval 0",
+            "--non-persistent-save-interval 0 must be at least 1",
+        ),
+        ("--non-persistent-ckpt-type local --save x", "--non-persistent-ckpt-type ... --load x"),
+        ("--log-interval 0", "--log-interval 0"),
+        ("--logging-level -1", "--logging-level -1"),
+        ("--tensorboard-log-interval 0", "--tensorboard-log-interval 0"),
+        ("--tensorboard-queue-size 0", "--tensorboard-queue-size 0"),
+        ("--peak-tflops 0", "--peak-tflops 0"),
+        ("--hang-dump-minutes -1", "--hang-dump-minutes -1"),
+        ("--profile --profile-step-start 12", "--profile-step-start 12 must be below"),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler needs --profile"),
+        ("--save /proc/run", "--save /proc/run cannot be written: /proc"),
+        ("--tensorboard-dir /proc/a/b", "--tensorboard-dir /proc/a/b cannot be written: /proc"),
+    ],
+)
+def test_it_names_what_to_change(words: str, told: str) -> None:
+    refused(lambda: configure(f"{SMALL} {words}"), told)
+
+
+TOKENIZER = "--tokenizer-type NullTokenizer --vocab-size 100 "
+ITERS = " --train-iters 10"
+BATCH = " --global-batch-size 32"
+
+
+@pytest.mark.parametrize(
+    ("without", "words", "told"),
+    [
+        ("--num-layers 4 ", "", "--num-layers is missing; --llama-preset"),
+        (ITERS, "", "--train-iters or --train-samples"),
+        (ITERS, "--train-samples 31", "--train-samples 31 ... 32"),
+        (" --mock-data", "", "--data-path"),
+        (f"{TOKENIZER}--mock-data", "--data-path x", "--tokenizer-type"),
+        (TOKENIZER, "--vocab-file no/v --merge-file /dev/null", "--vocab-file no/v is missing"),
+        (BATCH, f"{STEPS} 0:12", f"{STEPS} ... the size 12 ... 4 data-parallel ranks"),
+        (BATCH, f"{STEPS} 0:8 --seq-length 0", "--seq-length 0 must be at least 1"),
+        (BATCH, f"{STEPS} 0", "is not TOKENS:SIZE"),
+        (BATCH, f"{STEPS} 0:8 --rampup-batch-size 8 8 64", f"{STEPS} ... --rampup-batch-size"),
+        (SMALL, f"{PRESET} --llama-preset 7B --vocab-size 0", "--vocab-size 0"),
+    ],
+)
+def test_what_is_missing_or_stands_alone_is_named(without: str, words: str, told: str) -> None:
+    assert without in SMALL
+    refused(lambda: configure(f"{SMALL.replace(without, '')} {words}"), told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--paro-strategy NIG", "NIG shards them over 1 and 4 ... use III or IIG"),
+        ("--paro-strategy IGG", "IGG shards them over 4 and 8 ... --paro-group-size"),
+        ("--paro-strategy GGG", "over 8 and 8, in groups of 4"),
+        ("--paro-strategy IIG --paro-group-size 1", "in groups of 1"),
+        (
+            "--num-attention-heads 6 --hidden-size 96",
+            "over 4 ranks ... --num-attention-heads 6 ... would work: 2 (--paro-group-size)",
+        ),
+        (f"{GQA} 2", "--num-query-groups 2 ... would work: 2"),
+        ("--num-attention-heads 3 --hidden-size 96", "would work: none"),
+        ("--ffn-hidden-size 3", "--ffn-hidden-size 3 is too small"),
+    ],
+)
+def test_what_cannot_rotate_is_refused_with_what_could(words: str, told: str) -> None:
+    refused(lambda: configure(f"{SMALL} {ROTATE} {words}", EIGHT), told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--world-size 8", "--world-size 8 is for --dry-run"),
+        ("--ranks-per-node 8", "--ranks-per-node 8 is for --dry-run"),
+        ("--device-memory-gb 80", "--device-memory-gb 80.0 is for --dry-run"),
+        ("--dry-run", "--dry-run needs --world-size N"),
+        ("--dry-run --world-size 0", "--world-size 0 must be positive"),
+        ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),
+        ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
+        ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
+        ("--dry-run --world-size 8 --global-batch-size 24", "choose 16 or 32"),
+        ("--dry-run --world-size 8 --paro-strategy IIN", "--paro-strategy IIN is not legal"),
+        ("--dry-run --world-size 8 --paro-group-size 3", "--paro-group-size 3 does not divide"),
+        # Bounds
+        ("--num-layers 10000000", "--num-layers 10000000 ... at most 1024"),
+        ("--num-workers 1000000", "--num-workers 1000000 ... at most 1024"),
+        ("--global-batch-size 1000000000000", "--global-batch-size is 500000000000 micro-batches"),
+        (f"--train-iters {10**30}", "--train-iters ... must be at most 9223372036854775807"),
+        ("--train-iters 1000000000000", "--train-iters 1000000000000 ... at most 1000000000"),
+        ("--hidden-size 1000000000", "--hidden-size 1000000000 ... at most 1048576"),
+        ("--global-batch-size 8 --rampup-batch-size 4 4 1000000000000", "--rampup-batch-size 4 4"),
+        ("--dry-run --world-size 1048580", "--world-size 1048580 must be at most 1048576"),
+        ("--distributed-timeout-minutes 1000000", "--distributed-timeout-minutes 1000000 must be"),
+        ("--train-iters x", "argument --train-iters: invalid int value: 'x'"),
+    ],
+)
+def test_what_no_launch_can_have_is_refused(words: str, told: str) -> None:
+    def launch() -> None:
+        args = parse_args(f"{SMALL} {words}".split())
+        RunConfig.from_args(args, take_world(args))
+
+    refused(launch, told)
