@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    filesystem,
-    planner_helpers,
-)
 
 from paro.checkpoint.boxes import boxed_states
 from paro.layout import make_layout, whole_box
@@ -115,25 +105,3 @@ def test_holes_and_overlaps_are_not_saved(
 def test_one_rank_holds_nothing_twice() -> None:
     with pytest.raises(AssertionError, match="p is held twice"):
         boxed_states([shard_of(8, start=0, stop=8), shard_of(8, start=0, stop=4)])
-
-
-def test_what_dcp_does_not_promise_is_where_we_use_it() -> None:
-    assert "create_read_items_for_chunk_list" in planner_helpers.__all__
-    assert [f.name for f in dataclasses.fields(filesystem._StoragePrefix)] == ["prefix"]
-    places = [f.name for f in dataclasses.fields(filesystem._StorageInfo)]
-    assert places[:3] == ["relative_path", "offset", "length"]
-    assert filesystem._metadata_fn == ".metadata"
-    for method, of in (
-        ("create_local_plan", DefaultSavePlanner),
-        ("create_global_plan", DefaultSavePlanner),
-        ("resolve_data", DefaultSavePlanner),
-        ("set_up_planner", DefaultLoadPlanner),
-        ("create_local_plan", DefaultLoadPlanner),
-        ("lookup_tensor", DefaultLoadPlanner),
-        ("storage_meta", FileSystemWriter),
-        ("write_data", FileSystemWriter),
-        ("read_metadata", FileSystemReader),
-        ("prepare_local_plan", FileSystemReader),
-        ("read_data", FileSystemReader),
-    ):
-        assert inspect.isfunction(getattr(of, method)), f"{of.__name__}.{method} is gone"

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from paro.checkpoint import lease as lease_module
 from paro.checkpoint.agreement import Ranks
@@ -32,10 +31,10 @@ from paro.checkpoint.lease import (
 )
 from paro.checkpoint.owner import Owner
 from paro.checkpoint.save import write_states
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.errors import UserError, is_storage_failure
 from paro.training.saving import Saver
+from tests.helpers.refusals import refused
+from tests.paro.checkpoint.toy_run import control_here
 
 ELSEWHERE = {"host": "node7", "boot_id": "another boot", "pid": 4321}
 
@@ -80,8 +79,7 @@ def test_a_second_owner_is_refused_once_the_first_beats(tmp_path: Path) -> None:
     assert second.attempt() == told
     assert second.attempt() == told
     first.beat()
-    with pytest.raises(UserError, match=rf"--save {tmp_path} is in use by process 4321 on node7"):
-        second.attempt()
+    refused(second.attempt, f"--save {tmp_path} is in use by process 4321 on node7")
     assert files(tmp_path) == before == ["lease_1.json"]
     first.check()
 
@@ -98,8 +96,7 @@ def test_a_heart_that_stands_still_for_a_minute_costs_the_lease(tmp_path: Path) 
     assert isinstance(lease, Lease)
     assert files(tmp_path) == ["lease_2.json"]
     for wakes_up in (first.check, first.beat, first.check):
-        with pytest.raises(LeaseLostError, match="has taken it over"):
-            wakes_up()
+        refused(wakes_up, "has taken it over", status=1)
     assert first.is_lost
     first.release()
     lease.check()
@@ -158,8 +155,7 @@ def test_only_a_process_of_this_very_host_is_known_to_be_dead(tmp_path: Path) ->
 def test_a_released_lease_is_free_and_its_number_is_not_used_again(tmp_path: Path) -> None:
     first = take(tmp_path, owner(**ELSEWHERE))
     first.release()
-    with pytest.raises(LeaseLostError, match="this run has ended"):
-        first.check()
+    refused(first.check, "this run has ended", status=1)
     assert json.loads((tmp_path / "lease_1.json").read_text())["released"] is True
     take(tmp_path, owner())
     assert files(tmp_path) == ["lease_2.json"]
@@ -226,16 +222,14 @@ def test_an_owner_that_lives_repairs_its_damaged_lease(tmp_path: Path) -> None:
     second = Contender(tmp_path, owner())
     assert isinstance(second.attempt(), str)
     first.beat()
-    with pytest.raises(UserError, match="is in use by process 4321 on node7"):
-        second.attempt()
+    refused(second.attempt, "is in use by process 4321 on node7")
     first.check()
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])
 def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "lease_1.json")
-    with pytest.raises(UserError, match=r"lease_1\.json is no regular file: remove it"):
-        Contender(tmp_path, owner()).attempt()
+    refused(Contender(tmp_path, owner()).attempt, "lease_1.json is no regular file: remove it")
 
 
 def test_what_a_lease_says_is_fit_for_a_terminal(tmp_path: Path) -> None:
@@ -258,8 +252,7 @@ def test_where_a_disk_lets_two_create_a_lease_the_last_one_owns_it(
         patch.setattr(os, "open", not_exclusive)
         patch.setattr(lease_module, "_newest", lambda _root: None)  # what it read just before
         second = take(tmp_path, owner(rendezvous_id="b"))
-    with pytest.raises(LeaseLostError, match=r"torchrun's job b, .* has taken it over"):
-        first.check()
+    refused(first.check, "torchrun's job b ... has taken it over", status=1)
     first.release()
     second.check()
 
@@ -276,8 +269,7 @@ def test_a_lease_is_created_once_and_never_left_empty(
 
 
 def alone(lease: Lease) -> Ranks:
-    control = Control(World(), torch.device("cpu"))
-    return Ranks(control, control, range(1), lease)
+    return Ranks(control_here(), control_here(), range(1), lease)
 
 
 @pytest.mark.parametrize("when", [0, 1, 2], ids=["begin", "folder", "tracker"])
@@ -338,11 +330,9 @@ def test_the_start_says_why_it_waits_and_ends_refused(
     said: list[str] = []
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    control = Control(World(), torch.device("cpu"))
     monkeypatch.setattr("time.sleep", lambda _seconds: first.beat())
-    refused = pytest.raises(UserError, match="in use by process 4321 on node7")
-    with refused, claimed(tmp_path, control, said.append):
-        raise AssertionError("two runs own the folder")
+    claim = claimed(tmp_path, control_here(), said.append)
+    refused(claim.__enter__, f"--save {tmp_path} is in use by process 4321 on node7")
     (line,) = said
     assert line.startswith(f"--save {tmp_path} belongs to process 4321 on node7, since ")
     assert line.endswith("after 60 s without one this run takes it over")
@@ -350,7 +340,6 @@ def test_the_start_says_why_it_waits_and_ends_refused(
 
 
 def test_the_lease_is_released_also_after_an_error(tmp_path: Path) -> None:
-    control = Control(World(), torch.device("cpu"))
-    with pytest.raises(UserError), claimed(tmp_path, control, lambda _line: None):
+    with pytest.raises(UserError), claimed(tmp_path, control_here(), lambda _line: None):
         raise UserError("a mistake that is found late")
     assert json.loads((tmp_path / "lease_1.json").read_text())["released"] is True

@@ -63,11 +63,6 @@ def forged(folder: Path, change: Change) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("place", sorted(FIXTURES.glob("*/*/saved/iter_*")), ids=str)
-def test_what_was_saved_is_read(place: Path) -> None:
-    assert len(read_metadata(place).state_dict_metadata) > 10
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

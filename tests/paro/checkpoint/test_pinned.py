@@ -1,4 +1,4 @@
-"""Host memory for copies from a GPU: page-locked exactly, from the GPU that is copied from."""
+"""Host memory for copies from a GPU, page-locked exactly, and the thread that copies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from paro.checkpoint.background import HostCopy
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.pinned import pin
 from paro.errors import RunError
+from paro.training.local_copies import _Copier
 from tests.paro.checkpoint.toy_run import NNN, make_shards
 
 
@@ -60,3 +61,22 @@ def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
         assert torch.equal(value, copied)
     values[0].zero_()
     assert not torch.equal(values[0], copies[0])
+
+
+def test_its_device_is_set_before_its_stream_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 3)
+    calls: list[object] = []
+
+    @contextmanager
+    def stream(_stream: object) -> Iterator[None]:
+        calls.append("stream")  # which remembers the device, and sets it afterwards
+        yield
+
+    of_thread = SimpleNamespace(device=device, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: of_thread)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    target = torch.zeros(2)
+    _Copier(device)(target, torch.ones(2))
+    assert calls == [device, "stream"]
+    assert target.tolist() == [1.0, 1.0]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks, one_process
@@ -20,6 +22,7 @@ from paro.checkpoint.load import Loading
 from paro.checkpoint.save import write_states
 from paro.errors import UserError
 from tests.helpers.parameters import load_parameters
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import (
     DEGREES_ON_EIGHT,
     GGG_ON_SIX,
@@ -131,8 +134,7 @@ def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     shards = make_shards(ONE, 0, filled=False)
     assert load_checkpoint(tmp_path, shards) is None
     assert load_checkpoint(tmp_path / "missing", shards) is None
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        load_parameters(tmp_path)
+    refused(lambda: load_parameters(tmp_path), f"--load {tmp_path} ... there is no checkpoint")
 
 
 class OtherNodeFails(Ranks):
@@ -164,8 +166,8 @@ def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path
 def test_a_tracker_that_names_nothing_is_no_empty_folder(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER).write_text(text)
     shards = make_shards(ONE, 0, filled=False)
-    with pytest.raises(UserError, match=f"{TRACKER} says .*; no checkpoint there is whole"):
-        load_checkpoint(tmp_path, shards)
+    told = f"{TRACKER} says ... no checkpoint there is whole"
+    refused(lambda: load_checkpoint(tmp_path, shards), told)
 
 
 def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:
@@ -188,22 +190,42 @@ def test_moments_can_be_left_out_but_are_not_made_up(one: Path, tmp_path: Path) 
     load_checkpoint(one, params)
     assert_true(params)
     save_checkpoint(tmp_path / "params", 100, params, {})
-    with pytest.raises(
-        UserError, match=r"has no exp_avg of embedding\.weight: it did not train there"
-    ):
-        load_checkpoint(tmp_path / "params", make_shards(ONE, 0, filled=False))
+    shards = make_shards(ONE, 0, filled=False)
+    refused(lambda: load_checkpoint(tmp_path / "params", shards), "no exp_avg of embedding.weight")
+
+
+@pytest.fixture
+def control_group() -> Iterator[None]:
+    """The default group of a run under NCCL: gloo's, which moves no CUDA tensors."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_group", [False, True])
+def test_shards_on_a_gpu_are_saved_from_and_loaded_to_it(
+    tmp_path: Path, request: pytest.FixtureRequest, has_group: bool
+) -> None:
+    if has_group:
+        request.getfixturevalue("control_group")
+    there, here = (
+        [dataclasses.replace(s, values=s.values.cuda()) for s in make_shards(ONE, 0, filled=filled)]
+        for filled in (True, False)
+    )
+    save_checkpoint(tmp_path, 100, there, {})
+    load_checkpoint(tmp_path, here)
+    assert all(shard.values.is_cuda for shard in here)
+    assert_true(here)
+    assert not any(tensor.is_cuda for tensor in load_parameters(tmp_path).values())
 
 
 def test_another_model_is_told_by_its_first_field_that_differs(one: Path) -> None:
     shards = make_shards(ONE, 0, filled=False)
     model = {"num_layers": 4, "hidden_size": 128, "a_field_that_is_new": 1}
-    text = (
-        f"--load {one}: the checkpoint does not match the model: "
-        "hidden_size is 256 there and 128 here"
-    )
-    with pytest.raises(UserError) as caught:
-        load_checkpoint(one, shards, wanted=Loading(model=model))
-    assert str(caught.value) == text
+    load = partial(load_checkpoint, one, shards, wanted=Loading(model=model))
+    refused(load, f"--load {one} ... hidden_size is 256 there and 128 here")
     load_checkpoint(one, shards, wanted=Loading(model={"num_layers": 4, "hidden_size": 256}))
     assert_true(shards)
 
@@ -211,24 +233,21 @@ def test_another_model_is_told_by_its_first_field_that_differs(one: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"block.wide": (5, 7)}, r"param\.block\.wide is 7x5 there and 5x7 here"),
-        ({"block.scale": (1,)}, r"param\.block\.scale is a scalar there and 1 here"),
+        ({"block.wide": (5, 7)}, "param.block.wide is 7x5 there and 5x7 here"),
+        ({"block.scale": (1,)}, "param.block.scale is a scalar there and 1 here"),
     ],
 )
 def test_another_shape_is_told(
     one: Path, changes: dict[str, tuple[int, ...]], complaint: str
 ) -> None:
     shards = make_shards(ONE, 0, filled=False, shapes=SHAPES | changes)
-    with pytest.raises(UserError, match=complaint):
-        load_checkpoint(one, shards)
+    refused(lambda: load_checkpoint(one, shards), complaint)
     assert not any(shard.values.any() for shard in shards)
 
 
 def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:
     some = make_shards(ONE, 0, filled=False)
     without_norm = [s for s in some if s.layout.spans[0].box.name != "norm.weight"]
-    with pytest.raises(UserError, match=r"only the checkpoint has norm\.weight"):
-        load_checkpoint(one, without_norm)
+    refused(lambda: load_checkpoint(one, without_norm), "only the checkpoint has norm.weight")
     save_checkpoint(tmp_path / "without", 100, without_norm, {})
-    with pytest.raises(UserError, match=r"only the model has norm\.weight"):
-        load_checkpoint(tmp_path / "without", some)
+    refused(lambda: load_checkpoint(tmp_path / "without", some), "only the model has norm.weight")

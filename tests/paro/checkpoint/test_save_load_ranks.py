@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.load import Loading
-from paro.checkpoint.metadata import read_metadata
 from paro.errors import StorageError, UserError
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import (
-    DEGREES_ON_EIGHT,
     GGG_ON_SIX,
     IIG,
-    NII,
     NNN,
     ON_TWO,
     ONE,
@@ -111,7 +107,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("cut", [IIG, NNN, NII, ON_TWO, GGG_ON_SIX, DEGREES_ON_EIGHT], ids=str)
+@pytest.mark.parametrize("cut", [NNN, GGG_ON_SIX], ids=str)
 def test_what_four_ranks_saved_loads_on(saved: Path, cut: Cut) -> None:
     assert run_ranks(load, cut.world_size, saved, cut) == [4] * cut.world_size
 
@@ -121,22 +117,6 @@ def test_what_four_ranks_saved_loads_without_a_process_group(saved: Path) -> Non
     load_checkpoint(saved, shards)
     assert_true(shards)
     assert len(load_parameters(saved)) == 9
-
-
-@pytest.mark.parametrize("cut", [NNN, GGG_ON_SIX], ids=str)
-def test_what_others_saved_loads_on_four(tmp_path: Path, cut: Cut) -> None:
-    run_ranks(save, cut.world_size, tmp_path, cut)
-    assert run_ranks(load, 4, tmp_path, IIG) == [cut.world_size] * 4
-
-
-def test_replicas_share_the_writing_and_write_each_byte_once(tmp_path: Path) -> None:
-    run_ranks(save, 4, tmp_path, NNN)
-    metadata = read_metadata(tmp_path / "iter_0000100")
-    for name, state in metadata.state_dict_metadata.items():
-        assert isinstance(state, TensorStorageMetadata)
-        assert sum(chunk.sizes.numel() for chunk in state.chunks) == state.size.numel(), name
-    files = {path.name for path in (tmp_path / "iter_0000100").glob("*.distcp")}
-    assert files == {f"__{rank}_0.distcp" for rank in range(4)}
 
 
 def test_a_bug_on_one_rank_is_no_damage(tmp_path: Path) -> None:

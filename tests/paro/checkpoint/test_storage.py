@@ -8,6 +8,7 @@ import pickle
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -19,15 +20,16 @@ import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.errors import StorageError, UserError
 from paro.layout import make_layout, whole_box
 from paro.sharding.buffers import FlatShard
 from tests.helpers.parameters import load_parameters
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import (
     FROZEN,
     IIG,
     ONE,
     SHAPES,
+    Harmful,
     all_shards,
     assert_true,
     load_checkpoint,
@@ -117,22 +119,11 @@ def reseal(directory: Path) -> None:
     write_manifest(directory, manifest.iteration, sums, {})
 
 
-class Evil:
-    """Makes a file when unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_metadata_runs_no_code(saved: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    (saved / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    (saved / ".metadata").write_bytes(pickle.dumps(Harmful(os.mkdir, str(made))))
     reseal(saved)
-    with pytest.raises(UserError, match=r"\.metadata is missing or damaged .*mkdir"):
-        load_parameters(tmp_path)
+    refused(lambda: load_parameters(tmp_path), ".metadata is missing or damaged ... mkdir")
     assert not made.exists()
 
 
@@ -142,18 +133,7 @@ def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
     parts = [module.encode(), b"os.getpid"]
     strings = b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts)
     (saved / ".metadata").write_bytes(b"\x80\x04" + strings + b"\x93)R.")
-    with pytest.raises(UserError, match=r"it refers to .*os\.getpid"):
-        read_metadata(saved)
-
-
-@pytest.mark.parametrize("kept", [0, 100, 3000])
-def test_truncated_metadata(saved: Path, kept: int) -> None:
-    path = saved / ".metadata"
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(UserError, match=r"\.metadata is truncated: \d+ bytes of") as caught:
-        load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
-    assert str(caught.value).startswith(f"--load {saved.parent}: ")
-    assert "\n" not in str(caught.value)
+    refused(lambda: read_metadata(saved), "it refers to ... os.getpid")
 
 
 def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Path) -> None:
@@ -161,21 +141,12 @@ def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Pat
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     shards = make_shards(ONE, 0, filled=False)
-    length = len(whole)
-    with pytest.raises(UserError, match=f"{path.name} is truncated: {length - 1} bytes of"):
-        load_checkpoint(saved.parent, shards)
+    load, length = partial(load_checkpoint, saved.parent, shards), len(whole)
+    told = f"--load {saved.parent}: ... {path.name} is truncated: {length - 1} bytes of"
+    refused(load, told)
     path.unlink()
-    with pytest.raises(UserError, match=f"No such file or directory: .*{path.name}"):
-        load_checkpoint(saved.parent, shards)
+    refused(load, f"No such file or directory: ... {path.name}")
     assert not any(shard.values.any() for shard in shards)
-
-
-def test_a_damaged_file_is_named(saved: Path) -> None:
-    path = next(saved.glob("*.distcp"))
-    path.write_bytes(bytes(path.stat().st_size))
-    with pytest.raises(UserError, match=f"{path.name} is damaged") as caught:
-        load_checkpoint(saved.parent, make_shards(ONE, 0, filled=False))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
@@ -187,15 +158,8 @@ def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
     reseal(saved)
     shards = make_shards(ONE, 0, filled=False)
     hole = f"exp_avg.block.wide has a hole: {35 - missing} of 35 elements found"
-    with pytest.raises(UserError, match=hole):
-        load_checkpoint(saved.parent, shards)
+    refused(lambda: load_checkpoint(saved.parent, shards), hole)
     assert not any(shard.values.any() for shard in shards)
-
-
-def test_metadata_can_be_missing(saved: Path) -> None:
-    (saved / ".metadata").unlink()
-    with pytest.raises(UserError, match=r"\.metadata is missing"):
-        load_parameters(saved.parent)
 
 
 @pytest.mark.parametrize("numel", [100, 10_000], ids=["in a header", "in the data"])
@@ -204,14 +168,14 @@ def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, nu
     layout = make_layout(boxes, decayed=frozenset(), world_size=1)
     values = torch.zeros(layout.numel)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
-    refused = pytest.raises(StorageError, match=r": File too large$")
-    with refused, small_files():
-        save_checkpoint(tmp_path, 100, [shard], {})
+    with small_files():
+        told = refused(lambda: save_checkpoint(tmp_path, 100, [shard], {}), status=1)
+    assert told.endswith(": File too large")
     assert list(tmp_path.iterdir()) == []
     assert latest_iteration(tmp_path) is None
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^--save .*: Not a directory: .*file/inside"):
-        save_checkpoint(tmp_path / "file" / "inside", 1, make_shards(ONE, 0, filled=True), {})
+    root, shards = tmp_path / "file" / "inside", make_shards(ONE, 0, filled=True)
+    refused(lambda: save_checkpoint(root, 1, shards, {}), "--save ... Not a directory: ... inside")

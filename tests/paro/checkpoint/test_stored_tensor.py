@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
+from tests.paro.checkpoint.toy_run import Harmful
 
 
 def saved(value: Any, **how: Any) -> memoryview:
@@ -87,16 +88,6 @@ def test_what_is_no_tensor_is_refused() -> None:
         tensor_in(saved({"a": WIDE}))
 
 
-class Evil:
-    """Makes a folder when unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (str(self.path),)
-
-
 def with_pickle(content: memoryview, pickled: bytes) -> memoryview:
     """The same archive with another data.pkl."""
     stream = io.BytesIO()
@@ -108,8 +99,9 @@ def with_pickle(content: memoryview, pickled: bytes) -> memoryview:
 
 def test_no_code_runs(tmp_path: Path) -> None:
     made = tmp_path / "made"
+    pickled = pickle.dumps(Harmful(os.mkdir, str(made)), 2)
     with pytest.raises(RefusedError, match=r"^refused: not a tensor, and no code in it was run$"):
-        tensor_in(with_pickle(saved(WIDE), pickle.dumps(Evil(made), 2)))
+        tensor_in(with_pickle(saved(WIDE), pickled))
     assert not made.exists()
 
 

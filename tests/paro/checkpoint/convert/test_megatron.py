@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import sys
 import types
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.torch_file import lazy
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 
 CONFIG = LlamaConfig(
@@ -125,7 +125,7 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("rope_scaling_original_max_position_embeddings", 4096, "takes 8192, and .* has 4096"),
+        ("rope_scaling_original_max_position_embeddings", 4096, "takes 8192 ... has 4096"),
         ("rotary_seq_len_interpolation_factor", 2.5, "is a whole number, and this model has 2.5"),
         ("rotary_base", 1e4 + 0.5, "--rotary-base is a whole number, and this model has 10000.5"),
     ],
@@ -133,9 +133,9 @@ def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
 def test_a_rotation_that_megatron_has_no_flags_for_is_refused(
     name: str, value: float, message: str, tmp_path: Path
 ) -> None:
-    config = replace(CONFIG, **{name: value})
-    with pytest.raises(UserError, match=message):
-        write_megatron(source_of(config), tmp_path, ignored, rows=128, divisible_by=128)
+    source = source_of(replace(CONFIG, **{name: value}))
+    write = partial(write_megatron, source, tmp_path, ignored, rows=128, divisible_by=128)
+    refused(write, message)
     assert not any(tmp_path.iterdir())
 
 
@@ -206,8 +206,8 @@ def test_another_architecture_is_named_by_its_field(
 ) -> None:
     path = saved(tmp_path / "megatron")
     resave(path, lambda content: setattr(content["args"], field, value))
-    with pytest.raises(UserError, match=f"not of this architecture: {field} is"):
-        open_megatron(tmp_path / "megatron")
+    read = partial(open_megatron, tmp_path / "megatron")
+    refused(read, f"not of this architecture: {field} is")
 
 
 def test_an_interpolation_of_one_is_none(tmp_path: Path) -> None:
@@ -236,36 +236,25 @@ def test_the_end_of_a_document_is_kept_where_the_arguments_do_not_count_it(tmp_p
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "megatron"
-
-    def told() -> str:
-        with pytest.raises(UserError) as error:
-            open_megatron(folder)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    path = saved(folder)
+    path, read = saved(folder), partial(open_megatron, folder)
     resave(path, lambda content: content["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"))
-    assert "has no decoder.layers.1.mlp.linear_fc2.weight" in told()
+    refused(read, "has no decoder.layers.1.mlp.linear_fc2.weight")
     resave(path, lambda content: setattr(content["args"], "num_query_groups", 3))
-    assert "self_attention.linear_qkv.weight is (80, 32)" in told()
+    refused(read, "self_attention.linear_qkv.weight is (80, 32)")
     resave(path, lambda content: content.pop("args"))
-    assert "it has no args" in told()
+    refused(read, "it has no args")
     path.write_bytes(path.read_bytes()[:-2000])
-    assert f"{path} is missing, truncated or damaged" in told()
+    refused(read, f"{path} is missing, truncated or damaged")
     path.unlink()
-    assert f"{path} is missing: only --ckpt-format torch" in told()
+    refused(read, f"{path} is missing: only --ckpt-format torch")
     (folder / "latest_checkpointed_iteration.txt").unlink()
-    assert "holds no checkpoint of Megatron's" in told()
+    refused(read, "holds no checkpoint of Megatron's")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "tensor_model_parallel_size",
-            10**9,
-            "is not allowed, it must be from 1 to 1024",
-        ),
+        ("tensor_model_parallel_size", 10**9, "must be from 1 to 1024"),
         ("tensor_model_parallel_size", "2", "'2' is of the wrong type"),
         ("num_layers", 10**9, "must be at least 1 and at most 1024"),
         ("hidden_size", torch.ones(2), "is of the wrong type, it must be a whole number"),
@@ -282,12 +271,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_named(name: str, value: Any, message: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "megatron")
     resave(path, lambda content: setattr(content["args"], name, value))
-    with pytest.raises(UserError) as caught:
-        open_megatron(tmp_path / "megatron")
-    line = str(caught.value)
-    assert str(path) in line
+    line = refused(lambda: open_megatron(tmp_path / "megatron"), str(path), message)
     assert name.replace("_", "-") in line.replace("_", "-")
-    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -301,8 +286,7 @@ def test_a_wrong_argument_is_named(name: str, value: Any, message: str, tmp_path
 def test_what_can_be_no_weight_is_refused(name: str, tensor: Any, tmp_path: Path) -> None:
     path = saved(tmp_path / "megatron")
     resave(path, lambda content: content["model"].update({name: tensor}))
-    with pytest.raises(UserError, match=f"has no {name}"):
-        open_megatron(tmp_path / "megatron")
+    refused(lambda: open_megatron(tmp_path / "megatron"), f"has no {name}")
 
 
 def test_parts_of_different_shapes_are_refused(tmp_path: Path) -> None:
@@ -310,8 +294,7 @@ def test_parts_of_different_shapes_are_refused(tmp_path: Path) -> None:
     _, second = cut_for_two(tmp_path / "megatron")
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     resave(second, lambda content: content["model"].update({name: torch.ones(3, 3)}))
-    with pytest.raises(UserError, match=f"parts of {name} differ in their shapes"):
-        open_megatron(tmp_path / "megatron")
+    refused(lambda: open_megatron(tmp_path / "megatron"), f"parts of {name} differ")
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 20, "-1", "../../etc", "\x1b[2J"])
@@ -319,9 +302,7 @@ def test_a_wrong_tracker_is_named(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "megatron")
     tracker = tmp_path / "megatron" / "latest_checkpointed_iteration.txt"
     tracker.write_text(text)
-    with pytest.raises(UserError, match=f"{tracker} ") as caught:
-        open_megatron(tmp_path / "megatron")
-    assert str(caught.value).isprintable()
+    assert refused(lambda: open_megatron(tmp_path / "megatron"), str(tracker)).isprintable()
 
 
 def cut_for_two(folder: Path) -> list[Path]:
@@ -359,8 +340,8 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.Mo
         pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
         assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
     second.unlink()
-    with pytest.raises(UserError, match=r"mp_rank_01.* cannot be read: No such file"):
-        open_megatron(tmp_path / "megatron")
+    missing = "mp_rank_01 ... cannot be read: No such file"
+    refused(lambda: open_megatron(tmp_path / "megatron"), missing)
 
 
 def test_an_iteration_is_read_as_a_release_is(tmp_path: Path) -> None:
@@ -389,7 +370,3 @@ def test_hugging_face_through_megatron_and_back(tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json", "generation_config.json"):
         first, second = ((tmp_path / folder / name).read_bytes() for folder in ("hf", "back"))
         assert first == second, name
-
-
-def test_arguments_are_a_namespace(tmp_path: Path) -> None:
-    assert isinstance(contents(saved(tmp_path / "megatron"))["args"], Namespace)

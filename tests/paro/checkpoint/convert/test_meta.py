@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,16 @@ from torch import Tensor
 
 import paro.checkpoint.convert.source
 from model.config import LlamaConfig
-from model.hugging_face import hugging_face_config
 from model.llama import Llama
 from model.rotary import rotate, rotations
-from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.meta import half_rotation, meta_name, open_meta
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import (
-    logits_of,
     own_model,
     random_tensors,
     save_folder,
-    some_tokens,
 )
+from tests.paro.checkpoint.toy_run import Harmful
 
 CONFIG = LlamaConfig(
     num_layers=2,
@@ -118,46 +116,31 @@ def test_no_output_layer_means_a_tied_one(tmp_path: Path) -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "meta"
-
-    def told() -> str:
-        with pytest.raises(UserError) as error:
-            open_meta(folder)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
+    first, params = folder / "consolidated.00.pth", folder / "params.json"
+    read = partial(open_meta, folder)
     folder.mkdir()
-    assert "has no params.json" in told()
-    (folder / "params.json").write_text("{")
-    assert "params.json is not valid JSON" in told()
+    refused(read, "has no params.json")
+    params.write_text("{")
+    refused(read, "params.json is not valid JSON")
     sizes = {"dim": 32, "n_layers": 1, "n_heads": 2}
-    (folder / "params.json").write_text(json.dumps(sizes))
-    assert "params.json: norm_eps: is missing" in told()
-    (folder / "params.json").write_text(json.dumps(sizes | {"norm_eps": 1e-5}))
-    torch.save({"tok_embeddings.weight": 7}, folder / "consolidated.00.pth")
-    assert "it has no tok_embeddings.weight" in told()
-    torch.save({"tok_embeddings.weight": torch.zeros(4, 32)}, folder / "consolidated.00.pth")
-    assert "has no layers.0.attention.wq.weight" in told()
-    folder = tmp_path / "files"
+    params.write_text(json.dumps(sizes))
+    refused(read, "params.json: norm_eps: is missing")
+    params.write_text(json.dumps(sizes | {"norm_eps": 1e-5}))
+    torch.save({"tok_embeddings.weight": 7}, first)
+    refused(read, "it has no tok_embeddings.weight")
+    torch.save({"tok_embeddings.weight": torch.zeros(4, 32)}, first)
+    refused(read, "has no layers.0.attention.wq.weight")
+    shutil.rmtree(folder)
     save_meta(folder, random_tensors(CONFIG), 2, by_vocab=False)
     second = folder / "consolidated.01.pth"
     whole = second.read_bytes()
     second.write_bytes(whole[: len(whole) // 2])
-    assert f"{second} is missing, truncated or damaged" in told()
+    refused(read, f"{second} is missing, truncated or damaged")
     second.unlink()
-    assert f"{second} is missing: there are 1 of 2" in told()
+    refused(read, f"{second} is missing: there are 1 of 2")
     second.write_bytes(whole)
-    (folder / "consolidated.00.pth").unlink()
-    assert f"{folder / 'consolidated.00.pth'} is missing" in told()
-
-
-class Harmful:
-    """Calls a function when unpickled."""
-
-    def __init__(self, function: Callable[..., Any], *args: str) -> None:
-        self.call = (function, args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
+    first.unlink()
+    refused(read, f"{first} is missing")
 
 
 @pytest.mark.parametrize("function", [shutil.copyfile, os.rename])
@@ -169,8 +152,7 @@ def test_nothing_in_a_file_runs(function: Callable[..., Any], tmp_path: Path) ->
     content = torch.load(path) | {"harm": Harmful(function, str(bait), str(planted))}
     torch.save(content, path)
     if function is os.rename:  # torch accepts nothing from such modules under any name
-        with pytest.raises(UserError, match="names code"):
-            open_meta(folder)
+        refused(lambda: open_meta(folder), "names code")
     else:
         assert open_meta(folder).config == CONFIG
     assert not planted.exists()
@@ -178,22 +160,6 @@ def test_nothing_in_a_file_runs(function: Callable[..., Any], tmp_path: Path) ->
     assert planted.exists(), "the test plants nothing"
 
 
-def test_logits_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
-    from transformers import LlamaConfig as HuggingFaceConfig
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(2)
-    theirs = LlamaForCausalLM(HuggingFaceConfig(**hugging_face_config(CONFIG))).eval()
-    theirs.save_pretrained(tmp_path / "hf")
-    source = open_hugging_face(tmp_path / "hf")
-    tensors = {name: t.whole(torch.float32) for name, t in source.tensors.items()}
-    save_meta(tmp_path / "meta", tensors, 2, by_vocab=False)
-    tokens = some_tokens(CONFIG.vocab_size)
-    ours = logits_of(own_model(open_meta(tmp_path / "meta")), tokens)
-    torch.testing.assert_close(ours, logits_of(theirs, tokens), rtol=1e-5, atol=1e-5)
-
-
 def test_a_folder_of_another_kind_is_refused(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
-    with pytest.raises(UserError, match="holds no model of Meta's"):
-        open_meta(tmp_path / "hf")
+    refused(lambda: open_meta(tmp_path / "hf"), "holds no model of Meta's")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.peft import WEIGHTS, peft_name
 from paro.checkpoint.convert.safetensors_file import open_safetensors
 from paro.checkpoint.convert.source import Source
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
 from tests.paro.training.test_base import assert_equal, started, trained
 from tools.convert_checkpoint import main as convert
@@ -122,9 +123,8 @@ def test_adapters_name_the_folder_that_their_base_was_converted_from(
     assert named_base(converted(tmp_path, "paro", "peft", "back", "peft again")) == hf
     name = ("--base-model-name-or-path", "some/model")
     assert named_base(converted(tmp_path, "paro", "peft", "run", "hub", *name)) == "some/model"
-    assert "needs --to peft" in refused(
-        tmp_path, "--from", "paro", "--to", "hf", "--input", str(base), *name
-    )
+    words = ["--from", "paro", "--to", "hf", "--input", str(base), *name]
+    refuses(tmp_path, words, "needs --to peft")
 
 
 def test_adapters_on_other_weights_do_not_name_that_folder(
@@ -144,12 +144,10 @@ def test_adapters_on_other_weights_do_not_name_that_folder(
         assert "give --base-model-name-or-path" in capsys.readouterr().out
 
 
-def refused(root: Path, *words: str) -> str:
+def refuses(root: Path, words: Sequence[str], *told: str) -> None:
     out = root / "refused"
-    with pytest.raises(UserError) as caught:
-        convert([*words, "--output", str(out)])
+    refused(lambda: convert([*words, "--output", str(out)]), *told)
     assert not out.exists()
-    return str(caught.value)
 
 
 def test_flags_that_do_not_agree(root: Path) -> None:
@@ -162,17 +160,17 @@ def test_flags_that_do_not_agree(root: Path) -> None:
         ((*peft, "--to", "hf", *base), "give --merge to write the model"),
         ((*run, "--to", "hf"), "give --merge to write the model"),
         ((*run, "--to", "peft", "--merge"), "--merge and --to peft contradict each other"),
-        ((*plain, "--to", "peft"), "--to peft: "),
+        ((*plain, "--to", "peft"), "--to peft:"),
         ((*plain, "--to", "hf", "--merge"), "has no adapters: leave it out"),
         ((*peft, "--to", "paro", "--base", str(root / "run")), "without adapters"),
-        ((*peft, "--to", "paro", "--base", str(root / "gone")), "--base "),
+        ((*peft, "--to", "paro", "--base", str(root / "gone")), f"--base {root / 'gone'}"),
         (
             ("--from", "hf", "--to", "paro", "--input", str(root), *base),
             "needs --from paro or peft",
         ),
         (("--from", "peft", "--to", "paro", "--input", str(root), *base), "has no adapter_config"),
     ):
-        assert told in refused(root, *words), words
+        refuses(root, words, told)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +184,7 @@ def test_flags_that_do_not_agree(root: Path) -> None:
         ({"use_dora": True}, "use_dora True is not supported"),
         ({"bias": "all"}, "bias all is not supported"),
         ({"of_a_newer_peft": {"a": 1}}, "of_a_newer_peft {'a': 1} is not supported"),
-        (
-            {"alpha_pattern": {"(v|o)_proj": 2}},
-            "alpha_pattern has the regular expression (v|o)_proj",
-        ),
+        ({"alpha_pattern": {"(v|o)_proj": 2}}, "alpha_pattern ... expression (v|o)_proj"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights pissa changes the base"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights pissa_niter_4 changes"),
         ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
@@ -212,10 +207,8 @@ def test_adapters_that_do_not_fit_are_refused(
     shutil.copytree(root / "peft", tmp_path / "peft")
     path = tmp_path / "peft" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
-    words = ("--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft"))
-    line = refused(tmp_path, *words, "--base", str(root / "base"))
-    assert told in line
-    assert str(tmp_path / "peft") in line
+    words = ["--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft")]
+    refuses(tmp_path, [*words, "--base", str(root / "base")], told, str(tmp_path / "peft"))
 
 
 def edited(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -295,7 +288,7 @@ def test_adapters_that_no_run_has_are_only_merged(root: Path, tmp_path: Path) ->
         shutil.copytree(root / "peft", tmp_path / "peft")
         edited(tmp_path / "peft", changes, kept)
         for target in ("paro", "peft"):
-            assert "the same modules in all layers" in refused(tmp_path, *words, "--to", target)
+            refuses(tmp_path, [*words, "--to", target], "the same modules in all layers")
         shutil.rmtree(tmp_path / "peft")
 
 
@@ -306,7 +299,7 @@ def test_adapters_of_no_rank_are_refused(root: Path, tmp_path: Path) -> None:
         shutil.copytree(root / "peft", tmp_path / "peft")
         emptied = {name: cut(tensor) for name, tensor in tensors.items()}
         edited(tmp_path / "peft", {"rank_pattern": {"v_proj": 2}}, emptied)
-        assert "adapters of another model" in refused(tmp_path, *words, "--to", "hf", "--merge")
+        refuses(tmp_path, [*words, "--to", "hf", "--merge"], "adapters of another model")
         shutil.rmtree(tmp_path / "peft")
 
 
@@ -323,20 +316,21 @@ def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, tmp_path: Path)
 def test_old_files_of_peft_are_named(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "peft", tmp_path / "peft")
     (tmp_path / "peft" / WEIGHTS).rename(tmp_path / "peft" / "adapter_model.bin")
-    words = ("--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft"))
-    line = refused(tmp_path, *words, "--base", str(root / "base"))
-    assert "has adapter_model.bin, which may hold programs" in line
+    words = ["--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft")]
+    told = "has adapter_model.bin, which may hold programs"
+    refuses(tmp_path, [*words, "--base", str(root / "base")], told)
 
 
 def test_damaged_files_are_refused(root: Path, tmp_path: Path) -> None:
-    words = ("--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft"))
+    words = ["--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft")]
+    words += ["--base", str(root / "base")]
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copytree(root / "peft", tmp_path / "peft")
         path = tmp_path / "peft" / name
         content = path.read_bytes()
         for damaged in (content[: len(content) // 2], b"", b"[" * 100_000):
             path.write_bytes(damaged)
-            assert str(path) in refused(tmp_path, *words, "--base", str(root / "base"))
+            refuses(tmp_path, words, str(path))
         path.unlink()
-        assert name in refused(tmp_path, *words, "--base", str(root / "base"))
+        refuses(tmp_path, words, name)
         shutil.rmtree(tmp_path / "peft")

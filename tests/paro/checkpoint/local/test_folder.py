@@ -16,7 +16,7 @@ from paro.checkpoint.local import folder as module
 from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -74,38 +74,26 @@ def test_job_ids(
 def test_two_jobs_of_one_name_are_one_line(tmp_path: Path, control: Control) -> None:
     with local_folder(tmp_path, control, print):
         second = local_folder(tmp_path, control, print)
-        with pytest.raises(UserError, match="another run with the same job ID") as refused, second:
-            pass
-        assert "--rdzv-id" in str(refused.value)
+        refused(second.__enter__, "another run with the same job ID", "--rdzv-id")
     with local_folder(tmp_path, control, print):
         pass  # it has ended
 
 
-def test_a_folder_of_others_is_refused(
-    tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_is_refused(tmp_path: Path, control: Control) -> None:
+    def enter(base: Path = tmp_path) -> None:
+        with local_folder(base, control, print):
+            pass
+
     path = path_in(tmp_path)
     path.mkdir()
     path.chmod(0o750)
-    with (
-        pytest.raises(UserError, match="open to other users"),
-        local_folder(tmp_path, control, print),
-    ):
-        pass
+    refused(enter, "open to other users")
     path.rmdir()
     path.symlink_to(tmp_path)
-    with (
-        pytest.raises(UserError, match="no folder of yours"),
-        local_folder(tmp_path, control, print),
-    ):
-        pass
+    refused(enter, "no folder of yours")
     path.unlink()
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(UserError, match="--non-persistent-local-ckpt-dir"),
-        local_folder(tmp_path / "file", control, print),
-    ):
-        pass
+    refused(lambda: enter(tmp_path / "file"), "--non-persistent-local-ckpt-dir")
 
 
 def test_leftovers_of_dead_jobs_are_removed_after_an_hour(tmp_path: Path, control: Control) -> None:
@@ -135,8 +123,7 @@ def test_room_is_what_is_free_and_what_will_be(
     (tmp_path / "rank-00000-a.0.data").write_bytes(b"1" * 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 10**6))
     check_room(folder, 2 * 10**6)
-    with pytest.raises(UserError, match=r"take 3\.0 MB of a node and .* has 2\.0 MB: "):
-        check_room(folder, 3 * 10**6)
+    refused(lambda: check_room(folder, 3 * 10**6), "3.0 MB of a node ... 2.0 MB")
 
 
 def test_shares_of_the_ranks_of_a_node_are_all_files(tmp_path: Path) -> None:
