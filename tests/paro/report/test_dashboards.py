@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from paro.errors import UserError
 from paro.report.config import ReportConfig
 from paro.report.dashboards import RUN_ID_FILE, Dashboards, check_login, open_dashboards
 from paro.report.log import Log
+from tests.helpers.refusals import refused
 from tests.helpers.wandb_server import wandb_server
 
 
@@ -79,9 +79,15 @@ class Broken:
         raise AssertionError("it was left out before")
 
 
-def test_wandb_needs_no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    """What runs of a test import as wandb."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_needs_no_tensorboard(wandb: FakeWandb) -> None:
     config = ReportConfig(wandb_project="p", wandb_entity="e", wandb_exp_name="n")
     boards = open_dashboards(config, Log(), {"lr": 0.1})
     boards.write({"lm loss": 2.0}, iteration=3, samples=24)
@@ -95,11 +101,9 @@ def test_wandb_needs_no_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_is_not_online_says_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wandb = FakeWandb()
     wandb.settings.mode = "offline"
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close()
     assert capsys.readouterr().out == (
         "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
@@ -132,18 +136,16 @@ def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Pat
     assert [step for step, _ in shown(tmp_path, "recovery/seconds")] == [0, 2]
 
 
-def test_only_the_last_rank_opens_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+def test_only_the_last_rank_opens_any(wandb: FakeWandb) -> None:
     boards = open_dashboards(ReportConfig(wandb_project="p"), Log(rank=0, world_size=2), {})
     boards.write({"lm loss": 2.0}, iteration=1, samples=8)
-    assert sys.modules["wandb"].logged == []
+    assert wandb.logged == []
 
 
 def test_a_dashboard_that_fails_is_left_out_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wandb, broken = FakeWandb(), Broken()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    broken = Broken()
     boards = open_dashboards(ReportConfig(wandb_project="p"), Log(), {})
     assert isinstance(boards, Dashboards)
     boards.open("--broken", lambda: broken)
@@ -206,17 +208,6 @@ def test_wandb_has_one_value_a_step_after_a_resume_from_an_earlier_iteration(
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("wandb_alone")
-def test_without_a_key_the_rank_that_writes_refuses() -> None:
-    config = ReportConfig(wandb_project="p")
-    check_login(ReportConfig(), Log())
-    check_login(config, Log(rank=0, world_size=2))
-    told = r"--wandb-project p: .* rank 1, .* wandb login .* WANDB_MODE=offline"
-    with pytest.raises(UserError, match=told):
-        check_login(config, Log(rank=1, world_size=2))
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -245,8 +236,7 @@ def test_what_wandb_cannot_use_is_refused_too(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="--wandb-project p: "):
-        check_login(ReportConfig(wandb_project="p"), Log())
+    refused(lambda: check_login(ReportConfig(wandb_project="p"), Log()), "--wandb-project p:")
 
 
 class Stuck:
@@ -283,10 +273,8 @@ def test_one_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_resumed_run_goes_on_in_the_same_wandb_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = ReportConfig(wandb_project="p")
 
     def start(iteration: int) -> dict[str, Any]:
@@ -317,11 +305,7 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     assert not {"id", "resume_from"} & start(0).keys()  # a fresh run gets a new id
 
 
-def test_names_are_cleaned_before_they_are_sent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+def test_names_are_cleaned_before_they_are_sent(wandb: FakeWandb) -> None:
     config = ReportConfig(wandb_project="p\x1b", wandb_exp_name=f"n\u202e{'x' * 5000}")
     boards = open_dashboards(config, Log(), {"load": "\x1b[2J", "lr": 0.5})
     boards.write({f"validation-\x1b{'x' * 5000}": 2.0}, iteration=1, samples=8)
@@ -337,13 +321,10 @@ def test_names_are_cleaned_before_they_are_sent(
 
 
 @pytest.mark.parametrize("content", [b"", b"a/b", b"x" * 1000, b"\xff\xfe", b"\x1b[2J"])
+@pytest.mark.usefixtures("wandb")
 def test_a_damaged_id_of_a_run_is_named(
-    content: bytes,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
     (tmp_path / RUN_ID_FILE).write_bytes(content)
     config = ReportConfig(wandb_project="p")
     open_dashboards(config, Log(), {}, start_iteration=5, save=str(tmp_path))

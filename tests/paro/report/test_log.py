@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 import pytest
 
-from paro.report.log import Log, print_line
+from paro.report.log import Log, print_line, set_logging_level
 
 HOSTILE = "\x1b[2J\u202e"
 ESCAPED = "\\x1b[2J\\u202e"
@@ -40,3 +41,22 @@ def test_every_line_of_the_log_is_escaped_and_cut() -> None:
         assert len(written.getvalue()) <= 10_000
         written.seek(0)
         written.truncate()
+
+
+@pytest.mark.parametrize(("level", "shown"), [(20, True), (40, False), (None, False)])
+def test_libraries_say_what_the_level_lets_through(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: int | None,
+    shown: bool,
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # as in a new process
+    before = root.level
+    root.setLevel(logging.WARNING)
+    try:
+        set_logging_level(level)
+        logging.getLogger("some_package").info("hello")
+    finally:
+        root.setLevel(before)
+    assert ("hello" in capsys.readouterr().err) == shown

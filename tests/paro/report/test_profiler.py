@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.errors import UserError
 from paro.report.log import Log
 from paro.report.profiler import MemoryHistory, ProfileConfig, Profiler
 from tests.paro.training.test_loop import run_loop
@@ -88,15 +87,3 @@ def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
     history.ends()
     assert kept.sum() == 1000
     assert place.stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"profile_step_start": 3}, "--profile-step-start 3 must be below"),
-        ({"profile": False}, "--use-pytorch-profiler needs --profile"),
-    ],
-)
-def test_impossible_settings_are_told(changes: dict[str, object], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        config(**changes)

@@ -2,15 +2,15 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from paro.errors import UserError
 from paro.report.config import run_record_path
 from paro.report.run_record import RunRecord
+from tests.helpers.refusals import refused
 from tests.paro.report.test_report import FACTS
 
 CPU = torch.device("cpu")
@@ -44,12 +44,9 @@ def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) 
 def test_a_fresh_run_starts_a_record_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "m.run.json"
     path.write_text("{ damaged")
-    with pytest.raises(UserError, match=r"m\.run\.json is not valid JSON.*; remove it to go on"):
-        RunRecord(path, start_iteration=5)
+    resume = partial(RunRecord, path, start_iteration=5)
+    refused(resume, "m.run.json is not valid JSON ... remove it to go on")
     RunRecord(path, start_iteration=0).start({}, FACTS, CPU)
     assert len(read(path)["starts"]) == 1
     path.write_text('{"starts": [{"iteration": "x"}]}')
-    with pytest.raises(
-        UserError, match=r"m\.run\.json: starts\[0\]\.iteration: 'x' is of the wrong"
-    ):
-        RunRecord(path, start_iteration=5)
+    refused(resume, "m.run.json: starts[0].iteration: 'x' is of the wrong")

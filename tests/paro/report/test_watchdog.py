@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 import pretrain_llama
-from paro.errors import UserError
 from paro.report.report import Report
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training import loop, saving, setup
 from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.refusals import refused
 
 ODD_SIZE = 7919  # of a collective that no other test has
 
@@ -61,17 +62,6 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
     assert all(line.startswith("[Rank 3]") for line in text.splitlines())
 
 
-def test_progress_is_no_standstill() -> None:
-    stream = Stream()
-    config = WatchConfig(hang_dump_minutes=5.0 / 60)
-    dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
-    for iteration in range(5):
-        dog.begins("training", iteration)
-        time.sleep(0.02)
-    dog.close()
-    assert stream.getvalue() == ""
-
-
 def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
     stream = Stream()
     config = WatchConfig(hang_dump_minutes=1.0 / 60)
@@ -103,11 +93,8 @@ def test_the_first_rank_writes_the_heartbeat(tmp_path: Path) -> None:
 def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = WatchConfig(heartbeat_file=str(tmp_path / "file" / "beat"))
-    with (
-        Watchdog(config, rank=0, timeout_minutes=10.0) as dog,
-        pytest.raises(UserError, match="--heartbeat-file"),
-    ):
-        dog.open_heartbeat(config)
+    with Watchdog(config, rank=0, timeout_minutes=10.0) as dog:
+        refused(partial(dog.open_heartbeat, config), "--heartbeat-file")
     stream = Stream()
     config = WatchConfig(heartbeat_file=str(tmp_path), hang_dump_minutes=0.0)  # a folder
     dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
@@ -115,8 +102,6 @@ def test_a_heartbeat_that_cannot_be_written_is_told_once(tmp_path: Path) -> None
     dog.begins("training", 1)
     dog.close()
     assert stream.getvalue().count("--heartbeat-file is left out from here on") == 1
-    with pytest.raises(UserError, match="--hang-dump-minutes -1"):
-        WatchConfig(hang_dump_minutes=-1.0)
 
 
 def test_a_standstill_past_the_limit_ends_the_run_in_one_line(
