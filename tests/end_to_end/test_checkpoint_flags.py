@@ -17,22 +17,15 @@ from paro.report.config import run_record_path
 from tests.end_to_end.test_training import (
     RUN,
     Ended,
-    mistake,
+    launch,
     on_ranks,
     read_metrics,
+    run,
     run_main,
 )
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
-
-SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size")
-
-
-def run(*flags: object) -> str:
-    """The output of one process that trains the small model."""
-    ended = run_main([str(word) for word in (*RUN, *flags)])
-    assert ended.mistake is None, ended.mistake
-    return ended.printed
+from tests.helpers.refusals import refused
 
 
 def iterations(root: Path) -> list[str]:
@@ -48,7 +41,7 @@ def losses(path: Path) -> dict[int, float]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six iterations with a checkpoint after every second one, and their losses."""
     root = tmp_path_factory.mktemp("straight")
-    run("--train-iters", 6, "--save", root, "--save-interval", 2, "--metrics-file", root / "lines")
+    run(f"--train-iters 6 --save {root} --save-interval 2 --metrics-file {root / 'lines'}")
     return root
 
 
@@ -59,16 +52,21 @@ def saved(straight: Path, tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
+@pytest.fixture
+def go_on(saved: Path) -> str:
+    """The flags that continue it after iteration 4; new losses are in `lines` beside it."""
+    lines = saved.parent / "lines"
+    return f"--train-iters 6 --load {saved} --ckpt-step 4 --metrics-file {lines}"
+
+
 def test_a_named_iteration_is_taken_or_nothing(straight: Path, saved: Path) -> None:
-    go_on = ["--train-iters", 6, "--load", saved, "--metrics-file", saved / "lines"]
-    run(*go_on, "--ckpt-step", 2)
+    words = f"--train-iters 6 --load {saved} --metrics-file {saved / 'lines'} --ckpt-step"
+    run(words, 2)
     assert losses(saved / "lines") == losses(straight / "lines")
-    assert "iter_0000003 does not exist" in mistake(["--mock-data", *go_on, "--ckpt-step", "3"])
+    refused(lambda: launch("--mock-data", words, 3), "iter_0000003 does not exist")
     path = saved / "iter_0000004" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
-    told = mistake(["--mock-data", *go_on, "--ckpt-step", "4"])
-    assert f"{path} is truncated" in told
-    assert told.endswith("another --ckpt-step may be whole")
+    refused(lambda: launch("--mock-data", words, 4), f"{path} is truncated ... another --ckpt-step")
 
 
 def test_a_damaged_newest_one_costs_one_interval(straight: Path, saved: Path) -> None:
@@ -76,128 +74,86 @@ def test_a_damaged_newest_one_costs_one_interval(straight: Path, saved: Path) ->
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    flags = [
-        "--train-iters",
-        6,
-        "--load",
-        saved,
-        "--save",
-        saved,
-        "--metrics-file",
-        saved / "lines",
-    ]
-    printed = run(*flags)
+    words = f"--train-iters 6 --load {saved} --save {saved} --metrics-file {saved / 'lines'}"
+    printed = run(words)
     assert f"passing over iteration 6: {path} is damaged (wrong checksum" in printed
     assert losses(saved / "lines") == losses(straight / "lines")
-    assert "at iteration 6" in run(*flags)  # saved again, complete
+    assert "at iteration 6" in run(words)  # saved again, complete
 
 
-@pytest.mark.parametrize("how", [(), ("--async-save",)])
-def test_only_multiples_and_the_last_two_are_retained(tmp_path: Path, how: tuple[str, ...]) -> None:
-    flags = ["--save", tmp_path, "--save-interval", 1, "--save-retain-interval", 3]
-    run("--train-iters", 7, *flags, "--exit-interval", 5, *how)
+@pytest.mark.parametrize("how", ["", "--async-save"])
+def test_only_multiples_and_the_last_two_are_retained(tmp_path: Path, how: str) -> None:
+    words = f"--train-iters 7 --save {tmp_path} --save-interval 1 --save-retain-interval 3 {how}"
+    run(words, "--exit-interval 5")
     assert iterations(tmp_path) == ["iter_0000003", "iter_0000004", "iter_0000005"]
-    run("--train-iters", 7, *flags, "--load", tmp_path, *how)
+    run(words, "--load", tmp_path)
     assert iterations(tmp_path) == ["iter_0000003", "iter_0000006", "iter_0000007"]
-    told = mistake(["--mock-data", "--train-iters", "5", *flags[:-1], "2", "--save-interval", "3"])
-    assert "--save-retain-interval 2 must be a multiple of --save-interval 3" in told
 
 
 def test_finetuning_takes_parameters_alone(saved: Path) -> None:
     out = saved.parent / "lines"
-    flags = ["--load", saved, "--finetune", "--lr", "1e-4", "--metrics-file", out]
-    printed = run("--train-iters", 2, *flags)
-    assert "--finetune: training begins with the parameters" in printed
+    words = f"--load {saved} --finetune --lr 1e-4 --metrics-file {out}"
+    assert "--finetune: training begins with the parameters" in run("--train-iters 2", words)
     first, second = read_metrics(out)
     assert (first["iteration"], first["consumed_samples"], second["iteration"]) == (1, 8, 2)
-    fresh = losses(saved / "lines")
-    assert abs(first["lm_loss"] - fresh[1]) > 0.05
+    assert abs(first["lm_loss"] - losses(saved / "lines")[1]) > 0.05
 
 
-def test_moments_can_stay_behind(straight: Path, saved: Path) -> None:
+def test_moments_can_stay_behind(straight: Path, saved: Path, go_on: str) -> None:
     """On either side: not loaded, or not saved."""
-    out = saved.parent / "lines"
-    run(
-        "--train-iters",
-        6,
-        "--load",
-        saved,
-        "--ckpt-step",
-        4,
-        "--no-load-optim",
-        "--metrics-file",
-        out,
-    )
-    metrics = read_metrics(out)
-    assert [line["iteration"] for line in metrics] == [5, 6]
-    true = losses(straight / "lines")
-    assert metrics[0]["lm_loss"] == true[5]  # the parameters are the same
-    assert metrics[1]["lm_loss"] != true[6]
+    run(go_on, "--no-load-optim")
+    found, true = losses(saved.parent / "lines"), losses(straight / "lines")
+    assert found.keys() == {5, 6}
+    assert found[5] == true[5]  # the parameters are the same
+    assert found[6] != true[6]
 
     light = saved.parent / "light"
-    run(
-        "--train-iters",
-        6,
-        "--load",
-        saved,
-        "--ckpt-step",
-        4,
-        "--exit-interval",
-        5,
-        "--save",
-        light,
-        "--no-save-optim",
-    )
-    go_on = ["--mock-data", "--train-iters", "6", "--load", str(light)]
-    assert "--no-load-optim or --finetune" in mistake(go_on)
-    run("--train-iters", 6, "--load", light, "--no-load-optim")
+    run(go_on, f"--exit-interval 5 --save {light} --no-save-optim")
+    words = f"--mock-data --train-iters 6 --load {light}"
+    refused(lambda: launch(words), "--no-load-optim or --finetune")
+    launch(words, "--no-load-optim")
 
 
-def test_sizes_and_tokenizer_come_with_the_checkpoint(straight: Path, saved: Path) -> None:
-    bare = [word for word in RUN if word not in (*SIZES, "--vocab-size", "--tokenizer-type")]
-    for value in ("2", "32", "4", "88", "128", "NullTokenizer"):
-        bare.remove(value)
-    bare[bare.index("--seq-length") + 1 :] = RUN[RUN.index("--seq-length") + 1 :]
-    out = saved.parent / "lines"
-    flags = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
-    ended = run_main([str(word) for word in (*bare, *flags, "--use-checkpoint-args")])
+def test_sizes_and_tokenizer_come_with_the_checkpoint(
+    straight: Path, saved: Path, go_on: str
+) -> None:
+    bare = " ".join(RUN)
+    for flag in ("num-layers", "hidden-size", "num-attention-heads", "ffn-hidden-size"):
+        bare = re.sub(rf"--{flag} \d+ ", "", bare)
+    bare = bare.replace("--tokenizer-type NullTokenizer --vocab-size 128 ", "")
+    assert len(bare.split()) == len(RUN) - 12
+    ended = run_main(f"{bare} {go_on} --use-checkpoint-args".split())
     assert ended.mistake is None, ended.mistake
-    true = losses(straight / "lines")
+    true, out = losses(straight / "lines"), saved.parent / "lines"
     assert losses(out) == {5: true[5], 6: true[6]}
     (start,) = json.loads(run_record_path(out).read_text())["starts"]
     assert start["arguments"]["num_layers"] == 2
     assert start["arguments"]["paro_strategy"] == "IIG"
     for line in ("  num_layers [.]+ 2", "> model: .* 2 layers, ", "> strategy: IIG, 1 rank, "):
         assert re.search(f"^{line}", ended.printed, re.M), line
-    told = run_main([str(word) for word in (*RUN, "--train-iters", 2, "--use-checkpoint-args")])
-    assert told.mistake == "--use-checkpoint-args needs --load"
     (saved.parent / "empty").mkdir()
-    empty = run("--train-iters", 2, "--use-checkpoint-args", "--load", saved.parent / "empty")
+    empty = run(f"--train-iters 2 --use-checkpoint-args --load {saved.parent / 'empty'}")
     assert "holds no checkpoint: its sizes are the flags'" in empty
 
 
-def test_a_schedule_changes_only_when_asked_to(straight: Path, saved: Path) -> None:
-    out = saved.parent / "lines"
-    go_on = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
-    told = mistake(["--mock-data", *map(str, go_on), "--lr", "1e-2"])
-    assert "the schedule changed: --lr was 0.003 and is 0.01: give" in told
+def test_a_schedule_changes_only_when_asked_to(straight: Path, saved: Path, go_on: str) -> None:
+    words, out = f"{go_on} --lr 1e-2", saved.parent / "lines"
+    changed = "the schedule changed: --lr was 0.003 and is 0.01: give"
+    refused(lambda: launch("--mock-data", words), changed)
     keep, override = "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler"
-    run(*go_on, "--lr", "1e-2", keep)
+    run(words, keep)
     true = losses(straight / "lines")
     assert losses(out) == {5: true[5], 6: true[6]}
-    run(*go_on, "--lr", "1e-2", override)
+    run(words, override)
     assert losses(out)[6] != true[6]
-    assert "contradict each other" in mistake(["--mock-data", *map(str, go_on), keep, override])
+    refused(lambda: launch("--mock-data", words, keep, override), "contradict each other")
 
 
 @pytest.mark.parametrize(("batch", "consumed"), [(16, 64), (4, 40)])
-def test_the_global_batch_may_change(saved: Path, batch: int, consumed: int) -> None:
-    out = saved.parent / "lines"
-    flags = ["--train-iters", 6, "--load", saved, "--ckpt-step", 4, "--metrics-file", out]
-    changed = ["--global-batch-size", batch, "--override-opt_param-scheduler"]
-    printed = run(*flags, *changed)
+def test_the_global_batch_may_change(saved: Path, go_on: str, batch: int, consumed: int) -> None:
+    printed = run(go_on, f"--global-batch-size {batch} --override-opt_param-scheduler")
     assert f"the global batch was 8 and is {batch} now: data continue after sample 32" in printed
-    assert read_metrics(out)[-1]["consumed_samples"] == consumed
+    assert read_metrics(saved.parent / "lines")[-1]["consumed_samples"] == consumed
 
 
 @pytest.mark.parametrize(("batch", "iterations", "last"), [(4, [5, 6, 7, 8], 48), (12, [5], 44)])
@@ -206,8 +162,8 @@ def test_samples_are_counted_whatever_batches_they_come_in(
 ) -> None:
     """48 samples, 32 of them consumed in batches of eight; the schedule counts samples too."""
     out = saved.parent / "lines"
-    go_on = ["--load", saved, "--ckpt-step", 4, "--metrics-file", out, "--train-samples", 48]
-    printed = run(*go_on, "--global-batch-size", batch)
+    words = f"--load {saved} --ckpt-step 4 --metrics-file {out} --train-samples 48"
+    printed = run(words, "--global-batch-size", batch)
     lines = read_metrics(out)
     assert [line["iteration"] for line in lines] == iterations
     assert lines[-1]["consumed_samples"] == last
@@ -217,14 +173,14 @@ def test_samples_are_counted_whatever_batches_they_come_in(
         assert lines[-1]["learning_rate"] == true[last]["learning_rate"]
 
 
-@pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
+@pytest.mark.parametrize("how", ["", "--async-save"])
 def test_training_goes_on_after_a_save_that_failed(
-    tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full at iteration 2 and has space again at iteration 4."""
     fill_the_disk(monkeypatch, at=2)
-    flags = ["--train-iters", 4, "--save", tmp_path, "--save-interval", 2, *how]
-    printed = run(*flags, "--on-save-failure", "continue")
+    words = f"--train-iters 4 --save {tmp_path} --save-interval 2 {how}"
+    printed = run(words, "--on-save-failure continue")
     assert "iteration 2 is not saved: " in printed
     assert "No space left on device; training continues" in printed
     assert iterations(tmp_path) == ["iter_0000004"]
@@ -245,24 +201,23 @@ def test_a_folder_that_vanishes_while_it_is_written_costs_that_save(
             shutil.rmtree(root)
 
     monkeypatch.setattr(os, "fsync", remove)
-    flags = ["--train-iters", 4, "--save", root, "--save-interval", 2]
-    printed = run(*flags, "--on-save-failure", "continue")
+    words = f"--train-iters 4 --save {root} --save-interval 2"
+    printed = run(words, "--on-save-failure continue")
     assert f"iteration 2 is not saved: --save {root}: " in printed
     assert "No such file or directory" in printed
     assert vanished
     assert iterations(root) == ["iter_0000004"]
 
 
-@pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
+@pytest.mark.parametrize("how", ["", "--async-save"])
 def test_a_save_that_failed_stops_the_run(
-    tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("--train-iters", 6, "--exit-interval", 1, "--save", tmp_path)
+    words = f"--mock-data --train-iters 6 --save {tmp_path}"
+    launch(words, "--exit-interval 1")
     fill_the_disk(monkeypatch, at=2)
-    flags = ["--train-iters", 6, "--save", tmp_path, "--load", tmp_path, "--save-interval", 2, *how]
-    told = mistake(["--mock-data", *map(str, flags)], status=1)
-    assert told.startswith(f"iteration 2 is not saved: --save {tmp_path}: ")
-    assert told.endswith("No space left on device")
+    told = f"iteration 2 is not saved: --save {tmp_path}: ... No space left on device"
+    refused(lambda: launch(words, f"--load {tmp_path} --save-interval 2", how), told, status=1)
     assert iterations(tmp_path) == ["iter_0000001"]
     common = read_common(tmp_path)
     assert common is not None
@@ -273,9 +228,8 @@ def test_a_run_whose_end_cannot_be_saved_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_the_disk(monkeypatch, at=3)
-    flags = ["--train-iters", "3", "--save", str(tmp_path), "--on-save-failure", "continue"]
-    told = mistake(["--mock-data", *flags], status=1)
-    assert "the run ends unsaved at iteration 3" in told
+    words = f"--mock-data --train-iters 3 --save {tmp_path} --on-save-failure continue"
+    refused(lambda: launch(words), "the run ends unsaved at iteration 3", status=1)
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:

@@ -132,30 +132,29 @@ def test_a_dry_run_is_one_plain_process(recorders: Path, tmp_path: Path) -> None
         assert printed == ours
 
 
+def planned_as(script: str, world_size: int) -> tuple[str, ...]:
+    """What the dry run of a script says."""
+    if script == "single_gpu.sh":
+        return "1 rank on 1 node of 1, nccl", "364,430,336 parameters", "fits into the 16 GB"
+    ranks = f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, "
+    if script in CLUSTER:
+        model = f"> model: {NUM_PARAMETERS[size_of(script)]} parameters, "
+        return f"{ranks}nccl\n", model, "> fits into the 84.9 GB of a device\n"
+    return f"{ranks}gloo\n", "> strategy: IIG, ", ", collectives ho-ring\n"
+
+
 @pytest.mark.parametrize("world_size", [16, 128])
-@pytest.mark.parametrize("script", CLUSTER)
-def test_a_cluster_is_planned_on_any_machine(
+@pytest.mark.parametrize("script", [*CLUSTER, "cpu_emulated_cluster.sh", "single_gpu.sh"])
+def test_a_launch_is_planned_on_any_machine(
     recorders: Path, script: str, world_size: int, tmp_path: Path
 ) -> None:
     before = sorted(ROOT.iterdir())
     out = dry_run(recorders, script, world_size, tmp_path)
-    assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, nccl\n" in out
-    assert f"> model: {NUM_PARAMETERS[size_of(script)]} parameters, " in out
-    assert "> fits into the 84.9 GB of a device\n" in out
+    for said in planned_as(script, world_size):
+        assert said in out
     assert "> the launch is sound; nothing was started and nothing written\n" in out
     assert list(tmp_path.iterdir()) == []
     assert sorted(ROOT.iterdir()) == before
-
-
-@pytest.mark.parametrize("world_size", [16, 128])
-def test_an_emulated_cluster_is_planned_without_root(
-    recorders: Path, world_size: int, tmp_path: Path
-) -> None:
-    out = dry_run(recorders, "cpu_emulated_cluster.sh", world_size, tmp_path)
-    assert f"> dry run of {world_size} ranks on {world_size // 8} nodes of 8, gloo\n" in out
-    assert "> strategy: IIG, " in out
-    assert ", collectives ho-ring\n" in out
-    assert "> the launch is sound; nothing was started and nothing written\n" in out
 
 
 def test_adapters_continue_where_they_are_saved(recorders: Path, tmp_path: Path) -> None:
@@ -166,13 +165,6 @@ def test_adapters_continue_where_they_are_saved(recorders: Path, tmp_path: Path)
         assert started.flags[started.flags.index("--load") + 1] == str(load)
         saved.mkdir(exist_ok=True)
         (saved / "latest_checkpointed_iteration.txt").touch()
-
-
-def test_a_single_gpu_is_planned_without_one(recorders: Path, tmp_path: Path) -> None:
-    out = dry_run(recorders, "single_gpu.sh", 8, tmp_path)
-    assert "> dry run of 1 rank on 1 node of 1, nccl\n" in out
-    assert "> model: 364,430,336 parameters, " in out
-    assert "> fits into the 16 GB of a device\n" in out
 
 
 def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
@@ -319,7 +311,7 @@ def test_memory_in_comments_is_the_predictors(recorders: Path, script: str) -> N
     assert {gpus for gpus, *_ in rows} >= ({1} if script == "single_gpu.sh" else {16, 128})
     for gpus, name, micro_batch_size, gigabytes in rows:
         plan = planned(start(recorders, script, DRY_RUN=1, NNODES=gpus // 8))
-        assert plan.world.size == gpus
+        assert plan.config.world.size == gpus
         assert plan.config.strategy.name == name
         assert plan.config.batches.micro_batch_size == micro_batch_size
         assert f"{plan.memory.total / 1e9:.1f}" == gigabytes

@@ -13,7 +13,7 @@ import pytest
 from paro.checkpoint.local import folder
 from paro.strategy import legal_letters
 from tests.end_to_end.test_trackers import read_tensorboard
-from tests.end_to_end.test_training import RUN, Ended, mistake, read_metrics, run_main
+from tests.end_to_end.test_training import RUN, Ended, read_metrics, run_main
 from tests.helpers.ranks import run_ranks
 
 ROTATED = "--paro-materialize rotate"
@@ -157,22 +157,6 @@ def test_nothing_is_lost_where_fewer_bits_or_other_batches_meet_other_nodes(
     assert f"local copies: {ranks}" in ended.printed
     iterations = [result[0] for result in results(tmp_path / "metrics.jsonl")]
     assert iterations == list(range(1, 9))
-
-
-@pytest.mark.ranks
-def test_survival_turns_the_copies_on(tmp_path: Path) -> None:
-    printed = start(tmp_path, "--paro-survive", "1", "--paro-strategy", "III")[0].printed
-    assert "> local copies: every iteration, two generations, " in printed
-
-
-def test_flags_that_contradict_are_one_line(tmp_path: Path) -> None:
-    alone = ["--train-iters", "2", "--mock-data", "--non-persistent-save-interval", "3"]
-    assert "needs --non-persistent-ckpt-type local" in mistake(alone)
-    on = [*alone, "--non-persistent-ckpt-type", "local"]
-    assert f"give --load {tmp_path}" in mistake([*on, "--save", str(tmp_path)])
-    assert "--non-persistent-save-interval 0 must be at least 1" in mistake(
-        [*on, "--non-persistent-save-interval", "0"]
-    )
 
 
 WIDE = "--bf16 --hidden-size 64 --ffn-hidden-size 151 --paro-inter-grad-bits 4"

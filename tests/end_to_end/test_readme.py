@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pkgutil
 import re
-import shlex
-import subprocess
 from dataclasses import fields
 
 import pytest
 
 from model.config import LLAMA_PRESETS
 from paro.arguments.megatron import rule_of
-from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.survival import survival
@@ -56,47 +52,7 @@ TORCHRUN_FLAGS = {
 OTHER_FLAGS = {"--nodes", "--ntasks-per-node"}  # sbatch's
 
 
-def fenced(heading: str) -> list[str]:
-    """The contents of the code blocks of the section under a heading."""
-    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.M)
-    assert found is not None, f"no section {heading!r}"
-    return re.findall(FENCED, found[1], re.DOTALL | re.M)
-
-
 # Commands
-
-
-def commands(block: str) -> list[list[str]]:
-    """The commands of a block, split into words, without comments."""
-    lines = block.replace("\\\n", " ").splitlines()
-    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
-
-
-@pytest.mark.process
-def test_the_plain_commands_are_those_of_quickstart() -> None:
-    done = subprocess.run(
-        ["bash", "examples/quickstart.sh"],
-        cwd=ROOT,
-        env={"PATH": os.environ["PATH"], "DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("+ ")]
-    of_script = [shlex.split(line.removeprefix("+ ")) for line in lines]
-    assert len(of_script) == 6
-    blocks = fenced("The quickstart, command by command")
-    of_readme = [
-        words
-        for block in blocks
-        for words in commands(block)
-        if words[0] not in ("make", "source", "export")
-    ]
-    assert of_readme == of_script
-
-
-def test_the_readme_has_the_example_of_the_help() -> None:
-    assert fenced("Try it") == [f".venv/bin/{EXAMPLE}\n"]
 
 
 def test_every_make_target_exists() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from data.tokenizer_json import write_tokenizer_json
+from paro.arguments.needed import EXAMPLE
 from tests.end_to_end.test_readme import TEXT
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.paro.checkpoint.convert.folders import save_folder
@@ -172,6 +174,20 @@ def test_every_command_is_run_by_somebody() -> None:
     assert not others, f"{others} of the README are run by nobody: see {Path(__file__).name}"
     assert sections <= {command.section for command in COMMANDS}
     assert {*BY_CI, *BY_VERIFY, *BY_HAND} == {command.text for command in left}
+
+
+@pytest.mark.process
+def test_the_plain_commands_are_those_of_quickstart() -> None:
+    printed = type_in(ROOT, "bash examples/quickstart.sh", DRY_RUN="1").splitlines()
+    of_script = [line.removeprefix("+ ") for line in printed if line.startswith("+ ")][1:]
+    assert len(of_script) == 6
+    lines = of("The quickstart, command by command").replace("\\\n", " ").splitlines()
+    of_readme = [line for line in lines if not line.startswith(("make", "source", "export"))]
+    assert [*map(shlex.split, of_readme)] == [*map(shlex.split, of_script)]
+
+
+def test_the_readme_has_the_example_of_the_help() -> None:
+    assert of("Try it") == f".venv/bin/{EXAMPLE}"
 
 
 def test_what_looks_like_a_command_is_fenced_as_one() -> None:

@@ -5,50 +5,42 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from paro.checkpoint import lease
 from paro.checkpoint.claim import claimed
 from paro.checkpoint.directory import read_common
 from paro.checkpoint.owner import Owner
-from paro.distributed.control import Control
-from paro.distributed.world import World
-from tests.end_to_end.test_checkpoint_flags import iterations, run
-from tests.end_to_end.test_training import mistake
+from tests.end_to_end.test_checkpoint_flags import iterations
+from tests.end_to_end.test_training import launch
+from tests.helpers.refusals import refused
+from tests.paro.checkpoint.toy_run import control_here
 
 
 def test_a_folder_in_use_is_refused_to_runs_that_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("--train-iters", 4, "--exit-interval", 2, "--save", tmp_path)
+    words = f"--mock-data --train-iters 4 --save {tmp_path} --load {tmp_path}"
+    launch(words, "--exit-interval 2")
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
-    alone = Control(World(), torch.device("cpu"))
-    both = ["--train-iters", "4", "--save", str(tmp_path), "--load", str(tmp_path)]
-    with claimed(tmp_path, alone, print):
+    with claimed(tmp_path, control_here(), print):
         before = sorted(tmp_path.rglob("*"))
-        told = mistake(["--mock-data", *both])
         where = f"process {os.getpid()} on {socket.gethostname()}"
-        assert told.startswith(f"--save {tmp_path} is in use by {where}")
-        assert told.endswith(": give another --save, or end that run first")
+        told = f"--save {tmp_path} is in use by {where} ... give another --save"
+        refused(lambda: launch(words), told)
+        for reads in ("--dry-run --world-size 2 --ranks-per-node 2", "--skip-train --eval-iters 1"):
+            launch(words, reads)
         assert sorted(tmp_path.rglob("*")) == before
-        for reads in (
-            ["--dry-run", "--world-size", 2, "--ranks-per-node", 2],
-            ["--skip-train", "--eval-iters", 1],
-        ):
-            run(*both, *reads)
-        assert sorted(tmp_path.rglob("*")) == before
-    run(*both)
+    launch(words)
     assert iterations(tmp_path) == ["iter_0000002", "iter_0000004"]
 
 
-@pytest.mark.parametrize("how", [(), ("--async-save",)], ids=["sync", "async"])
+@pytest.mark.parametrize("how", ["", "--async-save"])
 def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
-    tmp_path: Path, how: Sequence[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run takes the folder over while this one writes iteration 4."""
     fsync = os.fsync
@@ -62,10 +54,10 @@ def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
             assert lease._create(tmp_path, 2, other)
 
     monkeypatch.setattr(os, "fsync", take_over)
-    flags = ["--train-iters", 8, "--save", tmp_path, "--save-interval", 2]
-    flags += ["--save-retain-interval", 8, "--on-save-failure", "continue", *how]
-    told = mistake(["--mock-data", *map(str, flags)], status=1)
-    assert f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7" in told
+    words = f"--mock-data --train-iters 8 --save {tmp_path} --save-interval 2 {how}"
+    retain = "--save-retain-interval 8 --on-save-failure continue"
+    told = f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7"
+    refused(lambda: launch(words, retain), told, status=1)
     assert iterations(tmp_path) == ["iter_0000002"]
     common = read_common(tmp_path)
     assert common is not None

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import signal
-import subprocess
+import shlex
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -25,7 +24,8 @@ import pytest
 import pretrain_llama
 from paro.errors import RunError, UserError
 from tests.helpers.corpora import write_corpus
-from tests.helpers.ranks import HANGS_AFTER, ROOT, run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 
 SCRIPT = "pretrain_llama.py"
@@ -57,6 +57,24 @@ def run_main(words: Sequence[str]) -> Ended:
         except (UserError, RunError) as error:
             mistake, status = str(error), 2 if isinstance(error, UserError) else 1
     return Ended(printed.getvalue(), mistake, status)
+
+
+def split(words: Iterable[object]) -> list[str]:
+    return shlex.split(" ".join(map(str, words)))
+
+
+def run(*words: object, base: Sequence[str] = RUN) -> str:
+    """The output of one process that trains the small model, by default on mock data."""
+    ended = run_main([*base, *split(words)])
+    assert ended.mistake is None, ended.mistake
+    return ended.printed
+
+
+def launch(*words: object) -> None:
+    """Trains the small model, shows nothing, and raises what ends it."""
+    argv = [SCRIPT, *MODEL, *split(words)]
+    with mock.patch.object(sys, "argv", argv), redirect_stdout(StringIO()):
+        pretrain_llama.main()
 
 
 def on_ranks(command: Sequence[object], world_size: int) -> str:
@@ -94,20 +112,6 @@ def test_learns_logs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     steady = [(line["intra_bytes"], line["inter_bytes"]) for line in straight[1:]]
     assert len(set(steady)) == 1
     assert (resumed[-1]["intra_bytes"], resumed[-1]["inter_bytes"]) == steady[0]
-
-
-@pytest.mark.ranks
-def test_another_world_and_strategy_go_on_from_the_checkpoint(tmp_path: Path) -> None:
-    flags = [*RUN, "--train-iters", "6", "--metrics-file", tmp_path / "metrics.jsonl"]
-    on_ranks([*flags, "--paro-strategy", "GGG"], 1)
-    wanted = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
-
-    save = ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt"]
-    part = [*flags, *save, "--paro-strategy", "NIG", "--paro-group-size", "2"]
-    on_ranks([*part, "--exit-interval", "3"], 4)
-    on_ranks([*flags, *save, "--paro-strategy", "NNN"], 2)
-    losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
-    assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 def evaluations(printed: str) -> dict[str, float]:
@@ -153,55 +157,6 @@ def test_skip_train_evaluates_what_was_computed_with(tmp_path: Path, sender: str
     assert evaluations(skipped)["test"] == evaluations(trained)["test"]
 
 
-def test_skip_train_without_held_out_data_is_a_mistake(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", [[list(range(100)) * 10]])
-    data = ["--data-path", tmp_path / "corpus", "--split", "1,0,0"]
-    only = ["--train-iters", "2", "--skip-train", "--eval-iters", "1"]
-    assert "--split 1,0,0" in mistake([*data, *only])
-
-
-@pytest.mark.ranks
-def test_saves_and_leaves_on_a_signal(tmp_path: Path) -> None:
-    command = [sys.executable, *RUN, "--train-iters", "100000", "--exit-signal-handler"]
-    command += ["--save", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if " iteration " in line:
-                process.send_signal(signal.SIGTERM)
-                break
-        rest = process.stdout.read()
-    assert process.returncode == 0
-    assert "exiting program after receiving SIGTERM" in rest
-    last = rest.splitlines()[-1]
-    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
-    assert saved >= 1
-    assert last == f"iteration {saved} is saved in {tmp_path}: to continue give --load {tmp_path}"
-    assert (tmp_path / f"iter_{saved:07d}" / "common.json").exists()
-
-
-@pytest.mark.ranks
-def test_all_ranks_stop_when_one_is_killed(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node=2", *RUN, "--train-iters", "100000"]
-    log = (tmp_path / "log").open("w+")
-    with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process:
-        ranks = wait_for_training(process.pid, tmp_path / "log", num_ranks=2)
-        subprocess.run(["kill", "-9", str(ranks[1])], check=True)
-        assert process.wait(timeout=HANGS_AFTER) != 0
-    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
-
-
-def wait_for_training(launcher: int, log: Path, *, num_ranks: int) -> list[int]:
-    """The processes of the ranks, once they train."""
-    for _ in range(600):
-        time.sleep(0.1)
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        if len(children) == num_ranks and " iteration        3/" in log.read_text():
-            return [int(child) for child in children]
-    raise AssertionError(f"no training within a minute: {log.read_text()}")
-
-
 @pytest.mark.ranks
 def test_mistakes_end_every_rank_with_one_line(tmp_path: Path) -> None:
     done = run_script([*RUN, "--train-iters", "2", "--paro-strategy", "IIN"], nproc=2)
@@ -228,39 +183,28 @@ def files_in(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if not path.match("lease_*.json")}
 
 
-def mistake(flags: Sequence[str | Path], *, status: int = 2) -> str:
-    """The message to the user; one line on stderr is tested with `run_script`."""
-    ended = run_main([str(word) for word in (SCRIPT, *MODEL, *flags)])
-    assert ended.mistake is not None, ended.printed
-    assert ended.status == status
-    assert "\n" not in ended.mistake
-    return ended.mistake
+def test_data_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "short", [[[1, 2, 3]]])
+    write_corpus(tmp_path / "long", [[list(range(100)) * 10]])
+    train, skip = "--train-iters 2 --split 1,0,0 --data-path", "--skip-train --eval-iters 1"
+    refused(lambda: launch(train, tmp_path / "short"), "--seq-length")
+    refused(lambda: launch(train, tmp_path / "long", skip), "--split 1,0,0")
+    os.truncate(tmp_path / "long.bin", 1000)
+    refused(lambda: launch(train, tmp_path / "long"), "long.bin")
 
 
 @pytest.mark.process
-def test_mistakes_with_files(tmp_path: Path) -> None:
-    train: list[str | Path] = ["--train-iters", "2", "--split", "1,0,0", "--data-path"]
-    write_corpus(tmp_path / "short", [[[1, 2, 3]]])
-    assert "--seq-length" in mistake([*train, tmp_path / "short"])
-
-    write_corpus(tmp_path / "cut", [[list(range(100)) * 10]])
-    corpus = tmp_path / "cut.bin"
-    corpus.write_bytes(corpus.read_bytes()[:-7])
-    assert "cut.bin" in mistake([*train, tmp_path / "cut"])
-
+def test_without_a_launcher_a_mistake_is_one_line_too(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    # Without a launcher it is also one line and status 2.
     done = run_script([*RUN, "--train-iters", "2", "--save", tmp_path / "file" / "below"])
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "--save" in line
+    refused(done, "--save")
     assert (tmp_path / "file").read_text() == "not a folder"
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
-    run = ["--mock-data", "--train-iters", "3", "--save", tmp_path, "--load", tmp_path]
-    assert run_main([str(word) for word in (SCRIPT, *MODEL, *run)]).mistake is None
+    words = f"--train-iters 3 --save {tmp_path} --load {tmp_path}"
+    run(words)
     before = files_in(tmp_path)
-    told = mistake([*run, "--ffn-hidden-size", "96"])
-    assert "ffn_hidden_size is 88 there and 96 here" in told
+    other = f"--mock-data {words} --ffn-hidden-size 96"
+    refused(lambda: launch(other), "ffn_hidden_size is 88 there and 96 here")
     assert files_in(tmp_path) == before

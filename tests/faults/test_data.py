@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_training import write_corpus
 from tests.faults.conftest import Scenario
 from tests.faults.job import LIMIT_SECONDS, Run
+from tests.helpers.corpora import write_corpus
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[object]:
     """Flags that train on a corpus."""
-    write_corpus(tmp_path / "corpus", list(range(100)) * 100)
+    write_corpus(tmp_path / "corpus", [[list(range(100)) * 100]])
     return ["--data-path", tmp_path / "corpus", "--split", "8,1,1"]
 
 

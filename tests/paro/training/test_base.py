@@ -1,27 +1,36 @@
-"""Checkpoints that hold what was trained, and the base that holds the rest."""
+"""Training of a part: what a run says and holds, its checkpoints, and the base with the rest."""
 
 from __future__ import annotations
 
+import gc
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import TensorStorageMetadata
 
+from model.units import parameter_shapes
 from paro.arguments.parser import parse_args
 from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.directory import read_common
+from paro.checkpoint.directory import find_checkpoint, read_common
+from paro.checkpoint.metadata import read_metadata
+from paro.config.record import trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.precision import BYTES_OF
 from paro.report.log import Log
 from paro.training.assembly import build_data, build_training
 from paro.training.dry_run import run_dry
+from paro.training.memory_check import checkpoint_bytes
 from paro.training.resume import load_run
 from paro.training.resumed import FROM_NOTHING, Resumed
 from paro.training.step import Training
+from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, run_steps, save_run
 from tools.generate import open_model
 
@@ -29,9 +38,13 @@ FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2"
 LAST = "--trainable last-blocks:0.34"  # block 2 of 3
 
 
+def built(config: RunConfig) -> Training:
+    return build_training(config, Control(World(), torch.device("cpu")))
+
+
 def started(words: str) -> tuple[RunConfig, Training, Resumed]:
     config = RunConfig.from_args(parse_args(f"{FLAGS} {words}".split()), World())
-    training = build_training(config, Control(World(), torch.device("cpu")))
+    training = built(config)
     is_loaded = config.checkpoint.load is not None
     return config, training, load_run(config, training, Log()) if is_loaded else FROM_NOTHING
 
@@ -44,11 +57,8 @@ def trained(words: str) -> Training:
     return training
 
 
-def loading(words: str) -> str:
-    """What a run that loads says."""
-    with pytest.raises(UserError) as caught:
-        started(words)
-    return str(caught.value)
+def refuses(words: str, *told: str) -> None:
+    refused(lambda: started(words), *told)
 
 
 def assert_equal(here: Training, there: Training) -> None:
@@ -111,41 +121,37 @@ def test_frozen_parameters_are_saved_if_asked_for(base: Path, tmp_path: Path) ->
 def test_a_base_that_moved_is_named(base: Path, part: Path, tmp_path: Path) -> None:
     saved = started(f"{LAST} --load {part}")[1]
     base.rename(tmp_path / "moved")
-    told = loading(f"{LAST} --load {part}")
-    assert f"{base}, iteration 0, the base of {part / 'iter_0000000'}, cannot be read" in told
-    assert told.endswith("give --base DIR where it is now")
+    told = f"{base}, iteration 0, the base of {part / 'iter_0000000'}, cannot be read"
+    refuses(f"{LAST} --load {part}", told, "give --base DIR")
     moved = f"--base {tmp_path / 'moved'}"
     _, training, resumed = started(f"{LAST} --load {part} {moved} --save {part}")
     assert_equal(training, saved)
     assert resumed.base is not None
     assert resumed.base["folder"] == str(tmp_path / "moved")
-    assert "give another --base" in loading(f"{LAST} --load {part} --base {tmp_path}")
+    refuses(f"{LAST} --load {part} --base {tmp_path}", "give another --base")
 
 
 def test_a_base_that_changed_is_refused(base: Path, part: Path) -> None:
     shutil.rmtree(base)
     trained(f"--save {base} --seed 7")
-    told = loading(f"{LAST} --load {part}")
-    assert f"{base}, iteration 0, the base of" in told
-    assert "has changed since" in told
+    told = f"{base}, iteration 0, the base of ... has changed since"
+    refuses(f"{LAST} --load {part}", told)
 
 
 def test_a_damaged_base_is_refused(base: Path, part: Path) -> None:
     (path,) = base.glob("iter_*/*.distcp")
     content = bytearray(path.read_bytes())
     path.write_bytes(content[:-1])
-    assert f"{path} is truncated" in loading(f"{LAST} --load {part}")
+    refuses(f"{LAST} --load {part}", f"{path} is truncated")
     for index in range(0, len(content), 97):  # in every tensor
         content[index] ^= 4
     path.write_bytes(content)
-    assert f"{path} is damaged" in loading(f"{LAST} --load {part}")
+    refuses(f"{LAST} --load {part}", f"{path} is damaged")
 
 
 def test_a_complete_checkpoint_takes_no_base(base: Path) -> None:
-    told = loading(f"--load {base} --base {base}")
-    assert told.endswith(f"--base {base}: {base / 'iter_0000000'} needs no base: leave --base out")
-    with pytest.raises(UserError, match="--base needs --load"):
-        started(f"--base {base}")
+    refuses(f"--load {base} --base {base}", f"--base {base} ... leave --base out")
+    refuses(f"--base {base}", "--base needs --load")
 
 
 def test_tools_read_both(base: Path, part: Path, tmp_path: Path) -> None:
@@ -159,8 +165,7 @@ def test_tools_read_both(base: Path, part: Path, tmp_path: Path) -> None:
         assert same is (name not in known), name
     base.rename(tmp_path / "moved")
     assert open_model(part, base=str(tmp_path / "moved")).tensors.keys() == ours.tensors.keys()
-    with pytest.raises(UserError, match=r"the base of .* cannot be read"):
-        open_model(part)
+    refused(lambda: open_model(part), "the base of ... cannot be read")
 
 
 def test_a_dry_run_says_where_the_rest_is(
@@ -172,3 +177,85 @@ def test_a_dry_run_says_where_the_rest_is(
     out = capsys.readouterr().out
     assert f"/out: {12 * 3860 / 1e3:.1f} kB a checkpoint" in out
     assert f"without what is frozen, which is in {base}" in out
+
+
+# What trains, and the moments of it
+
+
+ADAPTERS = "--lora-rank 4 --lora-target-modules all-linear"
+
+
+def configured(words: str) -> RunConfig:
+    return RunConfig.from_args(parse_args(f"{FLAGS} {words}".split()), World())
+
+
+def alive_bytes() -> int:
+    """The bytes of every tensor's storage that is alive, each counted once."""
+    while gc.collect():  # one pass leaves some of what an earlier test compiled
+        pass
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.slow("collects the garbage of all tests before it")
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("", LAST),
+        ("--bf16", LAST),
+        ("", ADAPTERS),
+        ("--bf16", ADAPTERS),
+        ("", f"{ADAPTERS} --lora-base-dtype bf16"),
+    ],
+)
+def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
+    words: str, part: str
+) -> None:
+    config = configured(f"{words} {part}")
+    run_steps(config, built(config), build_data(config))  # fills what is kept for all runs
+    before = alive_bytes()
+    training = built(config)
+    run_steps(config, training, build_data(config))
+    held = alive_bytes() - before
+    shapes, of_frozen = parameter_shapes(config.model), BYTES_OF[config.precision.frozen]
+    frozen = sum(math.prod(shapes[name]) for name in shapes.keys() - config.trained)
+    trained = sum(math.prod(shapes[name]) for name in config.trained)
+    of_trained = 2 + 4 + 12 if words else 4 + 4 + 8  # in fp32 no master of its own
+    assert held == pytest.approx(of_trained * trained + of_frozen * frozen, rel=0.02)
+    assert training.optimizer.model_state_bytes() == pytest.approx(held, rel=0.02)
+
+
+def test_a_run_says_what_trains() -> None:
+    assert list(trained_lines(configured(""))) == []
+    (line,) = trained_lines(configured(LAST))
+    assert line == (
+        "> --trainable last-blocks:0.34: 3,860 of 14,000 parameters (27.57%) in 9 of 30 tensors "
+        "train"
+    )
+
+
+def test_a_checkpoint_without_the_moments_of_what_trains_now_is_refused(tmp_path: Path) -> None:
+    config = configured(f"{LAST} --save {tmp_path}")
+    save_run(config, built(config))
+    more = configured(f"--load {tmp_path}")
+    refused(
+        lambda: load_run(more, built(more), Log()),
+        "has no exp_avg of ... --no-load-optim or --finetune",
+    )
+    for flag in ("--finetune", "--no-load-optim"):
+        begins = configured(f"--load {tmp_path} {flag}")
+        load_run(begins, built(begins), Log())
+
+
+def test_a_checkpoint_has_no_moments_of_frozen_parameters(tmp_path: Path) -> None:
+    config = configured(f"{LAST} --bf16 --save {tmp_path}")
+    save_run(config, built(config))
+    folder = find_checkpoint(tmp_path, None)
+    assert folder is not None
+    written = 0
+    for tensor in read_metadata(folder).state_dict_metadata.values():
+        assert isinstance(tensor, TensorStorageMetadata)
+        written += tensor.size.numel() * tensor.properties.dtype.itemsize
+    assert written == checkpoint_bytes(config, has_base=False)
+    assert written < checkpoint_bytes(configured("--bf16"), has_base=False) // 2

@@ -14,6 +14,7 @@ from paro.distributed.world import World
 from paro.training.assembly import build_data
 from paro.training.changed_flags import order_changes, order_record, schedule_change
 from tests.helpers.corpora import write_corpus
+from tests.helpers.refusals import says
 from tests.paro.config.test_run import configure
 
 TINY = (
@@ -53,59 +54,33 @@ def told(common: dict[str, Any], words: str) -> list[str]:
     return list(order_changes(common, config, build_data(config)))
 
 
-TAIL = "; reading continues after sample 12 of another order: samples may repeat or be left out"
+TAIL = "reading continues after sample 12 of another order"
 A, B = "a (400 tokens)", "b (600 tokens)"
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "line"),
+    ("before", "after", "change"),
     [
-        ("--seed 1", "--seed 2", "--seed was 1 and is 2: the data are shuffled in another way"),
+        ("--seed 1", "--seed 2", "was 1 and is 2 ... shuffled in another way"),
+        ("--seq-length 8", "--seq-length 16", "was 8 and is 16 ... cut into samples elsewhere"),
+        ("--split 9,1,0", "--split 8,2,0", "was 9,1,0 and is 8,2,0 ... validation and test"),
+        ("--data-path a", "--data-path b", f"{A} and are --data-path {B}"),
         (
-            "--seq-length 8",
-            "--seq-length 16",
-            "--seq-length was 8 and is 16: the data are cut into samples elsewhere",
+            "--data-path .5 a .5 b",
+            "--data-path .2 a .8 b",
+            f"0.5 {A}, 0.5 {B} ... 0.2 {A}",
         ),
-        (
-            "--split 9,1,0",
-            "--split 8,2,0",
-            "--split was 9,1,0 and is 8,2,0: validation and test may read documents that were "
-            "trained on",
-        ),
-        (
-            "--data-path a",
-            "--data-path b",
-            f"the training data were --data-path {A} and are --data-path {B}",
-        ),
-        (
-            "--data-path 0.5 a 0.5 b",
-            "--data-path 0.2 a 0.8 b",
-            f"the training data were --data-path 0.5 {A}, 0.5 {B} and are --data-path "
-            f"0.2 {A}, 0.8 {B}",
-        ),
-        (
-            "--data-path a b",
-            "--data-path b a",
-            f"the training data were --data-path {A}, {B} and are --data-path {B}, {A}",
-        ),
-        (
-            "--train-iters 10",
-            "--train-iters 20",
-            "--train-iters was 10 and is 20: the data are shuffled for another number of epochs",
-        ),
-        (
-            "--global-batch-size 4",
-            "--global-batch-size 8",
-            "--global-batch-size was 4 and is 8: the data are shuffled for another number of "
-            "epochs",
-        ),
+        ("--data-path a b", "--data-path b a", f"{A}, {B} and are --data-path {B}, {A}"),
+        ("--train-iters 10", "--train-iters 20", "was 10 and is 20 ... epochs"),
+        ("--global-batch-size 4", "--global-batch-size 8", "was 4 and is 8 ... epochs"),
     ],
 )
-def test_a_flag_that_changes_the_order_is_named(before: str, after: str, line: str) -> None:
+def test_a_flag_that_changes_the_order_is_named(before: str, after: str, change: str) -> None:
     words = FLAGS if before.startswith("--data-path") else f"{FLAGS} --data-path a"
     common = saved(f"{words} {before}")
     assert told(common, f"{words} {before}") == []
-    assert told(common, f"{words} {after}") == [line + TAIL]
+    (line,) = told(common, f"{words} {after}")
+    says(line, f"{before.split()[0]} {change} ... {TAIL}")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +103,7 @@ def test_a_corpus_that_was_written_again_is_noticed() -> None:
     common = saved(f"{FLAGS} --data-path a")
     write_corpus("a", [[range(10)], [range(30)]] * 10)
     (line,) = told(common, f"{FLAGS} --data-path a")
-    assert line == f"--data-path {A}: its documents changed, or their order{TAIL}"
+    says(line, f"--data-path {A} ... {TAIL}")
 
 
 def test_several_changes_are_a_line_each_and_a_long_blend_is_cut_short() -> None:
@@ -152,39 +127,20 @@ def test_checkpoints_without_a_record_know_epochs_or_nothing() -> None:
 
 
 LENGTH = "it ends after 80 samples instead of 40"
-COSINE = "--lr-decay-style cosine"
+COSINE, WARMUP = "--lr-decay-style cosine", "--lr-warmup-fraction 0.1"
+DECAY = "--lr-warmup-iters 2 --lr-decay-iters 8"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "change"),
     [
         ("", "--train-iters 20", f"--train-iters was 10 and is 20: {LENGTH}"),
-        (
-            "--lr-warmup-fraction 0.1",
-            "--lr-warmup-fraction 0.1 --train-iters 20",
-            f"--train-iters was 10 and is 20: {LENGTH}",
-        ),
-        (
-            "--lr-warmup-iters 2 --lr-decay-iters 8",
-            "--lr-warmup-iters 2 --lr-decay-iters 8 --global-batch-size 8",
-            f"--global-batch-size was 4 and is 8: {LENGTH}",
-        ),
-        (
-            "--lr-warmup-iters 2",
-            "--lr-warmup-iters 3 --train-iters 20",
-            "--lr-warmup-iters (or -samples, -fraction) was 8 samples and is 12 samples",
-        ),
-        (
-            "--lr-decay-iters 8",
-            "",
-            "--lr-decay-iters (or -samples) was 32 samples and is 40 samples",
-        ),
+        (WARMUP, f"{WARMUP} --train-iters 20", f"--train-iters was 10 and is 20: {LENGTH}"),
+        (DECAY, f"{DECAY} --global-batch-size 8", f"--global-batch-size was 4 and is 8: {LENGTH}"),
+        ("--lr-warmup-iters 2", "--lr-warmup-iters 3 --train-iters 20", "8 samples and is 12"),
+        ("--lr-decay-iters 8", "", "--lr-decay-iters ... was 32 samples and is 40 samples"),
         ("", COSINE, "--lr-decay-style was linear and is cosine"),
-        (
-            "--weight-decay 0.1",
-            "--weight-decay 0.2",
-            "--start-weight-decay (or --weight-decay) was 0.1 and is 0.2",
-        ),
+        ("--weight-decay 0.1", "--weight-decay 0.2", "--weight-decay ... was 0.1 and is 0.2"),
         (COSINE, COSINE, None),
     ],
 )
@@ -192,7 +148,9 @@ def test_the_flag_that_changed_a_schedule_is_named(
     before: str, after: str, change: str | None
 ) -> None:
     words = f"{FLAGS} --mock-data"
-    assert schedule_change(saved(f"{words} {before}"), run(f"{words} {after}")) == change
+    line = schedule_change(saved(f"{words} {before}"), run(f"{words} {after}"))
+    assert (line is None) is (change is None)
+    says(line or "", change or "")
 
 
 def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
@@ -200,4 +158,4 @@ def test_a_schedule_of_before_there_was_a_record_names_what_it_may_be() -> None:
     del common["order"]
     longer = run(f"{FLAGS} --mock-data --train-iters 20")
     told = schedule_change(common, longer)
-    assert told == (f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")
+    says(told or "", f"--train-iters, --train-samples or --global-batch-size changed: {LENGTH}")

@@ -13,7 +13,8 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.training.memory_check import check_memory
 from paro.training.placement import predict_peak
-from tests.end_to_end.test_training import RUN, mistake
+from tests.end_to_end.test_training import RUN, launch
+from tests.helpers.refusals import refused
 
 CPU = torch.device("cpu")
 WORLD = World(size=4, ranks_per_node=2)
@@ -104,4 +105,4 @@ def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
         "paro.training.setup.build_training", mock.Mock(side_effect=AssertionError("built"))
     )
     monkeypatch.setattr("paro.training.memory_check.available_host_bytes", lambda: 1)
-    assert mistake(["--mock-data", "--train-iters", "2"]).startswith("1 rank of this host needs ")
+    refused(lambda: launch("--mock-data --train-iters 2"), "1 rank of this host needs")

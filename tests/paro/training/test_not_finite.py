@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from paro.distributed.world import World
 from paro.optim.finite import not_finite
 from paro.optim.optimizer import ParoOptimizer
 from paro.sharding.buffers import FlatShard
-from paro.training.assembly import build_training
 from paro.training.saving import Saver
-from tests.end_to_end.test_training import RUN, files_in, run_main
+from tests.end_to_end.test_training import files_in, launch
+from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
+from tests.paro.training.test_base import built
 
 
 class OfTwo(Control):
@@ -40,8 +40,7 @@ class OfTwo(Control):
 def shards(state: str = "exp_avg", at: int = -1, value: float = 0.0) -> list[FlatShard]:
     """The shards of a small model in one process; one element of one state has a value."""
     config = RunConfig.from_args(parse_args(f"{TINY} --train-iters 1".split()), World())
-    training = build_training(config, Control(World(), torch.device("cpu")))
-    all_shards = list(training.optimizer.flat_shards())
+    all_shards = list(built(config).optimizer.flat_shards())
     of_state = [shard for shard in all_shards if shard.state == state]
     if at >= 0:
         of_state[1].values[at] = value
@@ -60,16 +59,16 @@ def test_which_state_of_which_rank_is_not_finite() -> None:
     assert both == f"param.{name} on rank 0, the first of 2 ranks"
 
 
-def train(root: Path, *words: object) -> Any:
-    save = ("--save", root, "--save-interval", 1, "--save-retain-interval", 100)
-    return run_main([str(word) for word in (*RUN, *save, "--lr-warmup-samples", 0, *words)])
+def train(root: Path, words: str) -> None:
+    save = f"--save {root} --save-interval 1 --save-retain-interval 100"
+    launch("--mock-data --lr-warmup-samples 0", save, words)
 
 
-@pytest.mark.parametrize("how", [(), ("--async-save",)])
+@pytest.mark.parametrize("how", ["", "--async-save"])
 def test_what_is_not_finite_is_not_saved(
-    how: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train(tmp_path, "--train-iters", 6, "--exit-interval", 3).mistake is None
+    train(tmp_path, "--train-iters 6 --exit-interval 3")
     before = files_in(tmp_path)
     step = ParoOptimizer.step
 
@@ -78,11 +77,11 @@ def test_what_is_not_finite_is_not_saved(
         next(self.flat_shards()).values[5] = math.inf
 
     monkeypatch.setattr(ParoOptimizer, "step", spoil)
-    ended = train(tmp_path, "--train-iters", 6, "--load", tmp_path, *how)
-    assert (ended.status, ended.mistake) == (
-        1,
-        "iteration 4 is not saved: param.embedding.weight on rank 0 is not finite; the last good "
-        f"iteration that is saved is 3: continue with --load {tmp_path} --ckpt-step 3",
+    refused(
+        lambda: train(tmp_path, f"--train-iters 6 --load {tmp_path} {how}"),
+        "iteration 4 is not saved: param.embedding.weight on rank 0 is not finite",
+        f"continue with --load {tmp_path} --ckpt-step 3",
+        status=1,
     )
     assert files_in(tmp_path) == before
 
@@ -90,17 +89,17 @@ def test_what_is_not_finite_is_not_saved(
 def test_saves_among_skipped_steps_remove_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert train(tmp_path, "--train-iters", 9, "--exit-interval", 3).mistake is None
+    train(tmp_path, "--train-iters 9 --exit-interval 3")
     monkeypatch.setattr(
         ParoOptimizer, "local_square_sum", lambda _: torch.tensor(math.nan).double()
     )
-    flags = ("--train-iters", 9, "--load", tmp_path, "--exit-after-skipped-iterations", 4)
-    ended = train(tmp_path, *flags)
-    assert ended.status == 1
-    assert ended.mistake == (
-        "the last 4 iterations up to 7 were skipped (the last one: not finite), and "
-        "--exit-after-skipped-iterations 4 says to stop there; the last good iteration that is "
-        f"saved is 2: continue with --load {tmp_path} --ckpt-step 2"
+    refused(
+        lambda: train(
+            tmp_path, f"--train-iters 9 --load {tmp_path} --exit-after-skipped-iterations 4"
+        ),
+        "4 iterations up to 7 ... not finite ... --exit-after-skipped-iterations 4",
+        f"continue with --load {tmp_path} --ckpt-step 2",
+        status=1,
     )
     assert {path.name for path in tmp_path.glob("iter_*")} == {
         f"iter_000000{iteration}" for iteration in (2, 3, 4, 5, 6)
@@ -116,10 +115,6 @@ def test_what_is_not_finite_is_not_loaded(tmp_path: Path, monkeypatch: pytest.Mo
         list(self.flat_shards())[2].values[0] = math.inf
 
     monkeypatch.setattr(ParoOptimizer, "step", spoil)
-    assert train(tmp_path, "--train-iters", 6, "--exit-interval", 1).mistake is None
-    ended = train(tmp_path, "--train-iters", 6, "--load", tmp_path)
-    assert (ended.status, ended.mistake) == (
-        2,
-        f"--load {tmp_path}: in iteration 1 exp_avg_sq.embedding.weight on rank 0 is not finite: "
-        "give an earlier one with --ckpt-step",
-    )
+    train(tmp_path, "--train-iters 6 --exit-interval 1")
+    told = "iteration 1 exp_avg_sq.embedding.weight on rank 0 is not finite ... --ckpt-step"
+    refused(lambda: train(tmp_path, f"--train-iters 6 --load {tmp_path}"), told)

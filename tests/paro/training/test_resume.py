@@ -11,16 +11,11 @@ from torch import Tensor
 from model import initialization
 from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
 from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
-from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, run_main, write_corpus
+from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, launch, run
+from tests.helpers.corpora import write_corpus
+from tests.helpers.refusals import refused
 
 __all__ = ["nodes"]  # a fixture
-
-
-def run(*words: object) -> str:
-    """The output of one process."""
-    ended = run_main([str(word) for word in words])
-    assert ended.mistake is None, ended.mistake
-    return ended.printed
 
 
 def scales(printed: str) -> list[float]:
@@ -31,49 +26,46 @@ def losses(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", printed)]
 
 
-FP16 = ("--fp16", "--initial-loss-scale", 1024, "--loss-scale-window", 2)
+FP16 = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (("--bf16",), FP16, 1024),
-        (("--bf16",), ("--loss-scale", 8), 8),
-        (FP16, ("--bf16",), 1),
-        (("--loss-scale", 8), ("--loss-scale", 16), 16),
+        ("--bf16", FP16, 1024),
+        ("--bf16", "--loss-scale 8", 8),
+        (FP16, "--bf16", 1),
+        ("--loss-scale 8", "--loss-scale 16", 16),
         (FP16, FP16, 2048),  # found in training, and kept
     ],
 )
 def test_the_loss_scale_is_kept_only_where_both_runs_search_for_it(
-    tmp_path: Path, before: tuple[object, ...], after: tuple[object, ...], expected: float
+    tmp_path: Path, before: str, after: str, expected: float
 ) -> None:
-    go_on = [*RUN, "--train-iters", 3, "--save", tmp_path, "--load", tmp_path]
-    run(*go_on, *before, "--exit-interval", 2)
-    assert scales(run(*go_on, *after)) == [expected]
+    go_on = f"--train-iters 3 --save {tmp_path} --load {tmp_path}"
+    run(go_on, before, "--exit-interval 2")
+    assert scales(run(go_on, after)) == [expected]
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        ("--attention-backend", "math"),
-        ("--fp8-format", "hybrid"),
-        ("--no-rope-fusion", "--no-bias-swiglu-fusion"),
-        pytest.param(
-            ("--torch-compile", "aot_eager"), marks=pytest.mark.slow("imports the compiler")
-        ),
+        "--attention-backend math",
+        "--fp8-format hybrid",
+        "--no-rope-fusion --no-bias-swiglu-fusion",
+        pytest.param("--torch-compile aot_eager", marks=pytest.mark.slow("imports the compiler")),
     ],
 )
-def test_kernels_and_fp8_may_change(tmp_path: Path, more: tuple[str, ...]) -> None:
-    go_on = [*RUN, "--train-iters", 3, "--save", tmp_path, "--load", tmp_path]
-    go_on += ["--ffn-hidden-size", 96]
-    run(*go_on, "--exit-interval", 2)
-    assert len(losses(run(*go_on, *more))) == 1
+def test_kernels_and_fp8_may_change(tmp_path: Path, more: str) -> None:
+    go_on = f"--train-iters 3 --save {tmp_path} --load {tmp_path} --ffn-hidden-size 96"
+    run(go_on, "--exit-interval 2")
+    assert len(losses(run(go_on, more))) == 1
 
 
 def test_a_complete_run_says_so_when_it_starts_again(tmp_path: Path) -> None:
-    go_on = [*RUN, "--train-iters", 2, "--save", tmp_path, "--load", tmp_path]
-    assert "the run is complete" not in run(*go_on)
-    again = run(*go_on, "--tensorboard-dir", tmp_path / "board")
+    go_on = f"--train-iters 2 --save {tmp_path} --load {tmp_path}"
+    assert "the run is complete" not in run(go_on)
+    again = run(go_on, "--tensorboard-dir", tmp_path / "board")
     assert "the run is complete with iteration 2: nothing is left to train (raise --train" in again
     assert losses(again) == []
 
@@ -86,71 +78,62 @@ def order_lines(printed: str) -> list[str]:
 def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
     """A corpus of 15 samples: 12 are one epoch, 16 are two with the last apart."""
     prefix = tmp_path / "corpus"
-    write_corpus(prefix, [*range(100)] * 5)
+    write_corpus(prefix, [[[*range(100)] * 5]])
     root = tmp_path / "ckpt"
-    data = ["--data-path", prefix, "--split", "1,0,0", "--global-batch-size", 4]
-    flags = [SCRIPT, *MODEL, *data, "--save", root, "--load", root]
-    run(*flags, "--train-iters", 3, "--exit-interval", 1)
-    assert order_lines(run(*flags, "--train-iters", 3, "--exit-interval", 2)) == []
-    longer = [*flags, "--train-iters", 4]
-    told = run_main([str(word) for word in longer]).mistake
-    assert told is not None
-    assert "changed: --train-iters was 3 and is 4: it ends after 16 samples instead of 12:" in told
-    longer.append("--override-opt_param-scheduler")
-    assert order_lines(run(*longer, "--exit-interval", 3)) == [
+    data = f"--data-path {prefix} --split 1,0,0 --global-batch-size 4"
+    base = [SCRIPT, *MODEL, *f"{data} --save {root} --load {root}".split()]
+    run("--train-iters 3 --exit-interval 1", base=base)
+    assert order_lines(run("--train-iters 3 --exit-interval 2", base=base)) == []
+    longer = f"{data} --save {root} --load {root} --train-iters 4"
+    told = "--train-iters was 3 and is 4: it ends after 16 samples instead of 12"
+    refused(lambda: launch(longer), told)
+    longer = "--train-iters 4 --override-opt_param-scheduler"
+    assert order_lines(run(longer, "--exit-interval 3", base=base)) == [
         "--train-iters was 3 and is 4: the data are shuffled for another number of epochs"
     ]
-    assert order_lines(run(*longer)) == [], "saved with the new order"
+    assert order_lines(run(longer, base=base)) == [], "saved with the new order"
 
 
 def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
-    words = list(RUN)
-    at = words.index("--global-batch-size")
-    del words[at : at + 2]
+    base = " ".join(RUN).replace("--global-batch-size 8 ", "").split()
     # After 3 samples of 32 tokens the batch grows from 2 samples to 4.
-    schedule = ("--step-batch-size-schedule", "0:2 96:4", "--train-iters", 5)
-    straight = losses(run(*words, *schedule))
-    load = ("--save", tmp_path, "--load", tmp_path)
-    first = losses(run(*words, *schedule, *load, "--exit-interval", 3))
+    schedule = "--step-batch-size-schedule '0:2 96:4' --train-iters 5"
+    straight = losses(run(schedule, base=base))
+    load = f"--save {tmp_path} --load {tmp_path}"
+    first = losses(run(schedule, load, "--exit-interval 3", base=base))
     # The size 2, which micro-batches of 4 do not divide, is in the past.
-    again = run(*words, *schedule, *load, "--micro-batch-size", 4)
+    again = run(schedule, load, "--micro-batch-size 4", base=base)
     assert first + losses(again) == pytest.approx(straight, rel=1e-5)
-    told = run_main([str(word) for word in (*words, *schedule, "--micro-batch-size", 4)]).mistake
-    assert told == (
-        "--step-batch-size-schedule: the size 2 is no multiple of --micro-batch-size 4 times "
-        "1 data-parallel rank (= 4): choose 4"
-    )
 
 
 def test_a_null_tokenizer_that_counted_otherwise_is_told(tmp_path: Path) -> None:
-    run(*RUN, "--train-iters", 2, "--exit-interval", 1, "--save", tmp_path)
-    went_on = run(*RUN, "--train-iters", 2, "--load", tmp_path, "--vocab-size", 127)
-    assert "give --vocab-size 128 to continue with the same data" in went_on
-    assert "to continue with the same data" not in run(*RUN, "--train-iters", 2, "--load", tmp_path)
+    run("--train-iters 2 --exit-interval 1 --save", tmp_path)
+    go_on, told = f"--train-iters 2 --load {tmp_path}", "to continue with the same data"
+    assert f"give --vocab-size 128 {told}" in run(go_on, "--vocab-size 127")
+    assert told not in run(go_on)
 
 
 def test_starting_over_sets_aside_what_was_there(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
-    save = [*RUN, "--train-iters", 4, "--save", root]
-    run(*save, "--save-interval", 2)
-    printed = run(*save, "--start-over", "--exit-interval", 1)
+    save = f"--train-iters 4 --save {root}"
+    run(save, "--save-interval 2")
+    printed = run(save, "--start-over --exit-interval 1")
     assert f"what --save {root} held is in {root / 'earlier_1'} now" in printed
     assert printed.splitlines()[-1] == (
         f"iteration 1 is saved in {root}: to continue give --load {root} and leave --start-over out"
     )
     # The newer iterations of the old run are not part of the new one.
-    resumed = run(*save, "--load", root)
+    resumed = run(save, "--load", root)
     assert f"successfully loaded checkpoint from {root} at iteration 1" in resumed
     assert "passing over" not in resumed
-    assert "at iteration 4" in run(*RUN, "--train-iters", 4, "--load", root / "earlier_1")
+    assert "at iteration 4" in run("--train-iters 4 --load", root / "earlier_1")
 
 
 def test_a_folder_to_load_that_is_nowhere_is_refused(tmp_path: Path) -> None:
-    missing = ["--train-iters", 2, "--load", tmp_path / "nope"]
-    for more in ([], ["--save", tmp_path / "new"], ["--save", tmp_path / "nope", "--finetune"]):
-        ended = run_main([str(word) for word in (*RUN, *missing, *more)])
-        assert ended.mistake is not None
-        assert ended.mistake.startswith(f"--load {tmp_path / 'nope'} does not exist: ")
+    missing = f"--mock-data --train-iters 2 --load {tmp_path}/nope"
+    for more in ("", f"--save {tmp_path}/new", f"--save {tmp_path}/nope --finetune"):
+        told = f"--load {tmp_path}/nope does not exist"
+        refused(lambda more=more: launch(missing, more), told)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,18 +142,8 @@ def test_starting_over_takes_one_name_on_all_nodes(tmp_path: Path, nodes: list[s
     """One node has another run's checkpoints, and one has those of two."""
     for root, iteration in (("a/ckpt", 3), ("b/ckpt/earlier_1", 2), ("b/ckpt", 3)):
         finish_checkpoint(begin_checkpoint(tmp_path / root, iteration), iteration, {})
-    flags = [
-        "--train-iters",
-        4,
-        "--exit-interval",
-        1,
-        "--paro-group-size",
-        2,
-        "--save",
-        "ckpt",
-        "--start-over",
-    ]
-    ended = on_nodes([*RUN, *flags], nodes)
+    flags = "--train-iters 4 --exit-interval 1 --paro-group-size 2 --save ckpt --start-over"
+    ended = on_nodes([*RUN, *flags.split()], nodes)
     assert [rank.mistake for rank in ended] == [None] * 4
     assert "--start-over: what --save ckpt held is in ckpt/earlier_2 now" in ended[0].printed
     for node in ("a", "b"):
@@ -191,10 +164,10 @@ def test_no_initial_value_is_drawn_for_what_is_loaded(
         return draw(seed, name, block, numel, uniform=uniform)
 
     monkeypatch.setattr(initialization, "_draw", counted)
-    flags = (*RUN, "--train-iters", 4, "--exit-interval", 2)
-    run(*flags, "--save", tmp_path, "--load", tmp_path)
+    flags = f"--train-iters 4 --exit-interval 2 --load {tmp_path}"
+    run(flags, "--save", tmp_path)
     assert "head.weight" in drawn
     drawn.clear()
-    run(*flags, "--load", tmp_path, *more)
+    run(flags, *more)
     assert all("lora_a" in name for name in drawn), drawn
     assert bool(drawn) == bool(more)

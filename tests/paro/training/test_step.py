@@ -12,14 +12,12 @@ import torch
 
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
-from paro.config.train import TrainConfig
-from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
-from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
+from tests.paro.training.test_base import built
 
 # Far more ids than a batch has tokens, so that most rows of the embedding get no gradient.
 VOCAB_SIZE, HIDDEN_SIZE, BATCH_SIZE, NUM_STEPS = 1501, 20, 8, 2
@@ -42,7 +40,7 @@ def train_all(frozen: Sequence[str], group_size: int) -> list[Trained]:
 def unseen_ids() -> list[int]:
     """The number of ids that no input of a global batch has, for every step."""
     config = RunConfig.from_args(parse_args(FLAGS.split()), World())
-    training = build_training(config, Control(World(), torch.device("cpu")))
+    training = built(config)
     source = build_sources(config, build_data(config), training, start_state(config)).train
     batches = [[next(source).tokens_BS for _ in range(BATCH_SIZE)] for _ in range(NUM_STEPS)]
     return [VOCAB_SIZE - int(torch.cat(tokens).unique().numel()) for tokens in batches]
@@ -92,15 +90,10 @@ def test_cached_memory_is_given_back_so_often(level: int, monkeypatch: pytest.Mo
     assert len(calls) == level * NUM_STEPS
 
 
-def test_a_run_with_nothing_to_do_is_refused() -> None:
-    with pytest.raises(UserError, match="--skip-train and --eval-iters 0"):
-        TrainConfig(train_iters=1, skip_train=True, eval_iters=0)
-
-
 def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
     flags = f"{FLAGS} --fp16 --initial-loss-scale 1e30"
     config = RunConfig.from_args(parse_args(flags.split()), World())
-    training = build_training(config, Control(World(), torch.device("cpu")))
+    training = built(config)
     before = training.optimizer.local_params_square_sum()
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train
