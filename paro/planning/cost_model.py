@@ -16,7 +16,7 @@ from paro.optim.states import ADAMW, MOMENTS, bytes_of, master_is_param
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
-from paro.step.actions import UnitKind
+from paro.step.actions import UnitKind, Verb
 from paro.step.plan import gathers_per_micro_batch
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
 from paro.topology import Axis, AxisSpan, Link, Topology, split_by_link
@@ -129,24 +129,46 @@ def traffic_per_step(
     reduction. The all-gather of updated parameters is lazy: a step gathers what the previous one
     updated. So the first step of a run sends less.
     """
-    compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-    frozen = BYTES_OF[precision.frozen]
-    sent = dict.fromkeys(Link, 0)
+    intra = inter = 0
     for unit in units:
-        own = strategy_of(unit, strategy)
-        plan = make_comm_plan(own, topology)
-        whole = unit.trainable_numel * compute + unit.frozen_numel * frozen
-        gathered = whole * unit.gathers_per_micro_batch * num_micro_batches
-        trained = unit.trainable_numel
-        reduced = trained * unit.reductions_per_micro_batch * num_micro_batches
-        for span, num_bytes in (
-            (plan.gather, gathered),
-            (plan.reduce, reduced * wire),
-            *_summed(unit, own, topology, precision),
-            (plan.gather_updated, updated_bytes(unit, own, topology, precision)),
-        ):
-            for axis in span:
-                sent[axis.link] += _sent_along(axis, num_bytes)
+        gathers = unit.gathers_per_micro_batch * num_micro_batches
+        reductions = unit.reductions_per_micro_batch * num_micro_batches
+        for (verb, _), spans in sent_spans(unit, strategy, topology, precision).items():
+            count = {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
+            sent = sent_along(spans)
+            intra += count * sent.intra
+            inter += count * sent.inter
+    return Sent(intra, inter)
+
+
+Spans = tuple[tuple[AxisSpan, int], ...]  # with the bytes of the whole buffer as it is sent
+
+
+def sent_spans(
+    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> dict[tuple[Verb, bool], Spans]:
+    """Where the actions on a unit's buffers send: by verb, and whether the buffer trains."""
+    own = strategy_of(unit, strategy)
+    plan = make_comm_plan(own, topology)
+    params = unit.trainable_numel * BYTES_OF[precision.compute]
+    frozen = unit.frozen_numel * BYTES_OF[precision.frozen]
+    grads = unit.trainable_numel * BYTES_OF[precision.wire]
+    updated = updated_bytes(unit, own, topology, precision)
+    return {
+        (Verb.GATHER, True): ((plan.gather, params),),
+        (Verb.GATHER, False): ((plan.gather, frozen),),
+        (Verb.REDUCE, True): ((plan.reduce, grads),),
+        (Verb.STEP_REDUCE, True): tuple(_summed(unit, own, topology, precision)),
+        (Verb.GATHER_UPDATED, True): ((plan.gather_updated, updated),),
+    }
+
+
+def sent_along(spans: Spans) -> Sent:
+    """Bytes that a rank sends to gather or reduce along these spans."""
+    sent = dict.fromkeys(Link, 0)
+    for span, num_bytes in spans:
+        for axis in span:
+            sent[axis.link] += _sent_along(axis, num_bytes)
     return Sent(sent[Link.INTRA], sent[Link.INTER])
 
 
