@@ -30,6 +30,13 @@ class Verb(IntEnum):
     GRADIENTS = 17  # the rest of its backward
 
 
+# What has been queued for a buffer when it is waited for.
+WAITED_BY = {
+    Verb.WAIT: (Verb.GATHER, Verb.GATHER_UPDATED),
+    Verb.FREE: (Verb.REDUCE,),
+    Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.STEP_REDUCE),
+}
+
 Action = tuple[Verb, int]  # and the number of a buffer or a unit
 
 

@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from paro.step.actions import Action, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
+
+Stretch = tuple[Action, ...]  # what comes with the events of one unit
+Pass = tuple[Stretch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,38 +23,37 @@ class StepPlan:
     the parameters that it sends.
     """
 
-    update: tuple[Action, ...]
-    micro_batches: tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...]  # forward, backward
-    finish: tuple[Action, ...]
+    update: Pass
+    micro_batches: tuple[tuple[Pass, Pass], ...]  # forward, backward
+    finish: Pass
 
     def actions(self) -> Iterator[Action]:
         """All of them, in order."""
-        yield from self.update
-        for forward, backward in self.micro_batches:
-            yield from forward
-            yield from backward
-        yield from self.finish
+        passes = (self.update, *chain.from_iterable(self.micro_batches), self.finish)
+        return chain.from_iterable(chain.from_iterable(passes))
 
 
 @lru_cache(maxsize=64)
 def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
     """The actions of a step of `num_micro_batches` micro-batches."""
     policy = GatheringPolicy(shape)
-    update = [
-        action
-        for buffer in shape.trainable
-        for action in ((Verb.UPDATE, buffer), (Verb.GATHER_UPDATED, buffer))
+    update: list[Stretch] = [
+        ((Verb.UPDATE, buffer), (Verb.GATHER_UPDATED, buffer)) for buffer in shape.trainable
     ]
-    update += policy.begin_step(num_micro_batches)
+    update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []
     for number in range(num_micro_batches):
         policy.begin_micro_batch(last=number + 1 == num_micro_batches)
-        forward = tuple(_forward(policy))
-        micro_batches.append((forward, tuple(_backward(policy))))
+        units = range(len(shape.units))
+        forward = tuple(tuple(_forward(policy, index)) for index in units)
+        backward = tuple(
+            tuple(_backward(policy, index)) for index in reversed(units[shape.first_trained :])
+        )
+        micro_batches.append((forward, (*backward, tuple(policy.end_backward()))))
     return StepPlan(
         update=tuple(update),
         micro_batches=tuple(micro_batches),
-        finish=(*policy.finish(), (Verb.NORM, 0)),
+        finish=tuple((action,) for action in (*policy.finish(), (Verb.NORM, 0))),
     )
 
 
@@ -69,32 +72,29 @@ def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
     }
 
 
-def _forward(policy: GatheringPolicy) -> Iterator[Action]:
+def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
     shape = policy.shape
-    for index, unit in enumerate(shape.units):
-        yield from policy.before_forward(index)
-        yield Verb.FORWARD, index
-        if index in shape.early:
-            for buffer in unit.trainable:
-                yield from policy.first_gradient(buffer)
-            yield Verb.LOSS, index
-        follows = index >= shape.first_trained
-        yield from policy.after_forward(index, backward_follows=follows)
+    yield from policy.before_forward(index)
+    yield Verb.FORWARD, index
+    if index in shape.early:
+        for buffer in shape.units[index].trainable:
+            yield from policy.first_gradient(buffer)
+        yield Verb.LOSS, index
+    follows = index >= shape.first_trained
+    yield from policy.after_forward(index, backward_follows=follows)
 
 
-def _backward(policy: GatheringPolicy) -> Iterator[Action]:
+def _backward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
     shape = policy.shape
-    together = {group[-1]: group for group in shape.recomputed}
-    for index in reversed(range(shape.first_trained, len(shape.units))):
-        trainable = shape.units[index].trainable
-        yield from policy.before_backward(index)
-        for other in together.get(index, ()):
+    trainable = shape.units[index].trainable
+    yield from policy.before_backward(index)
+    for group in shape.recomputed:
+        for other in group if group[-1] == index else ():
             yield from policy.before_recompute(other)
             yield Verb.RECOMPUTE, other
-        yield Verb.BACKWARD, index
-        for buffer in trainable if index not in shape.early else ():
-            yield from policy.first_gradient(buffer)
-        yield Verb.GRADIENTS, index
-        for buffer in trainable:
-            yield from policy.last_gradient(buffer)
-    yield from policy.end_backward()
+    yield Verb.BACKWARD, index
+    for buffer in trainable if index not in shape.early else ():
+        yield from policy.first_gradient(buffer)
+    yield Verb.GRADIENTS, index
+    for buffer in trainable:
+        yield from policy.last_gradient(buffer)

@@ -32,7 +32,7 @@ from paro.planning.units import (
     shape_of,
 )
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Action, StepShape, Verb
+from paro.step.actions import Action, Verb
 from paro.step.plan import step_plan
 from paro.strategy import Strategy
 
@@ -74,7 +74,7 @@ class MemorySnapshot:
         return f"{self.total / scale:.1f} {unit} at {self.name}: {listed}"
 
 
-class _Point(NamedTuple):
+class Point(NamedTuple):
     """A snapshot without what depends on the size of a degree: model states and copies."""
 
     snapshot: MemorySnapshot
@@ -103,52 +103,50 @@ class PeakMemory:
         kind = strategy.params > 1, strategy.grads > 1
         if kind not in self._largest:
             self._largest[kind] = self._largest_of(*kind)
+        found = self.under(strategy, self._largest[kind])
+        return max(found, key=lambda snapshot: snapshot.total)
+
+    def under(self, strategy: Strategy, points: Iterable[Point]) -> Iterator[MemorySnapshot]:
+        """These points with what depends on the size of a degree."""
         states = model_state_bytes(strategy, self._merged, self.precision).total
         converts, copies = self._conversion_bytes(strategy), fp32_copy_bytes(self.precision)
-        found = (
-            replace(
+        for snapshot, converted, updated in points:
+            yield replace(
                 snapshot,
                 states=states,
                 transient=snapshot.transient
                 + converted // strategy.grads * converts
                 + updated // strategy.optim * copies,
             )
-            for snapshot, converted, updated in self._largest[kind]
-        )
-        return max(found, key=lambda snapshot: snapshot.total)
 
     @cached_property
     def activations(self) -> tuple[UnitActivations, ...]:
         return activations_of(self.model, self.batch, self.units)
 
     @cached_property
-    def _largest(self) -> dict[tuple[bool, bool], list[_Point]]:
+    def _largest(self) -> dict[tuple[bool, bool], list[Point]]:
         return {}
 
     @cached_property
     def _merged(self) -> tuple[UnitSize, ...]:
         return merged(self.units)
 
-    def _largest_of(self, gathers: bool, reduces: bool) -> list[_Point]:
+    def _largest_of(self, gathers: bool, reduces: bool) -> list[Point]:
         """The largest point for each pair of copies."""
-        largest: dict[tuple[int, int], _Point] = {}
+        largest: dict[tuple[int, int], Point] = {}
         for point in self._points(gathers, reduces):
             key = point.converted, point.updated
             if key not in largest or point.snapshot.total > largest[key].snapshot.total:
                 largest[key] = point
         return list(largest.values())
 
-    def _points(self, gathers: bool, reduces: bool) -> Iterator[_Point]:
-        shape = shape_of(
-            self.model,
-            self.units,
-            gathers=gathers,
-            reduces=reduces,
-            prefetch_units=self.prefetch_units,
-        )
-        # Those in the middle of a step are alike.
-        plan = step_plan(shape, min(self.num_micro_batches, _MOST_MICRO_BATCHES))
-        yield from _Tally(self, shape).follow(plan.actions())
+    def _points(self, gathers: bool, reduces: bool) -> Iterator[Point]:
+        tally = Tally(self, gathers=gathers, reduces=reduces)
+        plan = step_plan(tally.shape, min(self.num_micro_batches, MOST_MICRO_BATCHES))
+        for action in plan.actions():
+            point = tally.carry_out(action)
+            if point is not None:
+                yield point
 
     def _conversion_bytes(self, strategy: Strategy) -> int:
         """Bytes per element of the copy that is reduced after accumulation; 0 if there is none."""
@@ -158,15 +156,21 @@ class PeakMemory:
         return BYTES_OF[self.precision.wire]
 
 
-_MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last
+MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
 
 
-class _Tally:
-    """What is allocated while a list of actions is followed."""
+class Tally:
+    """What is allocated while the actions of a step are carried out, from no whole buffers on."""
 
-    def __init__(self, peak: PeakMemory, shape: StepShape) -> None:
+    def __init__(self, peak: PeakMemory, *, gathers: bool, reduces: bool) -> None:
         self.units, self.activations = peak.units, peak.activations
-        self.shape = shape
+        self.shape = shape = shape_of(
+            peak.model,
+            peak.units,
+            gathers=gathers,
+            reduces=reduces,
+            prefetch_units=peak.prefetch_units,
+        )
         compute, frozen, wire = (
             BYTES_OF[kind]
             for kind in (peak.precision.compute, peak.precision.frozen, peak.precision.wire)
@@ -189,36 +193,38 @@ class _Tally:
         self.keeps: set[int] = set()  # buffers whose weights' casts stay
         self.cast: set[int] = set()  # units whose weights' casts exist
 
-    def follow(self, actions: Iterable[Action]) -> Iterator[_Point]:
-        """A point wherever something computes; one list of actions, from no whole buffers on."""
-        trained = [unit.trainable_numel for unit in self.units]
-        yield _Point(MemorySnapshot(name="the update", states=0), updated=max(trained))
-        for verb, number in actions:
-            if verb is Verb.GATHER:
-                self.whole_params += self.param_bytes[number]
-            elif verb is Verb.RELEASE:
-                self.whole_params -= self.param_bytes[number]
-                self._drop(number)
-            elif verb is Verb.ALLOCATE:
-                self.whole_grads += self.grad_bytes[number]
-            elif verb is Verb.FREE:
-                self.whole_grads -= self.grad_bytes[number]
-            elif verb is Verb.KEEP:
-                self.keeps.add(number)
-            elif verb is Verb.DROP:
-                self._drop(number)
-            elif verb is Verb.STEP_REDUCE:
-                unit = self.units[self.unit_of[number]]
-                point = self._point(f"the reduction of {unit.name}", 0)
-                yield _Point(point, converted=unit.trainable_numel)
-            elif verb >= Verb.FORWARD:
-                yield from self._compute(verb, number)
+    def carry_out(self, action: Action) -> Point | None:
+        """The point at which something computes or a gradient is converted."""
+        verb, number = action
+        if verb >= Verb.FORWARD:
+            return self._compute(verb, number)
+        if verb is Verb.GATHER:
+            self.whole_params += self.param_bytes[number]
+        elif verb is Verb.RELEASE:
+            self.whole_params -= self.param_bytes[number]
+            self._drop(number)
+        elif verb is Verb.ALLOCATE:
+            self.whole_grads += self.grad_bytes[number]
+        elif verb is Verb.FREE:
+            self.whole_grads -= self.grad_bytes[number]
+        elif verb is Verb.KEEP:
+            self.keeps.add(number)
+        elif verb is Verb.DROP:
+            self._drop(number)
+        elif verb is Verb.STEP_REDUCE:
+            unit = self.units[self.unit_of[number]]
+            point = self.point(f"the reduction of {unit.name}")
+            return Point(point, converted=unit.trainable_numel)
+        elif verb is Verb.UPDATE:
+            unit = self.units[self.unit_of[number]]
+            return Point(self.point("the update"), updated=unit.trainable_numel)
+        return None
 
     def _drop(self, buffer: int) -> None:
         self.keeps.discard(buffer)
         self.cast.discard(self.unit_of[buffer])
 
-    def _compute(self, verb: Verb, index: int) -> Iterator[_Point]:
+    def _compute(self, verb: Verb, index: int) -> Point | None:
         own, name = self.activations[index], self.units[index].name
         before, after = own.before_gradients, own.in_backward
         if own.direct is not None and self.is_direct:
@@ -228,22 +234,24 @@ class _Tally:
         if verb is Verb.FORWARD:
             if index >= self.shape.first_trained:
                 self.activation_bytes += own.kept
-            yield _Point(self._point(f"the forward of {name}", own.in_forward))
-        elif verb is Verb.LOSS:
+            return Point(self.point(f"the forward of {name}", own.in_forward))
+        if verb is Verb.LOSS:
             assert own.writes_in_forward is not None, f"{name} makes no gradient in forward"
             transient = own.writes_in_forward[self.grads_in_fp32]
-            yield _Point(self._point(f"the forward of {name}", transient))
-        elif verb is Verb.RECOMPUTE:
+            return Point(self.point(f"the forward of {name}", transient))
+        if verb is Verb.RECOMPUTE:
             self.activation_bytes += own.recomputed
-        elif verb is Verb.BACKWARD:
-            yield _Point(self._point(f"the backward of {name}", before))
-        elif verb is Verb.GRADIENTS:
-            yield _Point(self._point(f"the backward of {name}", after))
-            self.activation_bytes -= own.kept - own.kept_to_the_end + own.recomputed
-            if index == self.shape.first_trained:  # the end of backward
-                self.activation_bytes = 0
+            return None
+        if verb is Verb.BACKWARD:
+            return Point(self.point(f"the backward of {name}", before))
+        point = self.point(f"the backward of {name}", after)
+        self.activation_bytes -= own.kept - own.kept_to_the_end + own.recomputed
+        if index == self.shape.first_trained:  # the end of backward
+            self.activation_bytes = 0
+        return Point(point)
 
-    def _point(self, name: str, transient: int) -> MemorySnapshot:
+    def point(self, name: str, transient: int = 0) -> MemorySnapshot:
+        """What is alive now, without model states."""
         return MemorySnapshot(
             name=name,
             states=0,

@@ -11,9 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from paro.planning.step.comm_costs import CommCosts, CostKey, kind_of
-from paro.step.actions import Action, StepShape, Verb
+from paro.step.actions import WAITED_BY, Action, StepShape, Verb
 from paro.step.plan import step_plan
 
 _Collectives = tuple[tuple[str, int], ...]  # an attribute of UnitCommCosts, the number of a buffer
@@ -22,11 +23,6 @@ _USES = {
     Verb.REDUCE: ("reduce",),
     Verb.STEP_REDUCE: ("step_reduce", "replicas"),
     Verb.GATHER_UPDATED: ("gather_updated",),
-}
-_WAITED_BY = {
-    Verb.WAIT: (Verb.GATHER, Verb.GATHER_UPDATED),
-    Verb.FREE: (Verb.REDUCE,),
-    Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.STEP_REDUCE),
 }
 
 
@@ -81,7 +77,7 @@ def _ends_within(shape: StepShape) -> tuple[_Collectives, ...]:
     plan = step_plan(shape, 3)
     (first, _), (forward, backward), (_, last) = plan.micro_batches
     passes = ((*plan.update, *first), forward, backward, (*last, *plan.finish))
-    return tuple(tuple(_waited_for(actions)) for actions in passes)
+    return tuple(tuple(_waited_for(chain.from_iterable(stretches))) for stretches in passes)
 
 
 def _waited_for(actions: Iterable[Action]) -> Iterable[tuple[str, int]]:
@@ -89,6 +85,6 @@ def _waited_for(actions: Iterable[Action]) -> Iterable[tuple[str, int]]:
     for verb, number in actions:
         if verb in _USES:
             queued[verb, number] += 1
-        for cause in _WAITED_BY.get(verb, ()):
+        for cause in WAITED_BY.get(verb, ()):
             for use in _USES[cause] * queued.pop((cause, number), 0):
                 yield use, number
