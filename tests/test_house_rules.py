@@ -20,13 +20,10 @@ from tests.helpers.house import (
     Rule,
     Source,
     catches_are_narrow,
-    functions_are_typed,
-    has_no_globals,
     imports_are_allowed,
     imports_no_program,
     is_named_for_its_subject,
     is_within,
-    prints_in_one_place,
     sizes_are_small,
     sources,
     starts_with_its_docstring,
@@ -88,7 +85,6 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
     (imports_no_program, "model.llama", "def f():\n    from tools import plan", "2: model.llama"),
     (imports_no_program, "tools.plan", "from tests.helpers import ranks", "tests.helpers.ranks"),
     (imports_no_program, "tools.plan", "import tools.bench.fixed_runs", "own evidence"),
-    (imports_no_program, "paro.optim.adamw", "from . import optimizer", "relative"),
     (imports_are_allowed, "paro.strategy", "import torch", "may not import torch"),
     (
         imports_are_allowed,
@@ -129,7 +125,6 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
         "from torch import distributed as d\nd.barrier()",
         "2: torch.distributed.barrier belongs",
     ),
-    (prints_in_one_place, "tools.plan", "if x:\n    print(x, end='')", "2: print, which belongs"),
     (starts_with_its_docstring, "x", "", "no docstring"),
     (starts_with_its_docstring, "x", "import os", "no sentence: ''"),
     (starts_with_its_docstring, "x", '# Why\n"""Says what."""', "no docstring"),
@@ -161,9 +156,6 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
         "def f():\n    try:\n" + "        g()\n" * 7 + "    except ValueError: ...",
         "from 7 statements",
     ),
-    (functions_are_typed, "x", "def f(a: int, b, *c) -> None: ...", "f does not type b, c"),
-    (functions_are_typed, "x", "class A:\n    async def f(self): ...", "not type its result"),
-    (has_no_globals, "x", "def f() -> None:\n    global n\n    n = 1", "2: global n"),
     (is_named_for_its_subject, "paro.utils", "", "utils names no subject"),
     (is_named_for_its_subject, "paro.common.x", "", "common names no subject"),
 ]
@@ -201,12 +193,9 @@ INNOCENT: list[tuple[Rule, str, str]] = [
         "paro.distributed.comm_stream",
         "import torch.distributed as dist\ndist.ReduceOp.SUM",
     ),
-    (prints_in_one_place, "paro.report.log", "print(x)"),
-    (prints_in_one_place, "paro.report.live_view", "self.console.print(x)"),
     (starts_with_its_docstring, "x", '#!/usr/bin/env python\n"""Says what."""\n'),
     (sizes_are_small, "x", "\n" * MAX_FILE_LINES),
     (sizes_are_small, "x", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),
-    (functions_are_typed, "x", "class A:\n    def f(self, *a: int, **b: int) -> None: ..."),
 ]
 
 

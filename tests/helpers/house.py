@@ -64,12 +64,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# The first is for all; how an entry script ends, a node of a cluster and the studies print too.
-PRINTERS = (
-    *("paro.report.log", "paro.distributed.user_errors"),
-    *("tools.cluster.node", "tools.bench"),
-)
-
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
@@ -139,16 +133,14 @@ def uses_of(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def imports_no_program(source: Source) -> Iterator[str]:
-    """No relative import; programs import only the product and their own packages, never tests.
+    """Programs import only the product and their own packages, never tests.
 
     The layers (layers.py) check which packages import which.
     """
     is_program = is_within(source.module, PROGRAMS)
     is_bench = is_within(source.module, ("tools.bench",))
     for line, name, _, _ in imports_of(source):
-        if name.startswith("."):
-            yield f"{line}: a relative import"
-        elif is_within(name, ("tests",)):
+        if is_within(name, ("tests",)):
             yield f"{line}: the product imports {name}"
         elif is_within(name, PROGRAMS) and not is_program:
             yield f"{line}: {source.module} imports the program {name}"
@@ -223,32 +215,6 @@ def catches_are_narrow(source: Source) -> Iterator[str]:
                 yield f"{node.lineno}: {function.name} {what}"
 
 
-def functions_are_typed(source: Source) -> Iterator[str]:
-    """Every parameter and result has a type."""
-    for function, parameters in functions_of(source):
-        untyped = [parameter.arg for parameter in parameters if parameter.annotation is None]
-        if function.returns is None:
-            untyped.append("its result")
-        if untyped:
-            yield f"{function.lineno}: {function.name} does not type {', '.join(untyped)}"
-
-
-def has_no_globals(source: Source) -> Iterator[str]:
-    """No function rebinds a module variable."""
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Global):
-            yield f"{node.lineno}: global {', '.join(node.names)}"
-
-
-def prints_in_one_place(source: Source) -> Iterator[str]:
-    """Only `print_line` prints: it escapes and cuts the names that come from files and flags."""
-    if is_within(source.module, PRINTERS):
-        return
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
-            yield f"{node.lineno}: print, which belongs to {PRINTERS[0]}"
-
-
 def is_named_for_its_subject(source: Source) -> Iterator[str]:
     """No module has a name without a subject, such as utils."""
     for part in SHAPELESS.intersection(source.module.split(".")):
@@ -306,8 +272,5 @@ IN_PRODUCT: tuple[Rule, ...] = (
     imports_are_allowed,
     uses_are_allowed,
     catches_are_narrow,
-    functions_are_typed,
-    has_no_globals,
-    prints_in_one_place,
     is_named_for_its_subject,
 )
