@@ -18,6 +18,7 @@ from typing import Any
 
 from paro.checkpoint.directory import TRACKER, iterations_in
 from paro.checkpoint.manifest import read_manifest
+from tests.helpers.processes import children, lives
 from tests.helpers.scripts import Script
 
 ITERATIONS = 12
@@ -224,22 +225,6 @@ class Job:
             os.kill(pid, signal.SIGKILL)
         for script in self.scripts:
             script.end()
-
-
-def children(pid: int) -> list[int]:
-    try:
-        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [int(word) for word in words]
-
-
-def lives(pid: int) -> bool:
-    """Whether a process exists and is more than an exit status that nobody has read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import ITERATIONS, LIMIT_SECONDS, children
+from tests.faults.job import ITERATIONS, LIMIT_SECONDS
+from tests.helpers.processes import children
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 

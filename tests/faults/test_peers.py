@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Scenario
-from tests.faults.job import LIMIT_SECONDS, lives
+from tests.faults.job import LIMIT_SECONDS
 from tests.faults.places import two_nodes
+from tests.helpers.processes import lives
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
