@@ -18,7 +18,7 @@ from pyarrow import parquet
 from data import corpus
 from data.corpus import place_of, read_batches, texts_of
 from data.sources import find_pieces, share_out
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 
 
 def texts(path: Path, *keys: str) -> list[tuple[list[str], ...]]:
@@ -78,9 +78,7 @@ def test_a_damaged_compressed_file_is_named(
     path = tmp_path / f"a.jsonl.{suffix}"
     whole = gzip.compress(lines) if suffix == "gz" else zstd(lines)
     path.write_bytes(damage(whole))
-    with pytest.raises(UserError, match=r"a\.jsonl\.\w+ is damaged or truncated") as caught:
-        texts(path)
-    assert "\n" not in str(caught.value)
+    refused(lambda: texts(path), f"{path} is damaged or truncated")
 
 
 def test_a_zstd_window_that_is_too_long_is_no_damage(tmp_path: Path) -> None:
@@ -90,9 +88,8 @@ def test_a_zstd_window_that_is_too_long_is_no_damage(tmp_path: Path) -> None:
     path.write_bytes(magic + bytes([(27 - 10) << 3]) + last_raw.to_bytes(3, "little") + line)
     assert texts(path) == [(["a"],)]
     path.write_bytes(magic + bytes([window]) + last_raw.to_bytes(3, "little") + line)
-    with pytest.raises(UserError, match=r"window above 128 MiB.*zstd -dc --long=31") as caught:
-        texts(path)
-    assert "damaged" not in str(caught.value)
+    told = refused(lambda: texts(path), "128 MiB ... zstd -dc --long=31")
+    assert "damaged" not in told
 
 
 def write_parquet(path: Path, values: list[object]) -> Path:
@@ -110,10 +107,8 @@ def test_a_parquet_file_is_a_document_per_row(tmp_path: Path) -> None:
 
 def test_a_parquet_file_without_the_column_or_with_other_values(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
-    with pytest.raises(UserError, match=r"a\.parquet has no column 'body'; its columns are: text"):
-        texts(path, "body")
-    with pytest.raises(UserError, match=r"a\.parquet, row 5: the value of 'text' is no text but"):
-        texts(path)
+    refused(lambda: texts(path, "body"), "a.parquet ... 'body' ... text")
+    refused(lambda: texts(path), "a.parquet, row 5: ... 'text'")
 
 
 BINARY = (pyarrow.binary(), pyarrow.large_binary(), pyarrow.list_(pyarrow.binary()))
@@ -127,8 +122,8 @@ def test_a_column_of_bytes_is_read_as_utf8(tmp_path: Path, kind: Any) -> None:
         return tmp_path / name
 
     assert texts(write("a.parquet", "é".encode(), b"b")) == [(["é"],), (["b"],)]
-    with pytest.raises(UserError, match=r"b\.parquet, row 2: .*'text' is not UTF-8 \(byte 3\)"):
-        texts(write("b.parquet", b"fine", b"no\xff"))
+    bad = write("b.parquet", b"fine", b"no\xff")
+    refused(lambda: texts(bad), f"{bad}, row 2: ... 'text' ... UTF-8 (byte 3)")
 
 
 @pytest.mark.parametrize(
@@ -156,13 +151,13 @@ BAD_LINES = [
     (b'{"text": "a"', "is not valid JSON"),
     (b"[" * 100_000, "is not valid JSON"),
     (b'["a"]', "is not a JSON object"),
-    (b'[{"text": "a"}, {"text": "b"}]', r"not a JSON object .*: one .* a line .*; jq -c '\.\[\]' "),
-    (b" [", r"not valid JSON: .*: one .* a line .*; jq -c '\.\[\]' "),
-    (b"{ ", r"not valid JSON: .*: one .* a line is wanted; jq -c \. "),
+    (b'[{"text": "a"}, {"text": "b"}]', "not a JSON object ... jq -c '.[]'"),
+    (b" [", "not valid JSON: ... jq -c '.[]'"),
+    (b"{ ", "not valid JSON: ... jq -c . "),
     (b'{"body": "a", "id": 2}', "has no key 'text'; its keys are: body, id"),
     (b'{"text": 3}', "the value of 'text' is no text but int"),
     (b'{"text": ["a", null]}', "the value of 'text' is no text but NoneType"),
-    (b'{"text": "\xff"}', r"is not UTF-8 \(byte 11\)"),
+    (b'{"text": "\xff"}', "is not UTF-8 (byte 11)"),
     (b'{"text": "\\ud800"}', "half a surrogate pair"),
 ]
 
@@ -171,10 +166,7 @@ BAD_LINES = [
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(UserError, match=message) as caught:
-        texts(path)
-    assert f"{path}, line 3" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    refused(lambda: texts(path), message, f"{path}, line 3")
 
 
 def test_bad_lines_are_left_out_and_told_of(tmp_path: Path) -> None:
@@ -194,12 +186,10 @@ def test_a_txt_file_that_is_not_utf8_is_named(
 ) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 \(byte 4\)"):
-        texts(path)
+    refused(lambda: texts(path), "a.txt is not UTF-8 (byte 4)")
     monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
     path.write_bytes(b"ab\n" * 100 + b"caf\xe9")
-    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 \(byte 304\)"):
-        texts(path)
+    refused(lambda: texts(path), "a.txt is not UTF-8 (byte 304)")
 
 
 @pytest.mark.parametrize("place", [0, 150, 299], ids=["first", "middle", "last"])

@@ -15,6 +15,7 @@ from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from data.tokenizer_json import write_gpt2_tokenizer_json
 from paro.errors import UserError
 from tests.helpers.gpt2 import TEXT, write_gpt2
+from tests.helpers.refusals import refused
 
 # GPT-2's regular expression for words, as published by its authors.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -86,15 +87,15 @@ def without(piece: str) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("which", "change", "message"),
     [
-        (0, None, "--vocab-file .*gpt2-vocab.json is missing"),
-        (1, None, "--merge-file .*gpt2-merges.txt is missing"),
+        (0, None, "--vocab-file ... gpt2-vocab.json is missing"),
+        (1, None, "--merge-file ... gpt2-merges.txt is missing"),
         (0, lambda _: "[1]", "must be an object"),
         (0, lambda _: "no JSON", "is not valid JSON"),
         (0, lambda text: text.replace(": 7,", ": 7000,"), "count from 0 without a gap"),
         (0, lambda text: text.replace('"!"', '"\\ud800"'), "a piece with half a surrogate pair"),
-        (0, without(END), r"is not GPT-2's: it has no <\|endoftext\|>"),
-        (0, without("!"), "is not GPT-2's: it has no"),
-        (1, lambda text: text + "q z\n", "line 46, makes 'qz', which --vocab-file .* different"),
+        (0, without(END), "is not GPT-2's: ... <|endoftext|>"),
+        (0, without("!"), "is not GPT-2's"),
+        (1, lambda text: text + "q z\n", "line 46, ... 'qz', ... --vocab-file"),
         (1, lambda text: text + "qz\n", "line 46, is no merge"),
         (1, lambda text: text + "a b c\n", "line 46, is no merge"),
     ],
@@ -106,9 +107,7 @@ def test_files_at_fault_are_named(
         files[which].unlink()
     else:
         files[which].write_text(change(files[which].read_text(encoding="utf-8")), encoding="utf-8")
-    with pytest.raises(UserError, match=message) as caught:
-        build(files)
-    assert "\n" not in str(caught.value)
+    refused(lambda: build(files), message)
 
 
 def test_files_that_are_missing_are_named_together(files: tuple[Path, Path]) -> None:
@@ -125,15 +124,11 @@ def test_files_that_are_missing_are_named_together(files: tuple[Path, Path]) -> 
         ({"vocab_file": "x"}, "GPT2BPETokenizer needs --merge-file"),
         ({"merge_file": "x"}, "GPT2BPETokenizer needs --vocab-file"),
         ({"vocab_file": "x", "merge_file": "y", "tokenizer_model": "z"}, "leave --tokenizer-model"),
-        (
-            {"vocab_file": "x", "tokenizer_type": "NullTokenizer", "vocab_size": 9},
-            "--vocab-file and --merge-file contradict --tokenizer-type NullTokenizer",
-        ),
+        ({"vocab_file": "x", "tokenizer_type": "NullTokenizer"}, "--vocab-file ... NullTokenizer"),
     ],
 )
 def test_flags_that_contradict_are_refused(flags: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        tokenizer_config(flags)
+    refused(lambda: tokenizer_config(flags), message)
 
 
 def test_another_size_of_the_vocabulary_is_refused(files: tuple[Path, Path]) -> None:
@@ -141,5 +136,4 @@ def test_another_size_of_the_vocabulary_is_refused(files: tuple[Path, Path]) -> 
     flags = {"vocab_file": vocab_file, "merge_file": merge_file, "vocab_size": 50257}
     config = tokenizer_config(flags)
     assert config is not None, "the two files alone name a type"
-    with pytest.raises(UserError, match=r"--vocab-size 50257 contradicts --vocab-file .* 301 ent"):
-        build_tokenizer(config)
+    refused(lambda: build_tokenizer(config), "--vocab-size 50257 ... --vocab-file ... 301")

@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 
 from data import waits
 from data.index_cache import Arrays, CacheEntry, cached_arrays
-from data.loader import MicroBatches
 from data.waits import Wait
 from paro.errors import describe, is_storage_failure
+from tests.data.test_loader import batches_of
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wait, "limit_seconds", 0.4)
     monkeypatch.setattr(waits, "NOTICE_AFTER_SECONDS", 0.1)
-    monkeypatch.setattr(Wait, "limit_seconds", 0.4)
 
 
 def test_a_stuck_builder_is_named_and_waited_for_no_longer_than_the_limit(
@@ -71,7 +70,7 @@ def test_a_worker_on_a_dead_file_system_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data.loader._POLL_SECONDS", 0.1)
-    batches = MicroBatches(DeadFiles(tmp_path / "fifo"), micro_batch_size=1, num_workers=1)
+    batches = batches_of(DeadFiles(tmp_path / "fifo"), num_workers=1)
     monkeypatch.setattr(Wait, "limit_seconds", 30.0)  # a worker starts
     next(batches), next(batches)
     monkeypatch.setattr(Wait, "limit_seconds", 0.4)
