@@ -24,8 +24,8 @@ from paro.arguments.needed import EXAMPLE
 from tests.end_to_end.test_readme import TEXT
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.paro.checkpoint.convert.folders import save_folder
-from tests.tools.test_generate import SIZES, save_untrained
 from tests.tools.test_report import write_run
+from tests.tools.untrained import SIZES, save_untrained
 from tools.train_tokenizer import main as train_tokenizer
 
 # Sections whose commands `make test` runs; sections of one tuple build on each other.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +19,11 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
-from paro.errors import UserError
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Nic, fastest_algorithm
 from paro.topology import Axes, AxisSpan, make_topology
 from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tools.bench_collectives import (
     Settings,
@@ -224,7 +223,7 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--ops", "all_gather,gossip"], "--ops 'gossip' is none of all_gather, reduce_scatter"),
         (
             ["--algorithms", "ring", "--distributed-backend", "nccl"],
-            "--algorithms 'ring' is none of native, flat, ho-ring",
+            "'ring' ... ho-ring",
         ),
         (["--algorithms", "tree"], "--algorithms 'tree' is none of native, flat"),
         (["--sizes", "4K,big"], "--sizes 'big' is no size: write it as 4096, 64K or 1.5M"),
@@ -236,27 +235,18 @@ def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json cannot be written"),
         (["--plot", "picture.jpeg2"], "--plot picture.jpeg2: the name must end in .png, .svg"),
-        (
-            ["--paro-machine", "absent.json"],
-            "machine file absent.json cannot be read: No such file",
-        ),
-        (
-            ["--machine-file", "m.json", "--train=--llama-preset 7B"],
-            "--train: --seq-length is missing",
-        ),
+        (["--paro-machine", "absent.json"], "absent.json cannot be read: No such file"),
+        (["--machine-file", "m.json", "--train=--llama-preset 7B"], "--train: --seq-length"),
         (["--json-file", "x"], "unrecognized arguments: --json-file x"),
     ],
 )
 def test_mistakes_say_what_and_where(words: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told)) as error:
-        settings(*words)
-    assert "\n" not in str(error.value)
+    refused(lambda: settings(*words), told)
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="--plot needs matplotlib: pip install"):
-        settings("--plot", "picture.png")
+    refused(lambda: settings("--plot", "picture.png"), "--plot needs matplotlib: pip install")
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -274,10 +264,7 @@ def test_the_picture(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_one_process_alone_is_told_to_start_several() -> None:
     done = run_script(["tools/bench_collectives.py"])
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("bench_collectives.py: error: one process has no peer")
-    assert "torchrun" in line
+    refused(done, "one process has no peer ... torchrun")
 
 
 # On ranks
@@ -393,8 +380,3 @@ def test_a_wrong_result_on_one_rank_is_seen_by_all(tmp_path: Path) -> None:
         assert row["correct"] is not wrong, row
     machine = read_machine(tmp_path / "machine.json")
     assert fastest_algorithm(machine, Op.ALL_REDUCE, Axes.BOTH, 64) == "native"
-
-
-def test_main_raises_the_one_line() -> None:
-    with pytest.raises(UserError, match="--rounds"):
-        main(["--rounds"])

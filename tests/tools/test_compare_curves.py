@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tools.compare_curves import main
 
 
@@ -54,5 +54,4 @@ def test_differences_are_relative_to_the_first_run(
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, names: list[str], said: str) -> None:
     curves = {"a": {1: 2.0}, "late": {7: 2.0}}
     files = [write_curve(tmp_path / f"{name}.jsonl", curves[name]) for name in names]
-    with pytest.raises(UserError, match=said):
-        main(files)
+    refused(lambda: main(files), said)

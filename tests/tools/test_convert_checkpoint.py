@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,44 +18,29 @@ from safetensors.torch import load_file
 import paro.checkpoint.convert.source
 import paro.checkpoint.storage
 from model.llama import Llama
-from paro.arguments.parser import parse_args
 from paro.checkpoint.convert import hugging_face
 from paro.checkpoint.convert.hugging_face import open_hugging_face
 from paro.checkpoint.convert.native import LazySavePlanner, open_native
 from paro.checkpoint.convert.source import LazyTensor
 from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
-from paro.errors import StorageError, UserError, describe
+from paro.errors import StorageError, describe
 from paro.report.log import Log
-from paro.training.assembly import build_training
 from paro.training.resume import load_run
 from tests.helpers.parameters import load_parameters
-from tests.helpers.ranks import ROOT
+from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
 from tests.paro.checkpoint.convert.folders import (
     logits_of,
     random_fields,
     save_folder,
 )
-from tools.convert_checkpoint import main
+from tests.tools import untrained
+from tests.tools.untrained import convert
 from tools.generate import Sampling, continuations
-from tools.train_tokenizer import main as train_tokenizer
 
 
-def convert(source: str, target: str, there: Path, here: Path, *words: object) -> Path:
-    given = ["--from", source, "--to", target, "--input", there, "--output", here, *words]
-    main([*map(str, given)])
-    return here
-
-
-def mistake(
-    source: str, target: str, there: Path, here: Path, *words: object, kind: Any = UserError
-) -> str:
-    with pytest.raises(kind) as error:
-        convert(source, target, there, here, *words)
-    assert "\n" not in str(error.value)
-    return describe(error.value)
+def mistake(told: str, *given: Any) -> None:
+    refused(lambda: convert(*given), told)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -130,42 +114,32 @@ def test_configurations_of_old_and_a_tied_head_stored_twice(tmp_path: Path) -> N
 
 # With the trainer
 
-TRAINED = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --init-method-std 0.3 "
+GROUPED = (
     "--group-query-attention --num-query-groups 1 --rotary-base 50000 --norm-epsilon 1e-6 "
-    "--max-position-embeddings 64 --micro-batch-size 1 --train-iters 1 --lr 0.1 "
-    "--distributed-backend gloo --mock-data"
+    "--max-position-embeddings 64"
 )
-TEXT = "def main() -> None:\n    print('naïve 雪 text')\n" * 40
 
 
 def trained(folder: Path, *flags: str) -> tuple[RunConfig, Any]:
     """A run as the trainer builds it."""
-    words = [*TRAINED.split(), "--save", str(folder), *flags]
-    config = RunConfig.from_args(parse_args(words), World())
-    return config, build_training(config, Control(World(), torch.device("cpu")))
+    return untrained.trained(folder, *GROUPED.split(), *flags)
+
+
+def names_of(tokenizer: Path) -> tuple[str, ...]:
+    return "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer)
 
 
 @pytest.fixture(scope="module")
-def text_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint of the trainer with its own tokenizer; and that tokenizer."""
+def saved(pieces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the trainer with its own tokenizer."""
     folder = tmp_path_factory.mktemp("text")
-    text, tokenizer = folder / "text.txt", folder / "pieces.model"
-    text.write_text(TEXT, encoding="utf-8")
-    prefix = str(tokenizer.with_suffix(""))
-    train_tokenizer(["--input", str(text), "--output-prefix", prefix, "--vocab-size", "300"])
-    names = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer))
-    config, training = trained(folder / "saved", *names)
-    save_run(config, training)
-    return folder / "saved", tokenizer
+    save_run(*trained(folder, *names_of(pieces)))
+    return folder
 
 
-def test_what_was_trained_here_opens_in_transformers(
-    text_run: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_what_was_trained_here_opens_in_transformers(saved: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    saved, _ = text_run
     out = convert("paro", "hf", saved, tmp_path / "hf")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert (model.config.vocab_size, len(tokenizer)) == (300, 300), "padding was exported"
@@ -189,13 +163,11 @@ def test_what_was_trained_here_opens_in_transformers(
 
 
 def test_training_begins_with_a_converted_model(
-    text_run: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Path, pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved, tokenizer = text_run
     convert("paro", "hf", saved, tmp_path / "hf")
     convert("hf", "paro", tmp_path / "hf", tmp_path / "again")
-    names = ("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tokenizer))
-    flags = (*names, "--load", str(tmp_path / "again"), "--seed", "99")
+    flags = (*names_of(pieces), "--load", str(tmp_path / "again"), "--seed", "99")
     config, training = trained(tmp_path / "new", *flags)
     assert load_run(config, training, Log(rank=0, world_size=1)).state is None
     assert "is a converted model" in capsys.readouterr().out
@@ -231,9 +203,11 @@ def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "99")
-    config, training = trained(tmp_path / "new", *flags, "--load", str(tmp_path / "paro"))
-    with pytest.raises(UserError, match=r"does not match the model: \w+ is"):
-        load_run(config, training, Log(rank=0, world_size=1))
+    run = trained(tmp_path / "new", *flags, "--load", str(tmp_path / "paro"))
+    refused(
+        lambda: load_run(*run, Log(rank=0, world_size=1)),
+        f"{tmp_path / 'paro'} ... match the model",
+    )
 
 
 # Messages
@@ -262,28 +236,28 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_mistakes_are_named_and_leave_nothing(tmp_path: Path) -> None:
     folder, out = tmp_path / "hf", tmp_path / "out"
     save_folder(folder, 3, max_shard_size="20KB")
-    assert f"--input {out} is no folder" in mistake("hf", "paro", out, out)
-    assert "hf download an-owner/a-model" in mistake("hf", "paro", Path("an-owner/a-model"), out)
-    assert f"--output {folder} exists" in mistake("hf", "paro", folder, folder)
-    assert "has no config.json" in mistake("hf", "paro", tmp_path, out)
-    assert "holds no checkpoint" in mistake("paro", "hf", folder, out)
+    mistake(f"--input {out} is no folder", "hf", "paro", out, out)
+    mistake("hf download an-owner/a-model", "hf", "paro", Path("an-owner/a-model"), out)
+    mistake(f"--output {folder} exists", "hf", "paro", folder, folder)
+    mistake("has no config.json", "hf", "paro", tmp_path, out)
+    mistake("holds no checkpoint", "paro", "hf", folder, out)
     config = folder / "config.json"
     text = config.read_text()
     for wrong in ({"model_type": "mixtral"}, {"mlp_bias": True}, {"num_hidden_layers": "x"}):
         config.write_text(json.dumps({**json.loads(text), **wrong}))
         (name,) = wrong
-        assert f"{config} is not of this architecture: {name}" in mistake("hf", "paro", folder, out)
+        mistake(f"{config} ... {name}", "hf", "paro", folder, out)
     config.write_text(json.dumps({**json.loads(text), "intermediate_size": 7}))
-    assert "mlp.gate_proj.weight is" in mistake("hf", "paro", folder, out)
+    mistake("mlp.gate_proj.weight is", "hf", "paro", folder, out)
     config.write_text(text[:40])
-    assert f"{config} is not valid JSON" in mistake("hf", "paro", folder, out)
+    mistake(f"{config} is not valid JSON", "hf", "paro", folder, out)
     config.write_text(text)
     shard = sorted(folder.glob("*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    assert f"{shard} is missing, truncated or damaged" in mistake("hf", "paro", folder, out)
+    mistake(f"{shard} is missing, truncated or damaged", "hf", "paro", folder, out)
     shard.unlink()
-    assert f"{shard} cannot be read: No such file" in mistake("hf", "paro", folder, out)
+    mistake(f"{shard} cannot be read: No such file", "hf", "paro", folder, out)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -293,23 +267,30 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
     (file,) = (tmp_path / "paro" / "iter_0000000").glob("*.distcp")
     shutil.copytree(file.parent, tmp_path / "paro" / "iter_0000005")
     file.write_bytes(file.read_bytes()[:-100])
-    assert f"{file} is truncated" in mistake("paro", "hf", tmp_path / "paro", tmp_path / "out")
+    mistake(f"{file} is truncated", "paro", "hf", tmp_path / "paro", tmp_path / "out")
     convert("paro", "hf", tmp_path / "paro", tmp_path / "out", "--ckpt-step", 5)
     weights = [tmp_path / name / "model.safetensors" for name in ("hf", "out")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    step = ("--ckpt-step", 5)
-    assert "needs --from paro" in mistake("hf", "paro", tmp_path / "hf", tmp_path / "o", *step)
+    other = ("hf", "paro", tmp_path / "hf", tmp_path / "o")
+    mistake("--ckpt-step ... --from paro", *other, "--ckpt-step", 5)
 
 
-def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "owner", "name", "told"),
+    [
+        ("hf", hugging_face, "copy_companions", "out cannot be written: No space left on device"),
+        ("paro", LazySavePlanner, "resolve_data", "--output {out}: No space left on device"),
+    ],
+)
+def test_a_failing_disk_is_one_line_and_leaves_nothing(
+    target: str, owner: Any, name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_folder(tmp_path / "hf", 0)
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(hugging_face, "copy_companions", fail)
-    told = mistake("hf", "hf", tmp_path / "hf", tmp_path / "out", kind=OSError)
-    assert told.endswith("out cannot be written: No space left on device")
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(owner, name, Mock(side_effect=full))
+    with pytest.raises((OSError, StorageError)) as failed:
+        convert("hf", target, tmp_path / "hf", tmp_path / "out")
+    assert describe(failed.value).endswith(told.format(out=tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -318,22 +299,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
 ) -> None:
     save_folder(tmp_path / "hf", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
-    told = mistake("hf", "megatron", tmp_path / "hf", tmp_path / "out")
-    assert "1 bytes are free there" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_a_failing_disk_is_one_line_for_checkpoints_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_folder(tmp_path / "hf", 0)
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LazySavePlanner, "resolve_data", fail)
-    told = mistake("hf", "paro", tmp_path / "hf", tmp_path / "out", kind=StorageError)
-    assert told == f"--output {tmp_path / 'out'}: No space left on device"
+    mistake("1 bytes are free there", "hf", "megatron", tmp_path / "hf", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -374,20 +340,8 @@ def test_little_is_in_memory_at_a_time(
     assert 0 < most <= (file if target == "paro" else 0) + 2 * piece
 
 
-@pytest.mark.process
-def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
-    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path), "--output", "out"]
-    command = [sys.executable, "tools/convert_checkpoint.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("convert_checkpoint.py: error: ")
-
-
-def test_a_moved_checkpoint_still_has_its_tokenizer(
-    text_run: tuple[Path, Path], tmp_path: Path
-) -> None:
-    convert("paro", "hf", text_run[0], tmp_path / "hf")
+def test_a_moved_checkpoint_still_has_its_tokenizer(saved: Path, tmp_path: Path) -> None:
+    convert("paro", "hf", saved, tmp_path / "hf")
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "paro").rename(tmp_path / "moved")

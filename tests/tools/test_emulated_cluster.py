@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paro.errors import UserError
+from tests.helpers.processes import lives
 from tests.helpers.ranks import HANGS_AFTER, ROOT
+from tests.helpers.refusals import refused
 from tools.cluster import network, state
 from tools.cluster.counters import nic_bytes, reset_traffic, traffic
 from tools.cluster.launch import run
@@ -47,13 +48,6 @@ def leftovers(name: str) -> list[str]:
     return [str(path) for path in (*namespaces, *files)]
 
 
-def assert_one_line(status: int, printed: str, told: str) -> None:
-    assert status == 2
-    assert printed.startswith("emulated_cluster.py: error: ")
-    assert printed.count("\n") == 1
-    assert told in printed
-
-
 # The command line
 
 
@@ -76,18 +70,11 @@ def test_flags_after_the_script_are_the_scripts(separator: list[str]) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
-    argv: list[str],
-    told: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0 if argv[0] != "down" else 1000)
     monkeypatch.setattr(shutil, "which", lambda tool: None if argv[0] == "bytes" else tool)
-    try:
-        status = main(argv)
-    except SystemExit as ended:
-        status = int(ended.code or 0)
-    assert_one_line(status, capsys.readouterr().err, told)
+    refused(lambda: main(argv), told)
 
 
 @pytest.mark.process
@@ -97,8 +84,7 @@ def test_another_system_is_told_so() -> None:
         f"runpy.run_path({TOOL[1]!r}, run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "emulated_cluster.py: error: needs Linux, not darwin\n"
+    refused(done, "needs Linux, not darwin")
 
 
 # Real links
@@ -303,21 +289,11 @@ def start_sleepers(name: str, folder: Path) -> subprocess.Popen[str]:
 @pytest.mark.root
 def test_a_signal_ends_a_run_and_one_runs_at_a_time(two_nodes: Cluster, tmp_path: Path) -> None:
     running = start_sleepers(NAME, tmp_path)
-    second = call("run", "--name", NAME, tmp_path / "sleep.py")
-    assert_one_line(second.returncode, second.stderr, "one script at a time")
-    again = call(*UP, "--name", NAME)
-    assert_one_line(again.returncode, again.stderr, "is up already (2 nodes x 2 ranks")
+    refused(call("run", "--name", NAME, tmp_path / "sleep.py"), "one script at a time")
+    refused(call(*UP, "--name", NAME), "is up already (2 nodes x 2 ranks")
     running.send_signal(signal.SIGINT)
     assert running.wait(timeout=HANGS_AFTER) == 128 + signal.SIGINT
     assert list(processes_in(two_nodes.spec.namespaces)) == []
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.root
@@ -332,7 +308,7 @@ def test_down_removes_what_a_killed_run_left(tmp_path: Path) -> None:
     done = call("down", "--name", name)
     assert done.returncode == 0, done.stderr
     assert not leftovers(name)
-    assert not any(map(is_running, left))
+    assert not any(map(lives, left))
 
 
 # Creation and removal of a cluster
@@ -372,8 +348,7 @@ def test_down_removes_what_a_killed_up_left(steps: int) -> None:
     # Interrupted between a namespace and its mark.
     if steps == 1:
         network.run_tool(["ip", "netns", "add", spec.node(0)])
-    with pytest.raises(UserError, match="cut off"):
-        up(spec)
+    refused(lambda: up(spec), "cut off")
     assert down(name) == []
     assert not leftovers(name)
 
@@ -384,8 +359,7 @@ def test_what_others_made_stays() -> None:
     theirs = spec_of(name).node(1)
     network.run_tool(["ip", "netns", "add", theirs])
     try:
-        done = call(*UP, "--name", name)
-        assert_one_line(done.returncode, done.stderr, f"{theirs} exists already")
+        refused(call(*UP, "--name", name), f"{theirs} exists already")
         assert leftovers(name) == [str(network.NETNS / theirs)]
         assert call("down", "--name", name).returncode == 2
         assert (network.NETNS / theirs).exists()
@@ -396,5 +370,4 @@ def test_what_others_made_stays() -> None:
 @pytest.mark.root
 def test_a_cluster_that_is_not_up_is_one_line() -> None:
     for command in ("bytes", "down", "run"):
-        done = call(command, "--name", f"{NAME}-none")
-        assert_one_line(done.returncode, done.stderr, f"no cluster '{NAME}-none' is up")
+        refused(call(command, "--name", f"{NAME}-none"), f"'{NAME}-none'")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.refusals import refused
 from tools.gather_text import main, python_sources
 
 
@@ -56,18 +55,7 @@ def test_tests_packages_and_machine_specific_files_are_left_out(tmp_path: Path) 
     assert list(python_sources(tmp_path)) == [tmp_path / name for name in wanted]
 
 
-@pytest.mark.process
 def test_too_little_text_is_one_line_and_no_file(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "tools/gather_text.py", "--output", str(tmp_path / "a.jsonl"),
-         "--min-bytes", "1000000000000"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("gather_text.py: ")
-    assert "fewer than --min-bytes 1,000,000,000,000" in done.stderr
-    assert done.stderr.count("\n") == 1
+    words = ["--output", str(tmp_path / "a.jsonl"), "--min-bytes", "1000000000000"]
+    refused(lambda: main(words), "--min-bytes 1,000,000,000,000")
     assert list(tmp_path.iterdir()) == []

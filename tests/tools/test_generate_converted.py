@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -11,10 +12,9 @@ import torch
 
 from data.tokenizer_json import write_tokenizer_json
 from model.llama import Llama
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
-from tests.tools.test_generate import SIZES, TEXT, save_untrained
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import convert, save_untrained
 from tools.generate import (
     Sampling,
     beginnings,
@@ -24,7 +24,6 @@ from tools.generate import (
     main,
     open_model,
 )
-from tools.train_tokenizer import main as train_tokenizer
 
 PROMPTS = [[3, 1, 2], [7], [5, 9, 4, 4, 8, 2, 11]]
 GREEDY = Sampling(temperature=0.0, seed=1)
@@ -42,8 +41,7 @@ def test_greedy_tokens_are_transformers(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = save_folder(tmp_path / "hf", seed)
-    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
-    convert([*words, "--output", str(tmp_path / "paro")])
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     capsys.readouterr()
     expected = []
     for prompt in PROMPTS:
@@ -103,18 +101,14 @@ def test_only_the_probable_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("with_bos", [False, True])
-def test_prompts_become_the_ids_of_transformers(with_bos: bool, tmp_path: Path) -> None:
+def test_prompts_become_the_ids_of_transformers(
+    with_bos: bool, pieces: Path, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
     save_folder(tmp_path / "hf", 4, vocab_size=300)
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    prefix = str(tmp_path / "pieces")
-    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", prefix]
-    train_tokenizer([*given, "--vocab-size", "300"])
-    pieces = tmp_path / "pieces.model"
     assert write_tokenizer_json(pieces, tmp_path / "hf", begins_texts=with_bos)
-    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
-    convert([*words, "--output", str(tmp_path / "paro")])
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     prompt = "  def naïve(雪):"
     ids = theirs(prompt).input_ids
@@ -142,25 +136,20 @@ NEW = {"content": "<|im_end|>", "special": True, "normalized": False}
     ],
 )
 def test_a_folder_of_pieces_is_read_as_transformers_reads_it(
-    fields: dict[str, object], kind: str, tmp_path: Path
+    fields: dict[str, object], kind: str, pieces: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
 
     save_folder(tmp_path / "hf", 4, vocab_size=320)
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "pieces")]
-    train_tokenizer([*given, "--vocab-size", "300"])
-    (tmp_path / "pieces.model").rename(tmp_path / "hf" / "tokenizer.model")
+    shutil.copy(pieces, tmp_path / "hf" / "tokenizer.model")
     said = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False, **fields}
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(said))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     prompt = "  def naïve(雪):"
     ids = theirs(prompt).input_ids
     ids = ids[: len(ids) - bool(fields.get("add_eos_token"))]
-    for formats, there, here in (("hf paro", "hf", "paro"), ("paro hf", "paro", "back")):
-        given = formats.split()
-        words = ["--from", given[0], "--to", given[1], "--input", str(tmp_path / there)]
-        convert([*words, "--output", str(tmp_path / here)])
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
     for folder in ("hf", "paro", "back"):
         source = open_model(tmp_path / folder)
         assert source.tokenizer is not None
@@ -173,21 +162,15 @@ def test_a_folder_of_pieces_is_read_as_transformers_reads_it(
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
-def test_an_export_prompts_as_the_model_was_trained(kind: str, tmp_path: Path) -> None:
+def test_an_export_prompts_as_the_model_was_trained(
+    kind: str, pieces: Path, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    prefix = str(tmp_path / "pieces")
-    given = ["--input", str(tmp_path / "text.txt"), "--output-prefix", prefix]
-    train_tokenizer([*given, "--vocab-size", "300"])
-    saved = tmp_path / "saved"
-    save_untrained(saved, f"{SIZES} --tokenizer-type {kind} --tokenizer-model {prefix}.model")
-    for formats, there, here in (
-        (["--from", "paro", "--to", "hf"], "saved", "hf"),
-        (["--from", "hf", "--to", "paro"], "hf", "paro"),
-        (["--from", "paro", "--to", "hf"], "paro", "back"),
-    ):
-        convert([*formats, "--input", str(tmp_path / there), "--output", str(tmp_path / here)])
+    save_untrained(tmp_path / "saved", f"--tokenizer-type {kind} --tokenizer-model {pieces}")
+    convert("paro", "hf", tmp_path / "saved", tmp_path / "hf")
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
+    convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
     prompt = "def main("
     begun = []
     for folder in ("saved", "hf", "paro", "back"):
@@ -209,8 +192,7 @@ def test_the_generation_config_says_what_ends_a_text(
     save_folder(tmp_path / "hf", 0)
     path = tmp_path / "hf" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": said}))
-    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
-    convert([*words, "--output", str(tmp_path / "paro")])
+    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     for folder in ("hf", "paro"):
         assert open_model(tmp_path / folder).ends == ends
     path.unlink()
@@ -237,12 +219,8 @@ def test_prompts_come_from_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixt
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(UserError) as error:
-        main(["--load", str(tmp_path), "--prompt", "1", *words])
-    assert told in str(error.value)
-    assert "\n" not in str(error.value)
+    refused(lambda: main(["--load", str(tmp_path), "--prompt", "1", *words]), told)
 
 
 def test_a_prompt_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing to continue"):
-        main(["--load", str(tmp_path)])
+    refused(lambda: main(["--load", str(tmp_path)]), "nothing to continue")

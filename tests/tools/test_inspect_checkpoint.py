@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,11 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from model.units import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
 from paro.checkpoint.metadata import read_metadata
-from paro.errors import UserError
 from tests.fixtures.write import FIXTURES
-from tests.helpers.ranks import ROOT
+from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
-from tests.tools.test_generate import SIZES, save_untrained
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import convert, save_untrained
 from tools.inspect_checkpoint import format_of, main
 
 
@@ -34,8 +30,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     save_folder(tmp_path / "hf", 2, torch.bfloat16)
     save_meta(tmp_path / "meta", random_tensors(CONFIG), 2, by_vocab=False)
     for name in ("paro", "megatron"):
-        words = ["--from", "hf", "--to", name, "--input", str(tmp_path / "hf")]
-        convert([*words, "--output", str(tmp_path / name)])
+        convert("hf", name, tmp_path / "hf", tmp_path / name)
     return {name: tmp_path / name for name in OPENERS}
 
 
@@ -70,7 +65,7 @@ def test_every_format_is_recognised_and_counted(
 def test_of_a_training_moments_and_versions_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_untrained(tmp_path, f"{SIZES} --tokenizer-type NullTokenizer --vocab-size 60")
+    save_untrained(tmp_path, "--tokenizer-type NullTokenizer --vocab-size 60")
     found = inspected(capsys, tmp_path)
     states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
     assert states == {"param", "exp_avg", "exp_avg_sq"}
@@ -89,11 +84,7 @@ def test_a_truncated_file_is_named(name: str, folders: dict[str, Path]) -> None:
     patterns = {"hf": "*.safetensors", "paro": "*/*.distcp", "meta": "*.00.pth"}
     (file,) = folders[name].glob(patterns.get(name, "*/*/*.pt"))
     file.write_bytes(file.read_bytes()[:-2000])
-    with pytest.raises(UserError) as error:
-        main(["--load", str(folders[name]), "--verify"])
-    assert str(file) in str(error.value)
-    assert "truncated" in str(error.value)
-    assert "\n" not in str(error.value)
+    refused(lambda: main(["--load", str(folders[name]), "--verify"]), str(file), "truncated")
 
 
 def test_names_in_a_file_cannot_act_upon_the_terminal(
@@ -114,10 +105,5 @@ def test_names_in_a_file_cannot_act_upon_the_terminal(
     assert sorted(map(len, out.splitlines()))[-2] < 300  # other lines are no wider for it
 
 
-@pytest.mark.process
-def test_the_script_ends_with_one_line_and_status_2(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/inspect_checkpoint.py", "--load", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "holds no checkpoint" in done.stderr
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    refused(lambda: main(["--load", str(tmp_path)]), f"{tmp_path} holds no checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset
 from tests.helpers.corpora import Documents, corpus_bytes, read_corpus, write_corpus
+from tests.helpers.refusals import refused
 from tools.merge_datasets import main
 
 SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
@@ -32,86 +34,64 @@ def test_joined_is_as_if_written_at_once(
     assert corpus_bytes(folder / "sub" / "all") == corpus_bytes(folder / "once")
 
 
-def test_sequences_in_another_order_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def merged(source: Path, target: Path) -> int:
+    return main(["--input", str(source), "--output-prefix", str(target)])
+
+
+def test_sequences_in_another_order_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "in"
-    write_corpus(folder / "a", [[[1], [2], [3], [4, 5]]])
-    content = bytearray((folder / "a.idx").read_bytes())
-    struct.pack_into("<4q", content, 34 + 4 * 4, 0, 4, 2, 6)
-    (folder / "a.idx").write_bytes(content)
-    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
-    assert f"{folder / 'a.idx'} contradicts itself" in capsys.readouterr().err
+    write_corpus(folder / "a", [[[1]], [[2], [3]], [[4, 5]]])
+    whole = (folder / "a.idx").read_bytes()
+    for at, values in ((34 + 4 * 4, (0, 4, 2, 6)), (34 + 12 * 4, (0, 3, 1, 4))):
+        content = bytearray(whole)
+        struct.pack_into("<4q", content, at, *values)
+        (folder / "a.idx").write_bytes(content)
+        refused(partial(merged, folder, tmp_path / "x"), f"{folder / 'a.idx'} contradicts itself")
 
 
 @pytest.mark.parametrize(
     ("missing", "message"),
-    [("b.bin", "b.bin is missing, the other file"), ("b.idx", "b.idx is missing, the other")],
+    [("b.bin", "b.bin is missing"), ("b.idx", "b.idx is missing")],
 )
-def test_half_a_data_set_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str, message: str
-) -> None:
+def test_half_a_data_set_is_refused(tmp_path: Path, missing: str, message: str) -> None:
     for name in "ab":
         write_corpus(tmp_path / "in" / name, [[[1]]])
     (tmp_path / "in" / missing).unlink()
-    assert main(["--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x")]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
+    refused(lambda: merged(tmp_path / "in", tmp_path / "x"), message)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_other_types_folders_and_targets_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_types_folders_and_targets_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     write_corpus(folder / "a", [[[1]]])
     before = (folder / "a.bin").read_bytes()
-    cases = [
-        (["--input", str(tmp_path / "none"), "--output-prefix", "x"], "is no folder"),
-        (["--input", str(tmp_path), "--output-prefix", "x"], "holds no data set"),
-        (["--input", str(folder), "--output-prefix", str(folder / "a")], "is one of the data sets"),
-    ]
-    for flags, message in cases:
-        assert main(flags) == 2
-        assert message in capsys.readouterr().err
+    for source, target, told in (
+        (tmp_path / "none", tmp_path / "x", f"--input {tmp_path / 'none'} is no folder"),
+        (tmp_path, tmp_path / "x", "holds no data set"),
+        (folder, folder / "a", f"--output-prefix {folder / 'a'}"),
+    ):
+        refused(partial(merged, source, target), told)
     write_corpus(folder / "b", [[[70000]]], "<i4")
-    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
-    assert "holds int32" in capsys.readouterr().err
+    refused(lambda: merged(folder, tmp_path / "x"), "holds int32")
     assert (folder / "a.bin").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     write_corpus(folder / "a", [[[1, 2, 3]]])
     write_corpus(folder / "b", [[[4, 5]]])
     (folder / "b.bin").write_bytes(b"\x05\0\x05\0")
     write_corpus(tmp_path / "x", [[[9]]])
-    flags = ["--input", str(folder), "--output-prefix", str(tmp_path / "x")]
-    assert main(flags) == 2
-    assert f"error: {folder / 'b'}.bin is damaged in bytes 0 to 4, " in capsys.readouterr().err
+    told = f"{folder / 'b'}.bin is damaged in bytes 0 to 4,"
+    refused(lambda: merged(folder, tmp_path / "x"), told)
     assert read_corpus(tmp_path / "x") == [[[9]]]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["in", "x.bin", "x.bin.crc", "x.idx"]
     (folder / "b.bin.crc").unlink()
-    assert main(flags) == 0
+    assert merged(folder, tmp_path / "x") == 0
     assert read_corpus(tmp_path / "x") == [[[1, 2, 3]], [[5, 5]]]
     assert IndexedDataset(tmp_path / "x").has_checksums
-
-
-def test_a_part_with_bad_document_indices_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "in"
-    write_corpus(folder / "a", [[[1]], [[2]], [[3]]])
-    index = (folder / "a.idx").read_bytes()
-    (folder / "a.idx").write_bytes(index[:-24] + index[-16:-8] + index[-24:-16] + index[-8:])
-    assert main(["--input", str(folder), "--output-prefix", str(tmp_path / "x")]) == 2
-    assert f"{folder / 'a'}.idx contradicts itself, it is damaged" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def made(prefix: Path, digest: str | None) -> None:
@@ -128,19 +108,17 @@ def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, target = tmp_path / "in", tmp_path / "all"
-    words = ["--input", str(folder), "--output-prefix", str(target)]
     for name in "ab":
         made(folder / name, "one")
-    assert main(words) == 0
+    assert merged(folder, target) == 0
     assert "made with Llama2Tokenizer one.model (9 ids" in capsys.readouterr().out
     assert read_fingerprint(target) == read_fingerprint(folder / "a") is not None
     made(folder / "c", None)
-    assert main(words) == 0
+    assert merged(folder, target) == 0
     assert "an unknown tokenizer: not all of them say" in capsys.readouterr().out
     assert read_fingerprint(target) is None
     made(folder / "d", "two")
-    assert main(words) == 2
-    err = capsys.readouterr().err
-    assert f"{folder / 'a'}.bin was made with Llama2Tokenizer one.model" in err
-    assert f"{folder / 'd'}.bin with Llama2Tokenizer two.model" in err
-    assert err.count("\n") == 1
+    told = [
+        f"{folder / name}.bin ... {model}.model" for name, model in (("a", "one"), ("d", "two"))
+    ]
+    refused(lambda: merged(folder, target), *told)

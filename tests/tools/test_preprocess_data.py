@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,9 @@ import pytest
 from data import corpus
 from data.sources import Piece
 from tests.helpers.corpora import corpus_bytes, read_corpus
-from tools import preprocess_data, train_tokenizer
+from tests.helpers.refusals import refused
+from tests.helpers.scripts import run_script
+from tools import preprocess_data
 from tools.preprocess_data import main
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
@@ -26,27 +26,26 @@ def write_lines(path: Path, *entries: object) -> Path:
     return path
 
 
+def preprocess(source: object, *flags: str, workers: int = 1) -> int:
+    """Into the prefix `out` beside the source, unless `flags` name another."""
+    out = ["--output-prefix", str(Path(str(source)).with_name("out"))]
+    return main(["--input", str(source), *out, "--workers", str(workers), *NULL, *flags])
+
+
 def test_documents_in_order_with_their_ends(tmp_path: Path) -> None:
     entries = [{"text": "1 2 3"}, {"text": ""}, {"text": ["4", "", "5 6"]}]
     path = write_lines(tmp_path / "a.jsonl", *entries)
-    flags = ["--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "1"]
-    assert main(["--input", str(path), *flags, *NULL]) == 0
-    assert read_corpus(tmp_path / "out_text_document") == [[[1, 2, 3, EOD]], [], [[4], [5, 6, EOD]]]
-
-
-def test_without_ends(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"text": "1 2"})
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main(["--input", str(path), *flags, *NULL]) == 0
-    assert read_corpus(tmp_path / "out_text_document") == [[[1, 2]]]
+    for flags, end in (((), []), (("--append-eod",), [EOD])):
+        assert preprocess(path, *flags) == 0
+        expected = [[[1, 2, 3, *end]], [], [[4], [5, 6, *end]]]
+        assert read_corpus(tmp_path / "out_text_document") == expected
 
 
 def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"title": "1", "body": "2 3"})
     (tmp_path / "b.txt").write_text("4\n5\n")
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    keys = ["--json-keys", "title", "body"]
-    assert main(["--input", str(path), str(tmp_path / "b.txt"), *keys, *flags, *NULL]) == 0
+    more = [str(path), str(tmp_path / "b.txt")]
+    assert preprocess(path, "--input", *more, "--json-keys", "title", "body") == 0
     assert read_corpus(tmp_path / "out_title_document") == [[[1]], [[4, 5]]]
     assert read_corpus(tmp_path / "out_body_document") == [[[2, 3]], [[4, 5]]]
 
@@ -55,15 +54,9 @@ def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> Non
 def test_workers_write_the_same_bytes_and_report_progress(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *({"text": f"{i} {i + 1}"} for i in range(300)))
     for workers in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "tools/preprocess_data.py", "--input", str(path),
-             "--output-prefix", str(tmp_path / workers), "--workers", workers,
-             "--log-interval", "100", *NULL],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=False,
-        )  # fmt: skip
+        flags = ["--output-prefix", tmp_path / workers, "--workers", workers]
+        words = ["--input", path, *flags, "--log-interval", "100", *NULL]
+        done = run_script(["tools/preprocess_data.py", *words])
         assert done.returncode == 0, done.stderr
         lines = done.stderr.splitlines()
         assert [line.split()[1] for line in lines] == ["300", "300"], "a batch holds them all"
@@ -85,39 +78,27 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, message: str
-) -> None:
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "1"}\n\n' + line + b'\n{"text": "2"}\n')
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main(["--input", str(path), *flags, *NULL]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"preprocess_data.py: error: {path}, ")
-    assert message in err
-    assert err.count("\n") == 1
+    refused(lambda: preprocess(path), f"{path}, {message}")
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.process
-def test_a_worker_names_the_bad_line_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_names_the_bad_line_too(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "1"}\n' * 200 + b"{\n" + b'{"text": "1"}\n' * 200)
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "2"]
-    assert main(["--input", str(path), *flags, *NULL]) == 2
-    err = capfd.readouterr().err
-    assert "line 201 is not valid JSON" in err
-    assert err.count("\n") == 1
+    refused(lambda: preprocess(path, workers=2), f"{path}, line 201 is not valid JSON")
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     good = write_lines(tmp_path / "a.jsonl", {"text": "1 2"})
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", *NULL]
-    assert main(["--input", str(good), *flags]) == 0
+    assert preprocess(good) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     good.write_bytes(good.read_bytes() + b"{\n")
-    assert main(["--input", str(good), *flags]) == 2
+    refused(lambda: preprocess(good), f"{good}, line 2")
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {**after, "a.jsonl": b""} == {**before, "a.jsonl": b""}
 
@@ -142,14 +123,10 @@ def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    tmp_path: Path, flags: list[str], message: str
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": "1", "empty": ""})
-    base = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    assert main([*base, *NULL, *flags]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
+    refused(lambda: preprocess(path, *flags), message)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -211,10 +188,7 @@ def test_finished_partitions_are_not_done_again(
 
     monkeypatch.setattr(preprocess_data, "encoded_batches", counted)
     capsys.readouterr()
-    assert main([*base, "--append-eod"]) == 2
-    assert "holds partitions of a run with another input, tokenizer or flags" in (
-        capsys.readouterr().err
-    )
+    refused(lambda: main([*base, "--append-eod"]), f"{folder} holds partitions")
     assert main(base) == 0
     assert len(read) == 2
     assert "partition 2 of 4 is done already" in capsys.readouterr().err
@@ -226,14 +200,12 @@ def test_a_long_text_is_one_sequence_with_one_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
-    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)))
     (tmp_path / "b.txt").write_text("3 4")
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", "--append-eod"]
-    assert main(["--input", f"{tmp_path}/*.txt", *flags, *NULL]) == 0
-    assert read_corpus(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
-    (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)) + " " * 500)
-    assert main(["--input", f"{tmp_path}/*.txt", *flags, *NULL]) == 0
-    assert read_corpus(tmp_path / "out_text_document") == [[[*range(200), EOD]], [[3, 4, EOD]]]
+    for blanks in ("", " " * 500):
+        (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)) + blanks)
+        assert preprocess(f"{tmp_path}/*.txt", "--append-eod") == 0
+        expected = [[[*range(200), EOD]], [[3, 4, EOD]]]
+        assert read_corpus(tmp_path / "out_text_document") == expected
 
 
 def test_malformed_lines_are_counted_and_left_out(
@@ -241,22 +213,16 @@ def test_malformed_lines_are_counted_and_left_out(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "1"}\n{\n{"text": "2"}\n{"body": ""}\n\xff\n[]\n{"text": "3"}')
-    flags = ["--output-prefix", str(tmp_path / "out"), "--workers", "1", "--skip-malformed"]
-    assert main(["--input", str(path), *flags, *NULL]) == 0
+    assert preprocess(path, "--skip-malformed") == 0
     assert read_corpus(tmp_path / "out_text_document") == [[[1]], [[2]], [[3]]]
     out = capsys.readouterr().out
     assert f"skipped 4 malformed documents: {path}, line 2 is not valid JSON" in out
     assert "; ..." in out
 
 
-def test_llama2_begins_every_text(tmp_path: Path) -> None:
-    prefix = tmp_path / "spm"
-    source = tmp_path / "source.txt"
-    source.write_text(Path(json.__file__).with_name("decoder.py").read_text())
-    train = ["--input", str(source), "--output-prefix", str(prefix), "--vocab-size", "400"]
-    assert train_tokenizer.main(train) == 0
+def test_llama2_begins_every_text(pieces: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"text": ["a b", "", "c"]}, {"text": ""})
-    model = ["--tokenizer-model", f"{prefix}.model", "--append-eod"]
+    model = ["--tokenizer-model", str(pieces), "--append-eod"]
     flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     assert main([*flags, "--tokenizer-type", "Llama2Tokenizer", *model]) == 0
     with_beginning = read_corpus(tmp_path / "out_text_document")

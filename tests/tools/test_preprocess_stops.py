@@ -7,54 +7,45 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import HANGS_AFTER
-from tests.tools.test_preprocess_data import NULL, both_files, lines_file
-from tools.preprocess_data import main
+from tests.helpers.processes import children, lives, wait_for
+from tests.helpers.ranks import HANGS_AFTER, ROOT
+from tests.tools.test_preprocess_data import NULL, both_files, lines_file, preprocess
 
 pytestmark = pytest.mark.process
 
 
-def start(*flags: str, **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "tools/preprocess_data.py", *flags],
-        cwd=Path(__file__).parents[2],
+def start(text: Path, prefix: Path, *flags: str, **options: object) -> subprocess.Popen[str]:
+    """Preprocessing; unless it has other flags, two workers have begun and say how far they are."""
+    reads = flags or ("--workers", "2", "--log-interval", "1000")
+    words = ["--input", str(text), "--output-prefix", str(prefix), *reads, *NULL]
+    process = subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *words],
+        cwd=ROOT,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         **options,  # type: ignore[call-overload]
     )
+    if not flags:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("Processed")
+    return process
 
 
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    with_spawn = [int(word) for word in text.split()]
-    return [
-        child
-        for child in with_spawn
-        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-    ]
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + HANGS_AFTER
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def workers_of(pid: int) -> list[int]:
+    spawned = ((child, Path(f"/proc/{child}/cmdline")) for child in children(pid))
+    return [child for child, command in spawned if "spawn_main" in command.read_text()]
 
 
 @pytest.fixture
 def good_files(tmp_path: Path) -> Path:
-    lines_file(tmp_path / "good.jsonl", 10)
-    prefix = tmp_path / "out" / "x"
-    flags = ["--output-prefix", str(prefix), "--workers", "1", *NULL]
-    assert main(["--input", str(tmp_path / "good.jsonl"), *flags]) == 0
+    text, prefix = lines_file(tmp_path / "good.jsonl", 10), tmp_path / "out" / "x"
+    assert preprocess(text, "--output-prefix", str(prefix)) == 0
     return prefix
 
 
@@ -62,12 +53,8 @@ def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     tmp_path: Path, good_files: Path
 ) -> None:
     before = both_files(good_files)
-    lines_file(tmp_path / "a.jsonl", 400_000)
-    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
-                    "--workers", "2", "--log-interval", "1000", *NULL)  # fmt: skip
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("Processed")
-    os.kill(children(process.pid)[0], signal.SIGKILL)
+    process = start(lines_file(tmp_path / "a.jsonl", 400_000), good_files)
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     _, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode == 2
     last = err.splitlines()[-1]
@@ -82,12 +69,8 @@ def test_stopping_it_is_one_line_and_leaves_no_worker(
     tmp_path: Path, good_files: Path, stop: signal.Signals
 ) -> None:
     before = both_files(good_files)
-    lines_file(tmp_path / "a.jsonl", 400_000)
-    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
-                    "--workers", "2", "--log-interval", "1000", *NULL)  # fmt: skip
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("Processed")
-    workers = children(process.pid)
+    process = start(lines_file(tmp_path / "a.jsonl", 400_000), good_files)
+    workers = workers_of(process.pid)
     assert len(workers) == 2
     process.send_signal(stop)
     _, err = process.communicate(timeout=HANGS_AFTER)
@@ -96,19 +79,15 @@ def test_stopping_it_is_one_line_and_leaves_no_worker(
     assert "Traceback" not in err
     assert both_files(good_files) == before
     assert len(list(good_files.parent.iterdir())) == 3
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert not any(map(lives, workers))
 
 
 def test_workers_leave_when_the_first_process_is_killed(tmp_path: Path) -> None:
-    lines_file(tmp_path / "a.jsonl", 400_000)
-    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "x"),
-                    "--workers", "2", "--log-interval", "1000", *NULL)  # fmt: skip
-    assert process.stderr is not None
-    assert process.stderr.readline().startswith("Processed")
-    workers = children(process.pid)
+    process = start(lines_file(tmp_path / "a.jsonl", 400_000), tmp_path / "x")
+    workers = workers_of(process.pid)
     process.kill()
     process.communicate(timeout=HANGS_AFTER)
-    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    wait_for(lambda: not any(map(lives, workers)))
     assert not list(tmp_path.glob("*.idx"))
 
 
@@ -117,10 +96,9 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
 ) -> None:
     """Simulated by a limit on file sizes: the system's error differs only in its number."""
     before = both_files(good_files)
-    lines_file(tmp_path / "a.jsonl", 50_000)
+    text = lines_file(tmp_path / "a.jsonl", 50_000)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (65536, 65536))
-    process = start("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(good_files),
-                    "--workers", "1", *NULL, preexec_fn=limit)  # fmt: skip
+    process = start(text, good_files, "--workers", "1", preexec_fn=limit)
     _, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode == 1
     assert f"{good_files}_text_document.bin cannot be written: File too large" in err

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.planning.machine.machine import BandwidthSource, Device, LinkSpeed, Machine
+from paro.planning.machine.machine import (
+    BandwidthSource,
+    Device,
+    LinkSpeed,
+    Machine,
+    bits_per_second,
+)
 from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
@@ -31,6 +37,11 @@ def speed(gigabits: float, latency: float = 0.0) -> LinkSpeed:
         latency_seconds=latency,
         bandwidth_source=BandwidthSource.TYPED,
     )
+
+
+def link(rate: str) -> LinkSpeed:
+    """A link of a rate such as 100mbit, without latency."""
+    return speed(bits_per_second(rate) / 1e9)
 
 
 def machine(*, intra: float = 2000, inter: float = 100, **changes: Any) -> Machine:

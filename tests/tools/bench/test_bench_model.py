@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tools.bench.bench_model import (
     Result,
@@ -211,25 +212,13 @@ def test_a_ratio_is_the_median_of_neighbours_in_time() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--contenders", "ours,what"], "--contenders knows ours, .* not what"),
-        (["--num-attention-heads", "3"], "--hidden-size 16 is not divisible by --num-attention-h"),
+        (["--contenders", "ours,what"], "--contenders ... ours, ... not what"),
+        (["--num-attention-heads", "3"], "--hidden-size 16 ... --num-attention-heads 3"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--clip-grad", "-1"], "--clip-grad -1.0 is not a norm; 0 turns clipping off"),
         (["--clip-grad", "nan"], "--clip-grad nan is not a norm"),
         (["--json", "nowhere/figures.json"], "--json nowhere/figures.json cannot be written"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
-    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*TINY, *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"bench_model.py: error: {told}", line), line
-
-
-@pytest.mark.process
-def test_the_script_leaves_with_status_2_after_a_mistake() -> None:
-    done = run_script([SCRIPT, *TINY, "--contenders", "what"])
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stdout == ""
+def test_a_mistake_is_one_line_and_status_2(flags: list[str], told: str) -> None:
+    refused(lambda: main([*TINY, *flags]), told)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tools.bench import bench_reporting
 from tools.bench.bench_reporting import costs, is_reported, main
@@ -46,5 +46,4 @@ def test_every_second_step_is_reported(
 
 
 def test_too_few_rounds_are_a_mistake() -> None:
-    with pytest.raises(UserError, match="--rounds 0 must be at least 1"):
-        main(["--rounds", "0"])
+    refused(lambda: main(["--rounds", "0"]), "--rounds 0 must be at least 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tools.bench.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
 from tools.bench.gpu_check import running, suites
@@ -103,8 +103,7 @@ def test_speed_ends_within_its_part(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("content", ["{", "[1]", '{"a": 3}', '{"a": {}}'])
 def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> None:
     (tmp_path / RESULTS).write_text(content)
-    with pytest.raises(UserError, match=r"^--out .* is damaged, give another folder: "):
-        read_results(tmp_path)
+    refused(lambda: read_results(tmp_path), "--out ... is damaged, give another folder:")
 
 
 @pytest.mark.parametrize(
@@ -130,20 +129,15 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
         ("", "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"),
     ],
 )
-def test_a_mistake_is_one_line(
-    flags: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_line(flags: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.bench.check_gpu.ask_torch", lambda: Found(torch="2.13", gpus=0))
-    assert main(flags.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    refused(lambda: main(flags.split()), message)
 
 
 def test_an_old_gpu_is_refused_before_anything_runs() -> None:
     args = make_parser().parse_args([])
     found = Found(torch="2.11.0", gpus=1, name="Tesla V100", bytes=2**34, capability=(7, 0))
-    with pytest.raises(UserError, match=r"Tesla V100 has compute capability 7.0: 8.0 is needed"):
-        check_machine(found, args)
+    refused(lambda: check_machine(found, args), "Tesla V100 ... 7.0: 8.0 is needed")
     check_machine(Found(torch="2.11.0", gpus=1, name="A100", bytes=2**35, capability=(8, 0)), args)
 
 
@@ -226,12 +220,13 @@ def test_a_cpu_s_resident_memory_proves_nothing() -> None:
 
 def test_what_a_failure_says() -> None:
     text = "Traceback (most recent call last):\n  File x\nRuntimeError: NCCL is old\nelapsed 3\n"
-    assert (
-        Ended(status=1, output=text, seconds=1.0).failure == "status 1: RuntimeError: NCCL is old"
-    )
     line = "pretrain_llama.py: error: --lr: no number"
-    assert Ended(status=2, output=f"{line}\nbye\n", seconds=1.0).failure == f"status 2: {line}"
-    assert Ended(status=0, output=text, seconds=1.0).failure is None
+    for status, output, failure in (
+        (1, text, "status 1: RuntimeError: NCCL is old"),
+        (2, f"{line}\nbye\n", f"status 2: {line}"),
+        (0, text, None),
+    ):
+        assert Ended(status=status, output=output, seconds=1.0).failure == failure
 
 
 def test_the_largest_model_follows_the_gpu_s_memory() -> None:

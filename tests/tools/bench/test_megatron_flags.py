@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import ROOT
+from tests.helpers.refusals import refused
 from tools.bench.megatron.page import page, rule_lines
 from tools.bench.megatron_flags import (
     command_line,
@@ -112,16 +113,11 @@ def test_the_page_says_what_the_rules_do() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("has_configurations", [False, True])
 def test_a_folder_that_is_no_checkout_is_one_line(
-    has_configurations: bool,
-    checkout: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    has_configurations: bool, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_configurations:
         (tmp_path / "tests").symlink_to(checkout / "tests")
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert main([str(tmp_path), "--output", str(tmp_path / "page.md")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ("is no checkout of git's" if has_configurations else "give a checkout") in line
+    words = [str(tmp_path), "--output", str(tmp_path / "page.md")]
+    refused(lambda: main(words), "checkout of git" if has_configurations else "give a checkout")
     assert not (tmp_path / "page.md").exists()

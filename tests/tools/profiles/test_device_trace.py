@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.tools.test_draw_profile import refused, write_trace
+from tests.helpers.refusals import refused
+from tests.tools.test_draw_profile import drawn_of, write_trace
 from tools.draw_profile import main
 from tools.profiles.device import Work, overlap, union
 from tools.profiles.device_report import blocks
@@ -176,7 +177,7 @@ def test_intervals() -> None:
     assert overlap(some, [(2.0, 5.5), (5.75, 9.0)]) == 1.75
 
 
-def test_a_damaged_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace_is_one_line(tmp_path: Path) -> None:
     whole = on_gpu(GEMM, 1010, 1020, 7)
     no_time = on_gpu("ProfilerStep#0", 0, 1e-320, 7, "gpu_user_annotation")
     bad = {
@@ -188,11 +189,9 @@ def test_a_damaged_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     for name, (events, message) in bad.items():
         path = write_trace(tmp_path / name, *events)
-        told = refused(capsys, path)
-        assert str(path) in told
-        assert message in told
+        refused(drawn_of(path), str(path), message)
     path.write_text(json.dumps({"traceEvents": [whole]}))
-    assert "no step of a training" in refused(capsys, path)
+    refused(drawn_of(path), "no step of a training")
     on_cpu = write_trace(tmp_path / "cpu.json", rank=0)
     on_device = write_trace(tmp_path / "gpu.json", *gpu_events(), rank=1)
-    assert "traces of CPU and of GPU ranks" in refused(capsys, on_cpu, on_device)
+    refused(drawn_of(on_cpu, on_device), "traces of CPU and of GPU ranks")

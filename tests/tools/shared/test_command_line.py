@@ -9,6 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from paro.errors import RunError, UserError
+from tests.helpers.refusals import refused
+from tests.helpers.scripts import run_script
 from tools.shared.command_line import Parser, RankParser, status_of
 
 
@@ -16,17 +18,29 @@ def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     parser = Parser(prog="tool.py")
     command = parser.add_subparsers().add_parser("measure")
     command.add_argument("--rounds", type=int)
-    with pytest.raises(SystemExit) as end:
-        parser.error("two\n  lines")
-    assert (end.value.code, capsys.readouterr().err) == (2, "tool.py: error: two lines\n")
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args(["measure", "--rounds", "many"])
-    told = capsys.readouterr().err
-    assert (end.value.code, told.count("\n")) == (2, 1)
-    assert told.startswith("tool.py: error: argument --rounds")
     with pytest.raises(SystemExit):
-        parser.parse_args(["measure", "--\x1b[2J"])
-    assert "\\x1b[2J" in capsys.readouterr().err
+        parser.error("two\n  lines")
+    assert capsys.readouterr().err == "tool.py: error: two lines\n"
+    refused(lambda: parser.parse_args(["measure", "--rounds", "many"]), "argument --rounds")
+    refused(lambda: parser.parse_args(["measure", "--\x1b[2J"]), "\\x1b[2J")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "tool",
+    [
+        "bench/bench_model",
+        "convert_checkpoint",
+        "generate",
+        "inspect_checkpoint",
+        "inspect_dataset",
+    ],
+)
+def test_a_script_prints_the_line_and_leaves_with_status_2(tool: str) -> None:
+    done = run_script([f"tools/{tool}.py", "--no-such-flag"])
+    assert refused(done)
+    assert done.stderr.startswith(f"{Path(tool).name}.py: error: ")
+    assert done.stdout == ""
 
 
 def test_flags_are_whole_and_a_description_keeps_its_lines(
@@ -70,32 +84,23 @@ def test_a_bug_is_raised(bug: Exception) -> None:
 
 @pytest.mark.parametrize("path", [f"a/{'x' * 256}", "a/" * 2100, f"{'ä' * 128}/b"])
 @pytest.mark.parametrize("flag", ["--file", "--text", "--several"])
-def test_a_path_beyond_the_systems_limits_is_refused(
-    flag: str, path: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_beyond_the_systems_limits_is_refused(flag: str, path: str) -> None:
     parser = Parser(prog="tool.py")
     parser.add_argument("--file", type=Path)
     parser.add_argument("--text", metavar="PREFIX")
     parser.add_argument("--several", nargs="+", type=Path)
     parser.parse_args([flag, f"a/{'x' * 255}"])
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args([flag, path])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"tool.py: error: argument {flag}: too long: ")
+    refused(lambda: parser.parse_args([flag, path]), f"{flag}: too long")
 
 
 @pytest.mark.parametrize(
     "words", [["--file", ""], ["--text="], ["--several", "a", ""], ["--input", "a", ""]], ids=str
 )
-def test_an_empty_path_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_path_is_refused(words: list[str]) -> None:
     parser = Parser(prog="tool.py")
     parser.add_argument("--file", type=Path, default=Path())
     parser.add_argument("--text", metavar="PREFIX")
     parser.add_argument("--several", nargs="+", type=Path)
     parser.add_argument("--input", nargs="+", metavar="SOURCE")
     assert parser.parse_args(["--file", "."]).file == Path()
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args(words)
-    assert end.value.code == 2
-    flag = words[0].removesuffix("=")
-    assert capsys.readouterr().err == f"tool.py: error: argument {flag}: the path is empty\n"
+    refused(lambda: parser.parse_args(words), f"{words[0].removesuffix('=')}: the path is empty")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tools.shared.device import device_of
 
 
@@ -45,5 +45,4 @@ def test_a_device_that_is_not(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, name: str, told: str
 ) -> None:
     having(monkeypatch, num_gpus)
-    with pytest.raises(UserError, match=told):
-        device_of(name)
+    refused(lambda: device_of(name), told)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.refusals import refused
-from tests.tools.test_generate import SIZES, TEXT, save_untrained
+from tests.tools.conftest import TEXT
+from tests.tools.untrained import SIZES, save_untrained
 from tools.convert_checkpoint import main as convert
 from tools.train_tokenizer import main as train_tokenizer
 

@@ -1,0 +1,21 @@
+"""A tokenizer for tests of several tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.train_tokenizer import main as train_tokenizer
+
+TEXT = "def main() -> None:\n    print('naïve 雪 text')\n" * 40
+
+
+@pytest.fixture(scope="session")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model of 300 pieces, trained on TEXT."""
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    given = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "pieces")]
+    assert train_tokenizer([*given, "--vocab-size", "300"]) == 0
+    return folder / "pieces.model"
