@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from model import attention
 from model.attention import Documents, as_varlen, attend, check_attention, documents_of, varlen_for
 from model.config import AttentionBackend, LlamaConfig
-from paro.errors import UserError
+from tests.helpers.refusals import refused
+from tests.model.values import all_near, assert_near, normal
 
 CONFIG = LlamaConfig(
     num_layers=1,
@@ -32,21 +33,21 @@ CPU = torch.device("cpu")
 
 def heads(num_heads: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """[B, S, N, H] with two samples of odd length."""
-    generator = torch.Generator().manual_seed(seed)
-    x_BSNH = torch.randn(3, 7, num_heads, 6, generator=generator).to(dtype)
-    return x_BSNH.requires_grad_()
+    return normal(3, 7, num_heads, 6, seed=seed, dtype=dtype).requires_grad_()
 
 
-def defined(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, apart: bool) -> Tensor:
-    """Attention by its definition, in fp32; with documents apart if asked for."""
+def defined(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: Sequence[int] | None
+) -> Tensor:
+    """Attention by its definition, in fp32; with documents of these lengths apart."""
     repeats = q_BSNH.shape[2] // k_BSKH.shape[2]
     q, k, v = (x.float().transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
     k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    seq = q.shape[2]
+    batch, _, seq, _ = q.shape
     seen = torch.ones(seq, seq, dtype=torch.bool).tril()[None]
-    if apart:
-        number_BS = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-        number_BS = number_BS.view(3, seq)
+    if lengths is not None:
+        number_BS = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        number_BS = number_BS.view(batch, seq)
         seen = seen & (number_BS[:, :, None] == number_BS[:, None])
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     return (scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1) @ v).transpose(1, 2)
@@ -56,16 +57,12 @@ def compare(
     run: Callable[[Tensor, Tensor, Tensor], Tensor], apart: bool, dtype: torch.dtype, groups: int
 ) -> None:
     results = []
-    for function in (run, lambda *qkv: defined(*qkv, apart)):
+    for function in (run, lambda *qkv: defined(*qkv, LENGTHS if apart else None)):
         leaves = heads(4, 1, dtype), heads(groups, 2, dtype), heads(groups, 3, dtype)
         out = function(*leaves)
         out.backward(heads(4, 4, out.dtype).detach())
         results.append([out, *(leaf.grad for leaf in leaves)])
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for found, wanted in zip(*results, strict=True):
-        assert found is not None
-        assert wanted is not None
-        assert (found.float() - wanted.float()).abs().max() <= tolerance * wanted.abs().max()
+    all_near(*results, within=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -195,8 +192,7 @@ def test_documents_in_one_call_on_a_gpu(groups: int) -> None:
     assert documents is not None
     assert varlen_for(q, "auto") is not None
     found = attend(q, k, v, "auto", documents)
-    wanted = defined(q.cpu(), k.cpu(), v.cpu(), apart=True)
-    assert (found.cpu().float() - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+    assert_near(found.cpu(), defined(q.cpu(), k.cpu(), v.cpu(), LENGTHS), within=2e-2)
 
 
 def test_the_kernel_is_tried_and_named() -> None:
@@ -204,5 +200,4 @@ def test_the_kernel_is_tried_and_named() -> None:
     math = replace(CONFIG, attention_backend="unfused")
     assert check_attention(math, torch.bfloat16, CPU) == "unfused, matrix products and a softmax"
     fused = replace(CONFIG, attention_backend="fused")
-    with pytest.raises(UserError, match="--attention-backend fused: cuDNN does not compute heads"):
-        check_attention(fused, torch.float32, CPU)
+    refused(lambda: check_attention(fused, torch.float32, CPU), "--attention-backend fused")

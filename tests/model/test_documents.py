@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.config import LlamaConfig, RecomputeConfig
 from model.flops import flops_per_token
 from model.llama import Llama
+from tests.model.test_attention import defined
 from tests.model.test_llama import CONFIGS, build
 
 LENGTHS = (5, 1, 10, 16, 7, 9)  # of three samples of 16 tokens
@@ -69,29 +68,12 @@ def test_documents_apart_are_documents_alone(name: str, recompute: RecomputeConf
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-5)
 
 
-def masked_attention(config: LlamaConfig) -> Any:
-    """Attention with the mask of Megatron's --reset-attention-mask, for comparison."""
-    documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    documents_BS = documents.view(SAMPLES, S)
-    visible = documents_BS[:, :, None] == documents_BS[:, None, :]
-    visible = (visible & torch.ones(S, S, dtype=torch.bool).tril())[:, None]
-    repeats = config.num_attention_heads // config.num_query_groups
-
-    def core(q: Tensor, k: Tensor, v: Tensor, _documents: object) -> Tensor:
-        k, v = (part.repeat_interleave(repeats, dim=2) for part in (k, v))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
-
-    return core
-
-
 def test_attention_alone_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions continue if only the attention mask is reset."""
-    config = CONFIGS["gqa of 2"]
-    model = build(config)
+    model = build(CONFIGS["gqa of 2"])
     ours = model(*draw(), document_lengths=LENGTHS)
     for block in model.blocks:
-        monkeypatch.setattr(block, "attend", masked_attention(config))
+        monkeypatch.setattr(block, "attend", lambda q, k, v, _documents: defined(q, k, v, LENGTHS))
     torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
 
 

@@ -8,33 +8,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.embedding import Embedding
+from tests.model.values import Sink, normal
 from tests.paro.planning.lone_rank import allocated_at_most
 
 V, D = 60, 20
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-class Sink:
-    """A buffer that held threes, and how often it was opened and closed."""
-
-    def __init__(self, dtype: torch.dtype, *, rows: int = V, adds: bool = False) -> None:
-        self.buffer, self.adds = torch.full((rows, D), 3.0, dtype=dtype), adds
-        self.calls: list[str] = []
-
-    def open(self) -> tuple[Tensor, bool]:
-        self.calls.append("open")
-        return self.buffer, self.adds
-
-    def close(self) -> None:
-        self.calls.append("close")
+def threes(dtype: torch.dtype, *, rows: int = V, adds: bool = False) -> Sink:
+    return Sink(torch.full((rows, D), 3.0, dtype=dtype), adds=adds)
 
 
 def with_sink(sink: Sink, *, dtype: torch.dtype = FP32, first_row: int | None = None) -> Embedding:
     """All rows, or those of the sink from `first_row` on."""
     model = Embedding()
     first = first_row or 0
-    whole_VD = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
-    rows_VD = whole_VD[first : first + sink.buffer.shape[0]]
+    rows_VD = normal(V, D, seed=5)[first : first + sink.buffer.shape[0]]
     model.weight = torch.nn.Parameter(rows_VD.to(dtype))
     model.first_row = first
     model.weight.grad_sink = sink  # type: ignore[attr-defined]
@@ -52,7 +41,7 @@ def some(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("dtype", "kind"), [(FP32, FP32), (BF16, FP32), (BF16, BF16)])
 def test_a_sink_gets_torchs_gradient(dtype: torch.dtype, kind: torch.dtype, adds: bool) -> None:
     tokens_BS, grad_BSD = some(dtype)
-    sink = Sink(kind, adds=adds)
+    sink = threes(kind, adds=adds)
     model = with_sink(sink, dtype=dtype)
     x_BSD = model(tokens_BS)
     plain = model.weight.detach().clone().requires_grad_()
@@ -73,7 +62,7 @@ def test_a_sink_gets_torchs_gradient(dtype: torch.dtype, kind: torch.dtype, adds
 @pytest.mark.parametrize("first_row", [0, 7, 50])
 def test_a_slices_sink_gets_the_gradients_of_its_own_tokens(first_row: int) -> None:
     tokens_BS, grad_BSD = some(FP32)
-    sink = Sink(FP32, rows=10)
+    sink = threes(FP32, rows=10)
     x_BSD = with_sink(sink, first_row=first_row).look_up_slice(tokens_BS)
     x_BSD.backward(grad_BSD)
     whole = torch.zeros(V, D).index_add_(0, tokens_BS.flatten(), grad_BSD.flatten(0, 1))
@@ -83,13 +72,13 @@ def test_a_slices_sink_gets_the_gradients_of_its_own_tokens(first_row: int) -> N
 
 def test_no_gradient_of_the_weights_size_is_made() -> None:
     tokens_BS, grad_BSD = (tensor[:, :1] for tensor in some(FP32))
-    x_BSD = with_sink(Sink(FP32))(tokens_BS)
+    x_BSD = with_sink(threes(FP32))(tokens_BS)
     assert allocated_at_most(lambda: x_BSD.backward(grad_BSD)) < V * D * 4
 
 
 def test_a_frozen_weights_sink_stays_closed() -> None:
     tokens_BS, _ = some(FP32)
-    sink = Sink(FP32)
+    sink = threes(FP32)
     model = with_sink(sink)
     with torch.no_grad():
         model(tokens_BS)

@@ -19,7 +19,8 @@ from model.fp8 import Fp8, Operand, Scaled, operand
 from model.llama import Llama, Places
 from model.rotary import rotations
 from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
-from tests.model.test_fusion import CONFIG, normal
+from tests.model.test_fusion import CONFIG
+from tests.model.values import normal
 
 SHAPES = [(1, 7), (3, 5, 37), (130, 200)]  # parts of a tile, and several
 SPECIAL = [None, 0.0, float("nan"), -float("nan"), float("inf"), -float("inf")]

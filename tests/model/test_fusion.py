@@ -27,6 +27,7 @@ from tests.helpers.triton_kernels import (
     run_apart,
     skip_on_gpus,
 )
+from tests.model.values import assert_near, normal
 
 CPU = torch.device("cpu")
 ALL = Fusions()
@@ -51,16 +52,10 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(dtype)
-
-
 def assert_close(found: Tensor, wanted: Tensor) -> None:
     """To the rounding of their type, relative to the largest."""
     assert found.dtype == wanted.dtype
-    error = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
-    assert error <= TOLERANCE[wanted.dtype], float(error)
+    assert_near(found, wanted, within=TOLERANCE[wanted.dtype])
 
 
 def compare(run: Callable[..., Tensor], leaves: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.layers import gated_linear, normed_linears, rms_norm, shared_norm
+from tests.model.values import assert_rounded
 
 B, S, D, FFN = 2, 5, 6, 7
 EPSILON = 1e-3
@@ -93,12 +94,7 @@ def test_low_precision_is_rounded_fp32(name: str, dtype: torch.dtype) -> None:
     outputs, grads = run(own, low)
     wanted = run(plain, [part.detach().float().requires_grad_() for part in low])
 
-    for value, exact in zip([*outputs, *grads], [*wanted[0], *wanted[1]], strict=True):
-        assert value is not None
-        assert exact is not None
-        assert value.dtype == dtype
-        error = torch.linalg.vector_norm(value.float() - exact)
-        assert error < 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(exact)
+    assert_rounded([*outputs, *grads], [*wanted[0], *wanted[1]], dtype)
 
 
 @pytest.mark.parametrize(

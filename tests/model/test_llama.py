@@ -15,6 +15,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
+from tests.model.values import assert_near
 
 B, S = 2, 64
 MHA = LlamaConfig(
@@ -96,11 +97,13 @@ def transformers_model(model: Llama) -> Any:
     return reference
 
 
-def assert_near(value: Tensor, wanted: Tensor, label: str) -> None:
-    """Equal to 1e-5 of the largest value."""
-    assert value.shape == wanted.shape, label
-    error = (value - wanted).abs().max() / wanted.abs().max()
-    assert error < 1e-5, f"{label}: {error:.1e}"
+def assert_trains_alike(model: Llama, reference: Llama) -> None:
+    """The loss and all gradients are near those of the reference."""
+    wanted_loss, wanted = train_once(reference)
+    loss, gradients = train_once(model)
+    assert_near(loss, wanted_loss, "loss")
+    for name, gradient in gradients.items():
+        assert_near(gradient, wanted[name], name)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -129,14 +132,10 @@ def test_equals_transformers(name: str) -> None:
 def test_is_one_graph_to_torch_compile(config: LlamaConfig) -> None:
     """No custom autograd breaks it, and loss and gradients are the same; runs no C++ compiler."""
     config = replace(config, num_layers=2)
-    eager = train_once(build(config))
     model = build(config)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
-    loss, gradients = train_once(model)
-    assert_near(loss, eager[0], "loss")
-    for key, wanted in eager[1].items():
-        assert_near(gradients[key], wanted, key)
+    assert_trains_alike(model, build(config))
 
 
 @pytest.mark.parametrize(

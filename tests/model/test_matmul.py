@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from model.matmul import (
     outputs,
     weight_grad,
 )
-from paro.errors import UserError
+from tests.helpers.refusals import refused
+from tests.model.values import Sink, all_near, assert_near, normal
 
 E4M3, HYBRID = Fp8("e4m3"), Fp8("hybrid")
 FORMATS = [pytest.param(E4M3, id="e4m3"), pytest.param(HYBRID, id="hybrid")]
@@ -34,10 +37,6 @@ def exact(tensor: Tensor, fp8: Fp8, *, is_grad: bool = False) -> Tensor:
     found = operand(tensor, fp8, is_grad=is_grad)
     assert isinstance(found, Scaled)
     return found.values.float() * found.scale
-
-
-def normal(*shape: int, seed: int, std: float = 1.0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * std
 
 
 @pytest.mark.parametrize("fp8", FORMATS)
@@ -87,10 +86,9 @@ def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype) -> None:
         "added": (input_grads(args[2], args[1], total_TD=total), 1.0 + grad8 @ weight8),
         "weight_grad": (weight_grad(args[2], args[0]), grad8.t() @ x8),
     }
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for name, (product, wanted) in found.items():
         assert product.dtype == dtype, name
-        assert (product.float() - wanted).abs().max() <= tolerance * wanted.abs().max(), name
+        assert_near(product, wanted, name, within=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 class _Rounded(torch.autograd.Function):
@@ -147,10 +145,7 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> No
         outs = run(*inputs)
         torch.autograd.backward(outs, [normal(*out.shape, seed=7) for out in outs])
         results.append([*outs, *(leaf.grad for leaf in inputs)])
-    for mine, reference in zip(*results, strict=True):
-        assert mine is not None
-        assert reference is not None
-        assert (mine - reference).abs().max() <= 1e-5 * reference.abs().max()
+    all_near(*results)
 
 
 @pytest.mark.gpu
@@ -167,15 +162,10 @@ def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8) -> None:
         args = [
             both(tensor.to(device), fp8, is_grad=tensor is grad) for tensor in (x, weight, grad)
         ]
-        results.append(
-            (
-                outputs(args[0], args[1]),
-                input_grads(args[2], args[1]),
-                weight_grad(args[2], args[0]),
-            )
-        )
-    for wanted, found in zip(*results, strict=True):
-        assert (found.cpu() - wanted).abs().max() <= 0.01 * wanted.abs().max()
+        grads = input_grads(args[2], args[1]), weight_grad(args[2], args[0])
+        results.append([made.cpu() for made in (outputs(args[0], args[1]), *grads)])
+    wanted, found = results
+    all_near(found, wanted, within=0.01)
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +173,8 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     check_matmul_types(None, torch.bfloat16, torch.device("cuda"))
     check_matmul_types("e4m3", torch.bfloat16, torch.device("cpu"))
-    with pytest.raises(UserError, match=r"8.9 or newer, and A100 has 8.0: leave it out"):
-        check_matmul_types("e4m3", torch.bfloat16, torch.device("cuda"))
+    old = partial(check_matmul_types, "e4m3", torch.bfloat16, torch.device("cuda"))
+    refused(old, "8.9 ... A100 has 8.0: leave it out")
 
 
 def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,23 +182,8 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
     for dtype in (torch.float16, torch.float32):
         check_matmul_types(None, dtype, torch.device("cuda"))
-    with pytest.raises(
-        UserError, match=r"--bf16 needs .* 8.0 or newer, and T4 has 7.5: give --fp16"
-    ):
-        check_matmul_types(None, torch.bfloat16, torch.device("cuda"))
-
-
-class Sink:
-    """Collects one gradient in a buffer."""
-
-    def __init__(self, buffer: Tensor, *, adds: bool) -> None:
-        self.buffer, self.adds, self.closed = buffer, adds, 0
-
-    def open(self) -> tuple[Tensor, bool]:
-        return self.buffer, self.adds
-
-    def close(self) -> None:
-        self.closed += 1
+    old = partial(check_matmul_types, None, torch.bfloat16, torch.device("cuda"))
+    refused(old, "--bf16 ... 8.0 ... T4 has 7.5: give --fp16")
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -239,13 +214,13 @@ def test_a_sink_gets_the_gradient(
     error = sink.buffer.float() - wanted.float() - (3.0 if adds else 0.0)
     assert error.abs().max() <= tolerance * wanted.abs().max()
     assert bool((flat[:5] == 3.0).all())
-    assert sink.closed == 1
+    assert sink.calls == ["open", "close"]
 
 
 def test_only_a_weight_with_a_sink_has_a_number() -> None:
     weights = [torch.ones(2, 3) for _ in range(3)]
     for weight in weights[:2]:
-        weight.grad_sink = _Nowhere()  # type: ignore[attr-defined]
+        weight.grad_sink = Sink(weight)  # type: ignore[attr-defined]
     number_weights(weights)
     first = weights[0].sink_number  # type: ignore[attr-defined]
     assert int(first) != int(weights[1].sink_number)  # type: ignore[attr-defined]
@@ -254,11 +229,3 @@ def test_only_a_weight_with_a_sink_has_a_number() -> None:
     number_weights(weights)
     assert weights[0].sink_number is first  # type: ignore[attr-defined]
     assert not hasattr(weights[1], "sink_number")
-
-
-class _Nowhere:
-    def open(self) -> tuple[Tensor, bool]:
-        raise AssertionError("no gradient was made")
-
-    def close(self) -> None:
-        raise AssertionError("no gradient was made")

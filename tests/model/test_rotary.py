@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -29,21 +28,6 @@ def test_frequencies_are_those_of_transformers(preset: str) -> None:
 
     torch.testing.assert_close(frequencies, reference.inv_freq, rtol=1e-6, atol=0.0)
     assert frequencies.shape == (config.kv_channels // 2,)
-
-
-def test_scaling_slows_long_waves_and_leaves_short_ones() -> None:
-    scaled = LLAMA_PRESETS["llama3.1-8B"]
-    plain = replace(scaled, use_rope_scaling=False)
-    ratios = inverse_frequencies(scaled) / inverse_frequencies(plain)
-    wavelengths = 2 * math.pi / inverse_frequencies(plain)
-
-    assert torch.all(ratios[wavelengths < 8192 / 4] == 1.0)
-    slow = ratios[wavelengths > 8192]
-    assert len(slow) > 0
-    torch.testing.assert_close(slow, torch.full_like(slow, 0.125))
-    between = ratios[(wavelengths > 8192 / 4) & (wavelengths < 8192)]
-    assert len(between) > 0
-    assert torch.all((between > 0.125) & (between < 1.0))
 
 
 @pytest.mark.parametrize("preset", ["7B", "llama3.1-8B"])
@@ -73,17 +57,6 @@ def test_each_pair_turns_by_its_angle() -> None:
     expected = torch.cat((pairs.real, pairs.imag), dim=-1)
 
     torch.testing.assert_close(_turned(x_BSNH), expected, rtol=0.0, atol=1e-6)
-
-
-def test_scores_depend_on_distance_alone() -> None:
-    q, k = torch.randn(2, 8, dtype=torch.float64)
-    q_SH, k_SH = (_turned(x.expand(1, 32, 1, 8))[0, :, 0] for x in (q, k))
-    scores_SS = q_SH @ k_SH.t()
-
-    for distance in (0, 1, 7):
-        along = scores_SS.diagonal(-distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0.0, atol=1e-5)
-    assert not torch.allclose(scores_SS.diagonal(0)[0], scores_SS.diagonal(-7)[0])
 
 
 def test_gradient() -> None:
