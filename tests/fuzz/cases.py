@@ -75,6 +75,18 @@ CHECKPOINT = "one-process/saved/iter_0000004"
 WORDS = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {set}/tokenizer.json"
 PREPROCESS = "tools/preprocess_data.py --input {set}/text.jsonl --workers 1"
 CONVERT = "tools/convert_checkpoint.py --make-vocab-size-divisible-by 4 --output {out}/back"
+PLAN = (
+    "tools/plan.py --llama-preset llama3.2-1B --seq-length 128 --world-size 2 "
+    "--micro-batch-size 1 --global-batch-size 4 --device-memory-gb 80 --paro-machine "
+    "{set}/machine.json"
+)
+TOKENIZE = f"{PREPROCESS} {WORDS} --output-prefix {{out}}/x"
+CONVERT_HF = f"{CONVERT} --from hf --to paro --input {{set}}/hf"
+INSPECT = f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}"
+INSPECT_SAVED = f"tools/inspect_checkpoint.py --load {SAVED}"
+CURVES = "tools/compare_curves.py {set}/iig/metrics.jsonl {set}/nng-bf16-async/metrics.jsonl"
+REPORT = "tools/report.py {set}/iig/metrics.jsonl --output {out}/report.html"
+MERGE = "tools/merge_datasets.py --output-prefix {out}/merged --input {set}"
 # Flags with which a real run may rightly be long or large; a dry run takes them all.
 LONG_FLAGS = (
     *("train_iters", "train_samples", "eval_iters", "global_batch_size", "micro_batch_size"),
@@ -86,27 +98,17 @@ LONG_FLAGS = (
 TARGETS: dict[str, Target] = {
     "flags": Target(f"{MOCK} {DRY}"),
     "flags of a run": Target(f"{MOCK} --train-iters 3", kept=LONG_FLAGS),
-    "flags of plan": Target(
-        "tools/plan.py --llama-preset llama3.2-1B --seq-length 128 --world-size 2 "
-        "--micro-batch-size 1 --global-batch-size 4 --device-memory-gb 80 --paro-machine "
-        "{set}/machine.json"
-    ),
-    "flags of preprocessing": Target(f"{PREPROCESS} {WORDS} --output-prefix {{out}}/x"),
-    "flags of conversion": Target(f"{CONVERT} --from hf --to paro --input {{set}}/hf"),
+    "flags of plan": Target(PLAN),
+    "flags of preprocessing": Target(TOKENIZE),
+    "flags of conversion": Target(CONVERT_HF),
     "flags of generation": Target(
         "tools/generate.py --load {set}/hf --prompt 1 --max-new-tokens 2"
     ),
-    "flags of inspect dataset": Target(
-        f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}"
-    ),
-    "flags of inspect checkpoint": Target(f"tools/inspect_checkpoint.py --load {SAVED}"),
-    "flags of curves": Target(
-        "tools/compare_curves.py {set}/iig/metrics.jsonl {set}/nng-bf16-async/metrics.jsonl"
-    ),
-    "flags of report": Target("tools/report.py {set}/iig/metrics.jsonl --output {out}/report.html"),
-    "flags of merge": Target(
-        "tools/merge_datasets.py --input {set}/parts --output-prefix {out}/merged"
-    ),
+    "flags of inspect dataset": Target(INSPECT),
+    "flags of inspect checkpoint": Target(INSPECT_SAVED),
+    "flags of curves": Target(CURVES),
+    "flags of report": Target(REPORT),
+    "flags of merge": Target(f"{MERGE}/parts"),
     "flags of profile": Target("tools/draw_profile.py {set}/trace.json"),
     "flags of gathering text": Target(
         "tools/gather_text.py --output {out}/text.jsonl --min-bytes 1000"
@@ -139,28 +141,15 @@ TARGETS: dict[str, Target] = {
         "--paro-machine {set}/machine.json",
         ("machine.json",),
     ),
-    "plan": Target(
-        "tools/plan.py --llama-preset llama3.2-1B --seq-length 128 --world-size 2 "
-        "--micro-batch-size 1 --global-batch-size 4 --device-memory-gb 80 "
-        "--paro-machine {set}/machine.json",
-        ("machine.json",),
-    ),
+    "plan": Target(PLAN, ("machine.json",)),
     "tokenizer": Target(
         f"{BASE} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model {{set}} {DRY}",
         ("tokenizer.json", "tokenizer_config.json"),
     ),
-    "text": Target(
-        "tools/preprocess_data.py --input {set}/text.jsonl --output-prefix {out}/x --workers 1 "
-        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {set}/tokenizer.json",
-        ("text.jsonl",),
-    ),
-    "inspect dataset": Target(
-        f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}",
-        ("corpus_text_document.idx", "corpus_text_document.bin"),
-    ),
+    "text": Target(TOKENIZE, ("text.jsonl",)),
+    "inspect dataset": Target(INSPECT, ("corpus_text_document.idx", "corpus_text_document.bin")),
     "inspect checkpoint": Target(
-        f"tools/inspect_checkpoint.py --load {SAVED}",
-        (f"{CHECKPOINT}/*.json", f"{CHECKPOINT}/.metadata"),
+        INSPECT_SAVED, (f"{CHECKPOINT}/*.json", f"{CHECKPOINT}/.metadata")
     ),
     "fingerprint": Target(
         f"tools/inspect_dataset.py --data-path {{set}}/words {WORDS}", ("words.tokenizer",)
@@ -198,38 +187,22 @@ TARGETS: dict[str, Target] = {
         "tools/generate.py --load {set}/hf --prompt-file {set}/prompts.txt --max-new-tokens 2",
         ("hf/*.json", "prompts.txt"),
     ),
-    "curves": Target(
-        "tools/compare_curves.py {set}/iig/metrics.jsonl {set}/nng-bf16-async/metrics.jsonl",
-        ("*/metrics.jsonl", "*/metrics.jsonl.run.json"),
-    ),
+    "curves": Target(CURVES, ("*/metrics.jsonl", "*/metrics.jsonl.run.json")),
     "metrics": Target(
         f"{RESUMED} --metrics-file {{set}}/one-process/metrics.jsonl",
         ("one-process/metrics.jsonl", "one-process/metrics.jsonl.run.json"),
         continues=True,
     ),
     "merge checked": Target(
-        "tools/merge_datasets.py --input {set}/checked --output-prefix {out}/merged",
-        ("checked/*.bin", "checked/*.crc"),
-        has_checksums=True,
+        f"{MERGE}/checked", ("checked/*.bin", "checked/*.crc"), has_checksums=True
     ),
-    "merge": Target(
-        "tools/merge_datasets.py --input {set}/parts --output-prefix {out}/merged",
-        ("parts/*.idx", "parts/*.bin"),
-    ),
-    "hugging face": Target(
-        "tools/convert_checkpoint.py --from hf --to paro --input {set}/hf --output {out}/back "
-        "--make-vocab-size-divisible-by 4",
-        ("hf/config.json", "hf/model.safetensors"),
-    ),
+    "merge": Target(f"{MERGE}/parts", ("parts/*.idx", "parts/*.bin")),
+    "hugging face": Target(CONVERT_HF, ("hf/config.json", "hf/model.safetensors")),
     "megatron": Target(
-        "tools/convert_checkpoint.py --from megatron --to paro --input {set}/megatron "
-        "--output {out}/back --make-vocab-size-divisible-by 4",
+        f"{CONVERT} --from megatron --to paro --input {{set}}/megatron",
         ("megatron/release/*/*", "megatron/latest*"),
     ),
-    "report": Target(
-        "tools/report.py {set}/iig/metrics.jsonl --output {out}/report.html",
-        ("iig/metrics.jsonl", "iig/metrics.jsonl.run.json"),
-    ),
+    "report": Target(REPORT, ("iig/metrics.jsonl", "iig/metrics.jsonl.run.json")),
 }
 BLEND = '[0.3, "{set}/corpus_text_document", 0.7, "{set}/corpus_text_document"]'
 YAML = "lr: 0.5\nweight_decay: 0.1\nlog_interval: 2\n"

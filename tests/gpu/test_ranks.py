@@ -12,6 +12,7 @@ from tests.gpu import one_gpu
 from tests.gpu.one_gpu import RANKS, NcclRefusedError, on_ranks, train_cases, train_on_threads
 from tests.helpers.ranks import RankError
 from tests.helpers.training import Trained
+from tests.paro.test_parity import assert_same
 
 Record = Callable[[str, object], None]  # of pytest: into the JUnit report
 
@@ -37,16 +38,7 @@ def compare_all(found: list[list[Trained]], backend: str, cases: list[str]) -> N
     (alone,) = train_cases(backend, [""])
     for rank, of_rank in enumerate(found):
         for case, trained in zip(cases, of_rank, strict=True):
-            compare(trained, alone, f"rank {rank}: {case}")
-
-
-def compare(trained: Trained, alone: Trained, label: str) -> None:
-    for step, wanted in zip(trained.steps, alone.steps, strict=True):
-        assert step.loss == pytest.approx(wanted.loss, rel=TOLERANCE), label
-        assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=TOLERANCE), label
-    for name, value in alone.parameters.items():
-        error = (trained.parameters[name] - value).norm()
-        assert error <= TOLERANCE * value.norm(), f"{label}: {name}"
+            assert_same(trained, alone, f"rank {rank}: {case}", TOLERANCE)
 
 
 @pytest.mark.gpu

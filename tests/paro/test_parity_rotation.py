@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -13,7 +15,18 @@ from paro.rotation.ring import scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
-from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, MICRO_BATCHES, SAMPLES, assert_same
+from tests.paro.test_parity import (
+    FEW_STEPS,
+    FROZEN,
+    LAST,
+    MANY_STEPS,
+    MICRO_BATCHES,
+    MODERN,
+    SAMPLES,
+    TIED,
+    assert_same,
+    train_cases,
+)
 
 # Feed-forward and vocabulary sizes that no number of ranks divides; heads for rings of every size.
 # With Adam's default epsilon of 1e-8 a gradient element close to 0 moves by the rounding of its
@@ -26,17 +39,12 @@ MODEL = (
     "--paro-materialize rotate"
 )
 ALONE = "--paro-materialize gather --paro-strategy GGG"
-TIED = "--tie-embeddings-and-output-weights"
 GROUPED = "--group-query-attention --num-query-groups"
 IN_PLACE = "--paro-rotate-in-place"
 FULL = "--recompute-granularity full"
-FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq", "wk", "wv", "wo")))
-LAST = "--trainable last-blocks:0.5"
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules"
 BASE_BF16 = "--lora-base-dtype bf16"
-MODERN = "--add-qkv-bias --qk-layernorm"
-NO_EFFECT = ("--paro", "--recompute")  # on the computation
 
 Case = tuple[str, str, tuple[str, ...]]  # strategy, further flags, frozen parameters
 
@@ -49,24 +57,11 @@ def flags_for(strategy: str, heads: int, more: str, *, world_size: int, steps: i
     )
 
 
-def train_cases(cases: list[tuple[str, tuple[str, ...]]], group_size: int) -> list[Trained]:
-    return [train(flags, group_size=group_size, frozen=frozen) for flags, frozen in cases]
-
-
 def reference(
     known: dict[object, Trained], heads: int, more: str, frozen: tuple[str, ...], steps: int
 ) -> Trained:
     """One process that gathers, trained under the flags that change the computation; cached."""
-    words = more.split()
-    kept = []
-    while words:
-        word = words.pop(0)
-        if word.startswith(NO_EFFECT):
-            while words and not words[0].startswith("--"):
-                words.pop(0)
-        else:
-            kept.append(word)
-    more = " ".join(kept)
+    more = re.sub(r"--(paro|recompute)\S*( (?!--)\S+)*", "", more).strip()
     key = (heads, more, frozen, steps)
     if key not in known:
         flags = flags_for("GGG", heads, f"{more} {ALONE}", world_size=1, steps=steps)

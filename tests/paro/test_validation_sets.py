@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paro.errors import UserError
 from tests.helpers.corpora import write_corpus
+from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tests.paro.training.test_loop import run_loop
 
@@ -73,13 +73,12 @@ def test_full_validation_begins_anew_every_time(flags: str) -> None:
     ],
 )
 def test_senseless_validation_is_refused(wrong: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        run_loop(f"{wrong} --train-iters 1 --micro-batch-size 1", base=CORPUS)
+    refused(lambda: run_loop(f"{wrong} --train-iters 1 --micro-batch-size 1", base=CORPUS), message)
 
 
 def test_weights_and_full_validation_contradict_each_other(flags: str, tmp_path: Path) -> None:
     weighed = flags.replace("--valid-data-path ", "--valid-data-path 1 ").replace(
         f" {tmp_path / 'code'}", f" 2 {tmp_path / 'code'}"
     )
-    with pytest.raises(UserError, match=r"--valid-data-path has weights, and --full-validation"):
-        run_loop(f"{weighed} --micro-batch-size 1 --full-validation", base=CORPUS)
+    words = f"{weighed} --micro-batch-size 1 --full-validation"
+    refused(lambda: run_loop(words, base=CORPUS), "--valid-data-path ... --full-validation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig
-from paro.topology import Use, make_topology, nested_range
+from paro.topology import AxisSpan, Topology, Use, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -46,6 +47,28 @@ def algorithm(name: str) -> str | AlgorithmChoice:
     )
 
 
+def make(
+    algorithm: str | AlgorithmChoice,
+    topology: Topology,
+    *,
+    runs: Collection[AxisSpan] = (),
+    overlap: bool = True,
+    seconds: float = 30.0,
+) -> tuple[Collectives, ByteCounter]:
+    """This rank's collectives over the given runs, or over all axes."""
+    traffic = ByteCounter()
+    collectives = make_collectives(
+        algorithm,
+        topology=topology,
+        rank=dist.get_rank(),
+        runs={use: frozenset(runs or {topology.axes}) for use in Use},
+        streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
+        traffic=traffic,
+        group_config=GroupConfig(timeout=timedelta(seconds=seconds)),
+    )
+    return collectives, traffic
+
+
 def check_collectives(
     name: str, group_size: int, degrees: tuple[int, ...], overlap: bool
 ) -> list[str]:
@@ -54,15 +77,7 @@ def check_collectives(
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     axes = topology.axes
     runs = {axes[i:j] for i in range(len(axes) + 1) for j in range(i, len(axes) + 1)}
-    collectives = make_collectives(
-        algorithm(name),
-        topology=topology,
-        rank=rank,
-        runs={use: frozenset(runs) for use in Use},
-        streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
-        traffic=ByteCounter(),
-        group_config=GroupConfig(timeout=timedelta(seconds=30)),
-    )
+    collectives, _ = make(algorithm(name), topology, runs=runs, overlap=overlap)
     wrong = []
     for run in sorted(runs, key=lambda run: [axis.index for axis in run]):
         members = topology.members(run, rank)
@@ -108,16 +123,7 @@ def test_collectives(name: str, world_size: int, group_size: int, degrees: tuple
 def send_one_of_each(name: str) -> dict[str, Sent]:
     """Bytes of each collective, over both axes of 2 groups of 2; 96 elements of fp32."""
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    traffic = ByteCounter()
-    collectives: Collectives = make_collectives(
-        algorithm(name),
-        topology=topology,
-        rank=dist.get_rank(),
-        runs={use: frozenset({topology.axes}) for use in Use},
-        streams=make_comm_streams(CPU, overlap=True, backend="gloo"),
-        traffic=traffic,
-        group_config=GroupConfig(timeout=timedelta(seconds=30)),
-    )
+    collectives, traffic = make(algorithm(name), topology)
     sent = {}
     buffer = torch.zeros(96)
     collectives.all_gather(buffer, topology.axes).wait()

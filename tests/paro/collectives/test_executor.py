@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -14,36 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import schedule
-from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS
-from paro.collectives.interface import Collectives
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
 from paro.collectives.spans import parts_of
 from paro.collectives.transfer import Buffer, Scratch, Transfer
-from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.comm_stream import make_comm_streams
-from paro.distributed.groups import GroupConfig
-from paro.topology import Axes, Link, Topology, Use, make_topology, nested_range
+from paro.distributed.byte_counter import Sent
+from paro.topology import Axes, Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
-
-CPU = torch.device("cpu")
-
-
-def make(
-    name: str, topology: Topology, *, overlap: bool = True, seconds: float = 30.0
-) -> tuple[Collectives, ByteCounter]:
-    traffic = ByteCounter()
-    collectives = make_collectives(
-        name,
-        topology=topology,
-        rank=dist.get_rank(),
-        runs={use: frozenset({topology.axes}) for use in Use},
-        streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
-        traffic=traffic,
-        group_config=GroupConfig(timeout=timedelta(seconds=seconds)),
-    )
-    return collectives, traffic
+from tests.paro.collectives.test_collectives import make
 
 
 def noise(rank: int, numel: int) -> Tensor:
@@ -212,15 +190,7 @@ def choose_by_size(sizes: list[int]) -> list[str]:
         assert axes is Axes.BOTH, f"{op} over {axes}"
         return schedule.COLLECTIVES[num_bytes.bit_length() % len(schedule.COLLECTIVES)]
 
-    collectives = make_collectives(
-        AlgorithmChoice(names=schedule.COLLECTIVES, best=best),
-        topology=topology,
-        rank=rank,
-        runs={use: frozenset({topology.axes}) for use in Use},
-        streams=make_comm_streams(CPU, overlap=True, backend="gloo"),
-        traffic=ByteCounter(),
-        group_config=GroupConfig(timeout=timedelta(seconds=30)),
-    )
+    collectives, _ = make(AlgorithmChoice(names=schedule.COLLECTIVES, best=best), topology)
     running = []
     for numel in sizes:
         whole = torch.full((numel,), float(rank))

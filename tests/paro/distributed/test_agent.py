@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import lives, wait_for
 from tests.helpers.ranks import ROOT
 
 RANK = """
@@ -31,22 +31,6 @@ def script(folder: Path, before: str = "") -> Path:
     return path
 
 
-def wait_for(is_so: object, seconds: float) -> bool:
-    assert callable(is_so)
-    deadline = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(is_so())
-
-
-def lives(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"  # one that nobody waits for
-
-
 def pids(folder: Path) -> list[int]:
     return [int(text) for path in (folder / "pids").iterdir() if (text := path.read_text())]
 
@@ -58,11 +42,11 @@ def test_ranks_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
     agent = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     ranks: list[int] = []
     try:
-        assert wait_for(lambda: len(pids(tmp_path)) == 2, 60)
+        wait_for(lambda: len(pids(tmp_path)) == 2, 60)
         ranks = pids(tmp_path)
         assert all(map(lives, ranks))
         agent.send_signal(signal.SIGKILL)
-        assert wait_for(lambda: not any(map(lives, ranks)), 5)
+        wait_for(lambda: not any(map(lives, ranks)), 5)
     finally:
         agent.kill()
         agent.wait()

@@ -19,6 +19,10 @@ from paro.distributed.comm_stream import (
 CPU = torch.device("cpu")
 
 
+def fail() -> None:
+    raise RuntimeError("peer is gone")
+
+
 def test_which_lanes() -> None:
     assert isinstance(make_comm_streams(CPU, overlap=False, backend="gloo"), InlineStreams)
     assert isinstance(make_comm_streams(CPU, overlap=True, backend="gloo"), ThreadStreams)
@@ -59,9 +63,6 @@ def test_a_failure_is_raised_at_every_later_wait_and_nothing_runs_after_it() -> 
     streams = ThreadStreams(CPU)
     ran: list[str] = []
 
-    def fail() -> None:
-        raise RuntimeError("peer is gone")
-
     before = streams.submit("a", lambda: ran.append("before"))
     before.wait()
     failed = streams.submit("a", fail)
@@ -75,9 +76,6 @@ def test_a_failure_is_raised_at_every_later_wait_and_nothing_runs_after_it() -> 
 
 
 def test_without_overlap_a_failure_comes_at_once() -> None:
-    def fail() -> None:
-        raise RuntimeError("peer is gone")
-
     with pytest.raises(RuntimeError, match="peer is gone"):
         InlineStreams().submit("a", fail)
 
@@ -86,9 +84,6 @@ def test_whoever_waits_for_a_job_that_can_never_end_learns_of_the_failure() -> N
     """One level of a collective waits for the other's, which was skipped after a failure."""
     streams = ThreadStreams(CPU)
     never = threading.Event()
-
-    def fail() -> None:
-        raise RuntimeError("peer is gone")
 
     stuck = streams.submit("a", lambda: bool(never.wait(30)))
     behind = streams.submit("b", lambda: None, after=stuck)

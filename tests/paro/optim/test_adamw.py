@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.errors import UserError
 from paro.optim import adamw
 from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
+from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, run_apart
 
 STEPS = ((0.01, 0.1), (0.02, 0.0), (0.005, 0.3))  # learning rate, weight decay
@@ -93,8 +93,7 @@ def test_it_continues_from_moments_and_their_number_of_steps(implementation: str
 
 def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^--adam-implementation apex needs NVIDIA's apex"):
-        adamw.find_apex()
+    refused(adamw.find_apex, "--adam-implementation apex needs NVIDIA's apex")
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -123,8 +122,7 @@ def test_one_pass_is_scaling_updating_and_casting(kind: torch.dtype, copies: boo
 def test_a_cpu_has_no_choice_but_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_adamw("auto", CPU) == (TorchAdamW, None)
     monkeypatch.setitem(sys.modules, "paro.optim.kernels", None)
-    with pytest.raises(UserError, match="--adam-implementation triton does not work here"):
-        choose_adamw("triton", CPU)
+    refused(lambda: choose_adamw("triton", CPU), "--adam-implementation triton does not work here")
 
 
 def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

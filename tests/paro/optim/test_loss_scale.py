@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig, start_loss_scale, update_loss_scale
+from tests.helpers.refusals import refused
 
 
 def scales(config: LossScaleConfig, nonfinite: list[bool]) -> list[float]:
@@ -80,5 +80,4 @@ def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
     ],
 )
 def test_impossible_settings_name_their_flag(changes: dict[str, Any], flag: str) -> None:
-    with pytest.raises(UserError, match=flag):
-        LossScaleConfig(**changes)
+    refused(lambda: LossScaleConfig(**changes), flag)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 
-from paro.errors import UserError
 from paro.optim.step_checks import (
     EXIT_AFTER_SKIPPED,
     Expectation,
@@ -17,6 +17,7 @@ from paro.optim.step_checks import (
     judge,
     reason_to_stop,
 )
+from tests.helpers.refusals import refused
 
 CHECKS = StepChecksConfig(check_for_spiky_loss=True, check_for_large_grads=True)
 
@@ -99,8 +100,8 @@ def test_when_to_stop() -> None:
     told = reason_to_stop(first, expected, Verdict.NOT_FINITE, iteration=7)
     assert told is not None
     assert "iteration 7" in told
-    with pytest.raises(UserError, match="--exit-after-skipped-iterations -1"):
-        StepChecksConfig(exit_after_skipped_iterations=-1)
+    negative = partial(StepChecksConfig, exit_after_skipped_iterations=-1)
+    refused(negative, "--exit-after-skipped-iterations -1")
 
 
 def test_a_run_that_is_always_skipped_stops_by_default() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 
-from paro.errors import UserError
 from paro.planning import goodput
 from paro.planning.goodput import COPY_SHARE, Failures, from_disk, from_memory
+from tests.helpers.refusals import refused
 
 
 def failures_of(**changes: float) -> Failures:
@@ -105,5 +106,4 @@ def test_the_chance_of_several_failures() -> None:
 @pytest.mark.parametrize("name", ["mtbf_hours", "restart_seconds"])
 def test_numbers_that_make_no_sense(name: str) -> None:
     for value in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} "):
-            failures_of(**{name: value})
+        refused(partial(failures_of, **{name: value}), f"--{name.replace('_', '-')} ")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -14,6 +14,7 @@ import pytest
 from paro.errors import UserError
 from paro.untrusted.regular_file import read_bytes, read_text
 from paro.untrusted.schema import Count, Figure, conform, parse_json, read_json
+from tests.helpers.refusals import refused
 
 
 class Colour(Enum):
@@ -80,7 +81,7 @@ def test_json_becomes_the_types() -> None:
         ('"parts": [{"size": 1, "shape": ["x"]}]', "parts[0].shape[0]: 'x' is of the wrong"),
         ('"rate": NaN', "rate: nan is not allowed, it must be a finite number"),
         ('"rate": 1e999', "rate: inf is not allowed, it must be a finite number"),
-        (f'"rate": {10**400}', "rate: 1000000"),
+        (f'"rate": {10**400}', f"rate: 1{'0' * 59}... a finite number"),
         ('"pair": ["a"]', "pair: ['a'] is not allowed, it must have 2 items"),
         ('"level": 9', "level: 9 is not allowed, it must be from 1 to 8"),
         ('"by_id": {"x": true}', "by_id.x: is no number"),
@@ -91,45 +92,40 @@ def test_json_becomes_the_types() -> None:
         ('"x": ' + "[" * 10**5, "is nested too deeply"),
         ('"name": "\x1b[31m", "level": "\\u001b[31m"', "is not valid JSON: Invalid control"),
         ('"level": "\\u001b[31m\\u202e"', r"level: '\x1b[31m\u202e' is of the wrong type"),
-        ('"level": "' + "x" * 10**5 + '"', "level: 'xxx"),
+        ('"level": "' + "x" * 10**5 + '"', f"level: '{'x' * 59}... a whole number"),
     ],
 )
 def test_the_wrong_field_is_named(more: str, message: str) -> None:
     name = "" if more.startswith('"name"') else '"name": "x", '
-    with pytest.raises(UserError, match=rf"^F:? {re.escape(message)}") as caught:
-        parse_json(f"{{{name}{more}}}", Open, "F")
-    assert len(str(caught.value)) < 300
-    assert str(caught.value).isprintable()
+    told = refused(lambda: parse_json(f"{{{name}{more}}}", Open, "F"), "F", message)
+    assert len(told) < 300
+    assert told.isprintable()
 
 
 def test_all_wrong_fields_are_named() -> None:
     text = """{"kind": "c", "parts": [{"size": 13}, {"a": 1, "b": 2}], "rate": 1, "level": 0}"""
-    with pytest.raises(UserError) as caught:
-        parse_json(text, Open, "F")
-    assert str(caught.value) == (
-        "F: name: is missing; kind: 'c' is none of a, b; parts[0].size: 13 is too odd; "
-        "parts[1].size: is missing; parts[1].a: is unknown; parts[1].b: is unknown; the fields are "
-        "size, colour, shape; level: 0 is not allowed, it must be from 1 to 8"
+    refused(
+        lambda: parse_json(text, Open, "F"),
+        "F: name: ... kind: 'c' ... a, b; parts[0].size: 13 ... parts[1].size: ... parts[1].a: ... "
+        "parts[1].b: ... size, colour, shape; level: 0 ... from 1 to 8",
     )
     with pytest.raises(UserError, match=r"^F: \[0\]: N.*; \[19\]: N[^;]*; and 80 more$"):
         conform([None] * 100, list[bool], "F")
 
 
 def test_a_field_that_is_there_twice() -> None:
-    with pytest.raises(UserError, match=r"^F: size: is there 2 times"):
-        parse_json('{"a": {"size": 1, "size": 2}}', Any, "F", repeats=False)
+    twice = partial(parse_json, '{"a": {"size": 1, "size": 2}}', Any, "F", repeats=False)
+    refused(twice, "F: size: is there 2 times")
 
 
 @pytest.mark.parametrize("value", [1e308, -1e31, 10**31, "1"])
 def test_a_figure_can_be_computed_with(value: Any) -> None:
     assert conform([1, -2.5, 1e30], list[Figure], "F") == [1, -2.5, 1e30]
-    with pytest.raises(UserError, match=r"^F: \[0\]: "):
-        conform([value], list[Figure], "F")
+    refused(lambda: conform([value], list[Figure], "F"), "F: [0]:")
 
 
 def test_a_value_without_a_name() -> None:
-    with pytest.raises(UserError, match=r"^size: is missing$"):
-        conform({}, Closed, "")
+    refused(lambda: conform({}, Closed, ""), "size: is missing")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "absent", "large", "binary"])
@@ -150,10 +146,8 @@ def test_a_file_that_is_not_read(tmp_path: Path, kind: str) -> None:
     else:
         path.write_bytes(b"\xff")
         message = "is not UTF-8 text"
-    with pytest.raises(UserError, match=f"^{re.escape(str(path))} {message}"):
-        read_text(path, max_bytes=100)
-    with pytest.raises(UserError, match=r"^--flag "):
-        read_json(path, Open, "--flag x")
+    refused(lambda: read_text(path, max_bytes=100), f"{path} {message}")
+    refused(lambda: read_json(path, Open, "--flag x"), "--flag")
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.errors import UserError
 from paro.planning.machine.files import (
     find_machine,
     machine_from_json,
@@ -22,7 +23,6 @@ from paro.planning.machine.machine import (
     BandwidthSource,
     Device,
     GroupSpeed,
-    LinkSpeed,
     Machine,
     Measured,
     Nic,
@@ -30,7 +30,8 @@ from paro.planning.machine.machine import (
 from paro.planning.search.planner import letter_rows
 from paro.topology import Axes
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import machine, workload
+from tests.helpers.refusals import refused
+from tests.paro.planning.cases import machine, speed, workload
 
 MACHINE = Machine(
     name="two-nodes",
@@ -38,11 +39,7 @@ MACHINE = Machine(
     world_size=8,
     group_size=4,
     nic=Nic.SHARED,
-    inter=LinkSpeed(
-        bits_per_second=94_310_123,
-        latency_seconds=3.1e-4,
-        bandwidth_source=BandwidthSource.FITTED,
-    ),
+    inter=replace(speed(0.094310123, 3.1e-4), bandwidth_source=BandwidthSource.FITTED),
     measured=(
         Measured(
             axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", num_bytes=4_000, seconds=0.1 / 3
@@ -97,26 +94,18 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (
             ("group_size",),
             3,
-            "group_size: 3 is not allowed, it must be a divisor of world_size (8)",
+            "group_size: 3 ... a divisor of world_size (8)",
         ),
         (("world_size",), 1 << 40, "world_size: 1099511627776 is not allowed, it must be 1 to"),
         (("measured", 0, "algorithm"), "magic", "measured[0].algorithm: 'magic' is none of native"),
-        (
-            ("links", "inter", "latency_seconds"),
-            float("inf"),
-            "latency_seconds: inf is not allowed",
-        ),
+        (("links", "inter", "latency_seconds"), math.inf, "latency_seconds: inf is not allowed"),
         (("nic",), "mine", "nic: 'mine' is none of per-rank, shared"),
         (("links", "intra"), 3, "links.intra: 3 is no object with the fields bandwidth"),
         (("links", "inter", "bandwidth"), "fast", "links.inter.bandwidth: 'fast' is no rate"),
-        (
-            ("links", "inter", "latency_seconds"),
-            -1,
-            "links.inter.latency_seconds: -1 is not allowed",
-        ),
+        (("links", "inter", "latency_seconds"), -1, "latency_seconds: -1 is not allowed"),
         (("measured",), {}, "measured: {} is of the wrong type"),
         (("measured", 0), [], "measured[0]: [] is no object with the fields axes, op"),
-        (("measured", 1, "op"), "gossip", "measured[1].op: 'gossip' is none of all_gather, red"),
+        (("measured", 1, "op"), "gossip", "measured[1].op: 'gossip' is none of all_gather"),
         (("measured", 1, "axes"), ..., "measured[1].axes: is missing"),
         (("measured", 1, "bytes"), 0, "measured[1].bytes: 0 is not allowed"),
         (("measured", 0, "seconds"), float("nan"), "measured[0].seconds: nan is not allowed"),
@@ -125,10 +114,7 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
 def test_a_mistake_names_file_and_field(
     keys: tuple[str | int, ...], value: object, told: str
 ) -> None:
-    with pytest.raises(UserError, match=r"^machine file m\.json: ") as error:
-        machine_from_json(changed(keys, value), "machine file m.json")
-    assert told in str(error.value)
-    assert "\n" not in str(error.value)
+    refused(lambda: machine_from_json(changed(keys, value), "machine file m.json"), "m.json:", told)
 
 
 def test_all_mistakes_of_a_file_are_told_at_once() -> None:
@@ -136,23 +122,17 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
     del fields["source"], fields["nic"], fields["device"]["reserved_bytes"]
     fields |= {"group_size": 3, "intra": {}}
     fields["links"]["inter"] = {"bandwidth": "fast", "latency_seconds": -1}
-    with pytest.raises(UserError) as error:
-        machine_from_json(json.dumps(fields), "file")
-    told = str(error.value).removeprefix("file: ").split("; ")
-    assert [text.split(": ")[0] for text in told if not text.startswith("the fields are")] == [
-        "source",
-        "nic",
-        "intra",
-        "links.inter.bandwidth_source",
-        "links.inter.bandwidth",
-        "links.inter.latency_seconds",
-        "device.reserved_bytes",
-        "group_size",
+    told = refused(lambda: machine_from_json(json.dumps(fields), "file")).split("; ")
+    named = [text.removeprefix("file: ").split(": ")[0] for text in told]
+    assert [name for name in named if not name.startswith("the fields are")] == [
+        *("source", "nic", "intra"),
+        *(f"links.inter.{name}" for name in ("bandwidth_source", "bandwidth", "latency_seconds")),
+        *("device.reserved_bytes", "group_size"),
     ]
     fields = json.loads(machine_to_json(machine()))
     fields["device"] |= {"memory_bytes": 0, "sustained_flops": 1e30, "cores": -1}
-    with pytest.raises(UserError, match=r"device\.memory_bytes: 0.*cores: -1.*sustained_flops: 1e"):
-        machine_from_json(json.dumps(fields), "file")
+    absurd = "device.memory_bytes: 0 ... cores: -1 ... sustained_flops: 1e"
+    refused(lambda: machine_from_json(json.dumps(fields), "file"), absurd)
 
 
 def test_the_page_shows_a_file_to_copy(tmp_path: Path) -> None:
@@ -171,21 +151,19 @@ def test_the_page_shows_a_file_to_copy(tmp_path: Path) -> None:
     assert all(row.seconds > 0 for row in found)
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"machine file .*absent.json cannot be read: No such file"):
-        read_machine(tmp_path / "absent.json")
-    (tmp_path / "text").write_text("fast", encoding="utf-8")
-    with pytest.raises(UserError, match="text is not valid JSON: Expecting value"):
-        read_machine(tmp_path / "text")
-    (tmp_path / "list").write_text("[]", encoding="utf-8")
-    with pytest.raises(UserError, match=r"list: \[\] is no object"):
-        read_machine(tmp_path / "list")
-    (tmp_path / "deep").write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(UserError, match="deep is nested too deeply"):
-        read_machine(tmp_path / "deep")
-    (tmp_path / "twice").write_text('{"name": "a", "name": "b"}', encoding="utf-8")
-    with pytest.raises(UserError, match="twice: name: is there 2 times"):
-        read_machine(tmp_path / "twice")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="binary is not UTF-8 text"):
-        read_machine(tmp_path / "binary")
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, " cannot be read: No such file"),
+        (b"fast", " is not valid JSON"),
+        (b"[]", ": [] is no object"),
+        (b"[" * 100_000, " is nested too deeply"),
+        (b'{"name": "a", "name": "b"}', ": name: is there 2 times"),
+        (b"\xff\xfe\x00", " is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, content: bytes | None, told: str) -> None:
+    path = tmp_path / "machine.json"
+    if content is not None:
+        path.write_bytes(content)
+    refused(lambda: read_machine(path), f"machine file {path}{told}")

@@ -28,14 +28,9 @@ def job(num_bytes: int, *, cores: float | None = CORES) -> Job:
         )
         for size, seconds, cpu in ((64_000, 0.009, 0.0005), (256_000, 0.047, 0.0009))
     )
-    machine = Machine(
-        name="measured",
-        source="",
-        world_size=4,
-        group_size=2,
-        measured=rows,
-        device=replace(DEVICE, cores=cores),
-    )
+    device = replace(DEVICE, cores=cores)
+    sizes = {"world_size": 4, "group_size": 2}
+    machine = Machine(name="measured", source="", measured=rows, device=device, **sizes)
     topology = make_topology(world_size=4, group_size=2, degrees=(4,))
     span = tuple(axis for axis in topology.axes if axis.inner == 2)
     ((found,),) = CollectiveTimes(machine, "native").phases(Op.ALL_GATHER, span, num_bytes)

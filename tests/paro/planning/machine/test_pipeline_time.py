@@ -12,9 +12,9 @@ from paro.planning.machine.collective_time import (
     fastest_pieces,
     pipeline_seconds,
 )
-from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine
+from paro.planning.machine.machine import Machine
 from paro.topology import make_topology
-from tests.paro.planning.cases import DEVICE
+from tests.paro.planning.cases import DEVICE, speed
 
 SPAN = make_topology(world_size=12, group_size=4, degrees=()).axes
 NUM_BYTES = 48_000_000
@@ -22,15 +22,7 @@ NUM_BYTES = 48_000_000
 
 def machine(intra: float, inter: float, latency: float = 0.0) -> Machine:
     """Links of so many bytes per second."""
-    links = (
-        LinkSpeed(
-            bits_per_second=round(8 * speed),
-            latency_seconds=latency,
-            bandwidth_source=BandwidthSource.TYPED,
-        )
-        for speed in (intra, inter)
-    )
-    within, between = links
+    within, between = (speed(8e-9 * rate, latency) for rate in (intra, inter))
     return Machine(
         name="m", source="", world_size=12, group_size=4, intra=within, inter=between, device=DEVICE
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.errors import UserError
 from paro.planning.machine.files import (
     SHIPPED,
     find_machine,
@@ -21,6 +21,7 @@ from paro.planning.search.planner import (
     letter_rows,
 )
 from paro.topology import Axes
+from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine, workload
 
 
@@ -47,33 +48,24 @@ def test_the_papers_machines_are_shipped() -> None:
 
 
 def test_machines_that_do_not_exist_or_do_not_match() -> None:
-    with pytest.raises(
-        UserError, match=r"^--paro-machine nowhere: no such file; machines .* dgx-h100"
-    ):
-        find_machine("nowhere")
-    with pytest.raises(UserError, match="groups of 8, which do not divide the 12 ranks"):
-        find_machine("dgx-h100").for_world(12, subject="--paro-machine")
+    refused(lambda: find_machine("nowhere"), "--paro-machine nowhere ... dgx-h100")
+    shipped = partial(find_machine("dgx-h100").for_world, 12, subject="--paro-machine")
+    refused(shipped, "--paro-machine", "groups of 8 ... 12 ranks")
     row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=8, seconds=1e-3)
     measured = machine(measured=(row,))
-    with pytest.raises(UserError, match="was measured on 32 ranks in groups of 8, this is for 64"):
-        measured.for_world(64, subject="--paro-machine")
+    more = partial(measured.for_world, 64, subject="--paro-machine")
+    refused(more, "--paro-machine", "32 ranks in groups of 8 ... 64")
     bare = replace(machine(), device=None)
-    with pytest.raises(UserError, match="machine typed: device is missing"):
-        workload(machine=bare)
+    refused(lambda: workload(machine=bare), "machine typed: device is missing")
     unlinked = workload(machine=machine(inter=100, **{"uneven": ()}))
-    with pytest.raises(UserError, match=r"machine typed: links.inter is missing"):
-        letter_rows(replace(unlinked, machine=replace(unlinked.machine, inter=None)))
+    unlinked = replace(unlinked, machine=replace(unlinked.machine, inter=None))
+    refused(lambda: letter_rows(unlinked), "machine typed: links.inter is missing")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [
-        (
-            "sustained_flops",
-            400e12,
-            "device.sustained_flops: 400000000000000.0 is not allowed, it must be positive, and no "
-            "more than peak_flops (3e+14)",
-        ),
+        ("sustained_flops", 400e12, "device.sustained_flops: ... peak_flops (3e+14)"),
         ("memory_bytes", 0, "device.memory_bytes: 0 is not allowed"),
         ("reserved_bytes", 81e9, "device.reserved_bytes: 81000000000 is not allowed"),
         ("communicator_bytes", -1, "device.communicator_bytes: -1 is not allowed"),
@@ -85,13 +77,10 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
 def test_impossible_devices_are_named(field: str, value: object, told: str) -> None:
     fields = json.loads(machine_to_json(machine()))
     fields["device"][field] = value
-    with pytest.raises(UserError, match=r"^file: ") as error:
-        machine_from_json(json.dumps(fields), "file")
-    assert told in str(error.value)
+    refused(lambda: machine_from_json(json.dumps(fields), "file"), "file:", told)
 
 
 def test_too_many_uneven_groups() -> None:
     fields = json.loads(machine_to_json(machine()))
     fields["uneven"] = [{"num_groups": 5, "inter": 0.5}]
-    with pytest.raises(UserError, match="uneven: it lists 5 groups of 4"):
-        machine_from_json(json.dumps(fields), "file")
+    refused(lambda: machine_from_json(json.dumps(fields), "file"), "uneven: it lists 5 groups of 4")

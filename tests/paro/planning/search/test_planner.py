@@ -14,7 +14,6 @@ from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
-from paro.errors import UserError
 from paro.planning.machine.collective_time import CollectiveTimes, Job
 from paro.planning.machine.files import (
     find_machine,
@@ -37,6 +36,7 @@ from paro.planning.step.trace import chrome_trace
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology
+from tests.helpers.refusals import refused
 from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import DEVICE, SMALL, machine, speed, workload
 
@@ -199,8 +199,7 @@ def test_adapters_train_little_and_leave_the_rest() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match="--global-batch-size 100 is no multiple of"):
-        workload(global_batch_size=100)
+    refused(lambda: workload(global_batch_size=100), "--global-batch-size 100 is no multiple of")
 
 
 @pytest.mark.parametrize("op", Op)
@@ -352,5 +351,4 @@ def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
 
 
 def test_a_micro_batch_has_a_sample() -> None:
-    with pytest.raises(UserError, match="--micro-batch-size 0 must be at least 1"):
-        workload(SMALL).micro_batches(0)
+    refused(lambda: workload(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
