@@ -27,16 +27,16 @@ from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import Workload
-from paro.planning.units import units_of
 from paro.quantities import count_text, size_text
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_training
 from paro.training.local_copies import every_text, predicted_bytes
-from paro.training.memory_check import checkpoint_bytes, remedy_of
-from paro.training.placement import placement_lines, predict_memory
+from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of
+from paro.training.placement import placement_lines
 from paro.training.resume import base_of
 from paro.training.step import Training
 
@@ -47,6 +47,7 @@ class PlannedRun:
 
     config: RunConfig
     training: Training
+    units: tuple[UnitSize, ...]  # for the cost model
     memory: DeviceMemory
     workload: Workload | None  # None unless --paro-machine names a device
     launch: Estimate | None  # on that device; None with --skip-train
@@ -69,44 +70,31 @@ class PlannedRun:
     def fits(self) -> bool:
         return self.device_bytes is None or self.memory.total <= self.device_bytes
 
-    @property
-    def units(self) -> tuple[UnitSize, ...]:
-        """The units for the cost model."""
-        rotates = self.config.sharding.materialize == "rotate"
-        return units_of(
-            self.config.model,
-            world_size=self.config.world.size,
-            is_trained=self.config.trained.__contains__,
-            rotated_over=self.config.strategy.params if rotates else 1,
-            in_place=self.config.sharding.rotate_in_place,
-        )
-
 
 def plan_run(config: RunConfig) -> PlannedRun:
     """Builds one rank on the meta device; `UserError` for what cannot be built."""
-    batches = config.batches
     control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
     device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
-    memory = predict_memory(config, training)
+    memory, run = RunMemory(config.sharding.machine), plan_of(config, device)
+    peak = memory.of(run)
     workload, launch, other_bits = _case(config, device), None, None
     if workload is not None and config.trained:
         estimator, candidate = Estimator(workload), workload.candidate(config.strategy)
-        launch, other = estimator.estimate(candidate), estimator.with_other_bits(candidate)
+        # Evaluations and other steps of a schedule may need more memory than the one that is timed.
+        launch = replace(estimator.estimate(candidate), memory=peak)
+        other = estimator.with_other_bits(candidate)
         other_bits = None if other is None else estimator.estimate(other)
-        # The planner models training steps only; larger evaluation micro-batches may need more.
-        evaluates_more = batches.eval_micro_batch > batches.micro_batch_size
-        same = launch.memory_bytes == memory.total
-        assert same or evaluates_more, f"{launch.memory_bytes} and {memory.total} B"
     return PlannedRun(
         config=config,
         training=training,
-        memory=memory,
+        units=memory.units(run),
+        memory=peak,
         workload=workload,
         launch=launch,
         other_bits=other_bits,
-        consumed=resumed_samples(config.checkpoint) if batches.changes else 0,
+        consumed=resumed_samples(config.checkpoint) if config.batches.changes else 0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Compares a rank's predicted memory with what host and device have, before it is allocated."""
+"""Predicts a rank's memory, and compares it with what host and device have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,38 @@ from paro.errors import UserError
 from paro.optim.states import ADAMW, MASTER, bytes_of
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.remedies import least_recomputation, recompute_flags
+from paro.planning.search.run_memory import RunMemory, RunPlan
+from paro.planning.search.search_space import Materialize
 from paro.precision import BYTES_OF
 from paro.quantities import count_text, size_text
-from paro.report.memory import available_host_bytes
-from paro.training.placement import predict_peak
+from paro.report.memory import MemoryForecast, available_host_bytes
+
+
+def plan_of(config: RunConfig, device_type: str) -> RunPlan:
+    """What decides the memory of a rank."""
+    batches, sharding, trained = config.batches, config.sharding, config.trained
+    return RunPlan(
+        model=config.model,
+        trained=trained,
+        recompute=config.model.recompute,
+        world_size=config.world.size,
+        group_size=config.world.group_size,
+        strategy=config.strategy,
+        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
+        collective=sharding.collective,
+        prefetch_units=sharding.prefetch_units,
+        precision=config.precision,
+        device_type=device_type,
+        seq_length=config.data.seq_length,
+        micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
+        num_micro_batches=batches.most_micro_batches,
+        eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
+    )
+
+
+def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
+    """A rank's device memory at its peak, in a step or in an evaluation if that needs more."""
+    return RunMemory(config.sharding.machine).of(plan_of(config, device_type))
 
 
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
@@ -27,7 +55,7 @@ def check_memory(config: RunConfig, device: torch.device) -> str | None:
     The ranks of a host share its memory. Only what is certain to be too much is refused: what a
     rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
     """
-    memory = predict_peak(config, device.type)
+    memory = predict_memory(config, device.type)
     copy, warning = _async_copy_bytes(config), None
     on_host = copy
     if device.type == "cuda":
@@ -92,10 +120,10 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
 
 def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory], bool]) -> str:
     """What to change where the predicted memory does not fit; first what is surely enough."""
+    memory, plan = RunMemory(config.sharding.machine), plan_of(config, device_type)
 
     def predicted(recompute: RecomputeConfig | None) -> DeviceMemory:
-        model = replace(config.model, recompute=recompute)
-        return predict_peak(replace(config, model=model), device_type)
+        return memory.of(replace(plan, recompute=recompute))
 
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
@@ -107,3 +135,21 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
     else:
         advice.append("lower --seq-length")
     return ", or ".join(advice)
+
+
+def forecast_of(memory: DeviceMemory, bytes_before: int) -> MemoryForecast:
+    """What the memory line of the log compares with measured memory."""
+    return MemoryForecast(
+        predicted_bytes=memory.allocated,
+        reserved_bytes=memory.reserved,
+        states_bytes=memory.allocations.states,
+        bytes_before=bytes_before,
+    )
+
+
+def predicted_bytes(memory: DeviceMemory) -> dict[str, int]:
+    """The parts in bytes, under the names that dashboards use; the total of what is allocated."""
+    always = memory.allocations.parts()
+    parts = {name: size for name, size in memory.parts().items() if name in always or size}
+    named = {name.replace(" ", "-"): size for name, size in parts.items()}
+    return {**named, "total": memory.allocated}

@@ -1,42 +1,23 @@
-"""Describes and checks where every model state is stored; predicts a rank's peak memory."""
+"""Describes and checks where every model state is stored."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.planning.cost_model import (
     UnitSize,
-    code_bytes,
     describe_placement,
     model_state_bytes,
 )
-from paro.planning.machine.choice import pieces_by
-from paro.planning.memory.device import (
-    Communication,
-    DeviceMemory,
-    Overheads,
-    algorithms_of,
-    nccl_communication,
-)
-from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
-from paro.planning.memory.rotating import rotating_peak
 from paro.planning.survival import Survival, survival
-from paro.planning.units import MicroBatch, units_of
-from paro.precision import BYTES_OF
 from paro.quantities import count_text, ranks_text, size_text
-from paro.report.memory import MemoryForecast
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
 from paro.training.step import Training
-
-Names = frozenset[str]  # of the parameters that train
-NONE: Names = frozenset()
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
@@ -140,103 +121,3 @@ def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:
         held["grads"] = (unit.grad_start, unit.grad_shard.numel())
         held["optimizer"] = (unit.optim_start, unit.optim_grad.numel())
     return held
-
-
-def predict_memory(config: RunConfig, training: Training) -> DeviceMemory:
-    """A rank's device memory at its peak, in a step or in an evaluation if that needs more."""
-    return predict_peak(config, training.device.type)
-
-
-def predict_peak(config: RunConfig, device_type: str) -> DeviceMemory:
-    """The same before anything is built."""
-    machine = config.sharding.machine
-    overheads = Overheads.of(None if machine is None else machine.device, device_type)
-    communication = _communication(config, device_type)
-    snapshot = _peak_snapshot(config, device_type)
-    return overheads.added_to(snapshot, communication)
-
-
-def _communication(config: RunConfig, device_type: str) -> Communication:
-    sharding, strategy = config.sharding, config.strategy
-    units = _units(config, config.trained)
-    topology = config.world.topology(*strategy.degrees)
-    found = Communication()
-    if device_type == "cuda":
-        found = nccl_communication(
-            strategy,
-            topology,
-            units,
-            config.precision,
-            algorithms_of(sharding.collective, sharding.machine),
-            pieces_by(sharding.machine),
-            rotates=sharding.materialize == "rotate",
-        )
-    return replace(found, code_bytes=code_bytes(strategy, topology, units, config.precision))
-
-
-def _peak_snapshot(config: RunConfig, device_type: str) -> MemorySnapshot:
-    size, eval_size = config.batches.micro_batch_size, config.batches.eval_micro_batch
-    predict = partial(_predict, config, device_type)
-    if not config.trained:
-        return predict(NONE, eval_size)
-    step = predict(config.trained, size)
-    if eval_size <= size or config.train.eval_iters == 0:  # backward needs more than forward alone
-        return step
-    evaluation = replace(predict(NONE, eval_size), states=step.states)
-    name = f"{evaluation.name} in an evaluation (--eval-micro-batch-size {eval_size})"
-    return max(step, replace(evaluation, name=name), key=lambda snapshot: snapshot.total)
-
-
-def _predict(
-    config: RunConfig, device_type: str, trained: Names, micro_batch_size: int
-) -> MemorySnapshot:
-    units = _units(config, trained)
-    batch = MicroBatch(
-        size=micro_batch_size,
-        seq_length=config.data.seq_length,
-        compute_bytes=BYTES_OF[config.precision.compute],
-        device_type=device_type,
-    )
-    if config.sharding.materialize == "rotate":
-        in_place = config.sharding.rotate_in_place
-        return rotating_peak(
-            config.strategy, units, config.precision, config.model, batch, in_place=in_place
-        )
-    peaks = PeakMemory(
-        world_size=config.world.size,
-        units=units,
-        precision=config.precision,
-        model=config.model,
-        batch=batch,
-        prefetch_units=config.sharding.prefetch_units,
-        num_micro_batches=config.batches.most_micro_batches,
-    )
-    return peaks.of(config.strategy)
-
-
-def _units(config: RunConfig, trained: Names) -> tuple[UnitSize, ...]:
-    return units_of(
-        config.model,
-        world_size=config.world.size,
-        is_trained=trained.__contains__,
-        rotated_over=config.strategy.params if config.sharding.materialize == "rotate" else 1,
-        in_place=config.sharding.rotate_in_place,
-    )
-
-
-def forecast_of(memory: DeviceMemory, bytes_before: int) -> MemoryForecast:
-    """What the memory line of the log compares with measured memory."""
-    return MemoryForecast(
-        predicted_bytes=memory.allocated,
-        reserved_bytes=memory.reserved,
-        states_bytes=memory.allocations.states,
-        bytes_before=bytes_before,
-    )
-
-
-def predicted_bytes(memory: DeviceMemory) -> dict[str, int]:
-    """The parts in bytes, under the names that dashboards use; the total of what is allocated."""
-    always = memory.allocations.parts()
-    parts = {name: size for name, size in memory.parts().items() if name in always or size}
-    named = {name.replace(" ", "-"): size for name, size in parts.items()}
-    return {**named, "total": memory.allocated}

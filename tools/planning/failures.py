@@ -11,7 +11,7 @@ from paro.errors import UserError
 from paro.optim.states import ADAMW, bytes_of
 from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
 from paro.planning.machine.machine import Machine, Nic
-from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
@@ -40,7 +40,7 @@ def failures_of(args: Namespace, workload: Workload) -> Failures:
     if not rate > 0.0:
         raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
     node = workload.ranks_per_node or workload.machine.group_size
-    units = Estimator(workload).units
+    units = workload.units
     frozen = sum(unit.frozen_numel for unit in units) * BYTES_OF[workload.precision.compute]
     trained = sum(unit.trainable_numel for unit in units) * STATE_BYTES
     return Failures(
@@ -100,7 +100,7 @@ def _expected(setting: Estimate, survives: int, name: str, goodput: Goodput) -> 
 def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
     """To send a new node its ranks' states, each over its share of the links between nodes."""
     rate = _inter_bytes_per_second(workload.machine)
-    trained = sum(unit.trainable_numel for unit in Estimator(workload).units)
+    trained = sum(unit.trainable_numel for unit in workload.units)
     num_bytes = trained * STATE_BYTES / setting.candidate.strategy.optim
     return 0.0 if rate is None else num_bytes / rate
 

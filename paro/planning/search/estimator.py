@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.candidate_memory import CandidateMemory
-from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
+from paro.planning.search.run_memory import RunMemory, RunPlan
+from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import PassLoads
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
-from paro.planning.units import MicroBatch, shape_of
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.planning.units import shape_of
+from paro.precision import PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 
 BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
@@ -65,29 +64,32 @@ class Estimator:
         self._loads: dict[tuple[object, ...], PassLoads] = {}
         self._times: dict[str, CollectiveTimes] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
-        self._memory = CandidateMemory(workload)
-        self._rotating_units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
-
-    @cached_property
-    def units(self) -> tuple[UnitSize, ...]:
-        """The units where parameters are gathered."""
-        workload = self.workload
-        return workload.trainable.units(workload.model, world_size=workload.world_size)
+        self._memory = RunMemory(workload.machine)
+        self._trained = workload.trainable.names(workload.model)
 
     def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
         """The units of a candidate, with its gather, or rotation, counts."""
-        if not candidate.materialize.rotates:
-            return self.units
+        return self._memory.units(self.plan_of(candidate))
+
+    def plan_of(self, candidate: Candidate) -> RunPlan:
+        """What decides the memory of a candidate."""
         workload = self.workload
-        key = (candidate.strategy.params, candidate.materialize, candidate.recompute)
-        if key not in self._rotating_units:
-            self._rotating_units[key] = workload.trainable.units(
-                replace(workload.model, recompute=candidate.recompute),
-                world_size=workload.world_size,
-                rotated_over=candidate.strategy.params,
-                in_place=candidate.materialize.in_place,
-            )
-        return self._rotating_units[key]
+        return RunPlan(
+            model=workload.model,
+            trained=self._trained,
+            recompute=candidate.recompute,
+            world_size=workload.world_size,
+            group_size=workload.group_size,
+            strategy=candidate.strategy,
+            materialize=candidate.materialize,
+            collective=candidate.collective,
+            prefetch_units=workload.prefetch_units,
+            precision=candidate.precision(workload),
+            device_type=workload.device_type,
+            seq_length=workload.seq_length,
+            micro_batch_size=candidate.micro_batch_size,
+            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+        )
 
     def costs(self, candidate: Candidate) -> StepCosts:
         workload = self.workload
@@ -140,8 +142,7 @@ class Estimator:
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """What a rank takes of its device, at the memory snapshot with the largest total."""
-        units, computing = self.units_of(candidate), self._computing_of(candidate)
-        return self._memory.of(candidate, units, computing)
+        return self._memory.of(self.plan_of(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
@@ -209,22 +210,16 @@ class Estimator:
         return self._computing[key]
 
     def _make_computing(self, candidate: Candidate) -> Computing:
-        workload = self.workload
-        model = replace(workload.model, recompute=candidate.recompute)
-        batch = MicroBatch(
-            size=candidate.micro_batch_size,
-            seq_length=workload.seq_length,
-            compute_bytes=BYTES_OF[workload.precision.compute],
-            device_type=workload.device_type,
-        )
-        device = device_of(workload.machine)
+        plan, device = self.plan_of(candidate), device_of(self.workload.machine)
+        gathered = self._memory.units(replace(plan, materialize=Materialize.GATHER))
+        model, batch = plan.config, plan.batch
         if not candidate.materialize.rotates:
-            return Computing(model=model, units=self.units, batch=batch, device=device)
+            return Computing(model=model, units=gathered, batch=batch, device=device)
         return RotatingComputing(
             model=model,
-            units=self.units,
+            units=gathered,
             batch=batch,
             device=device,
-            rotating=self.units_of(candidate),
+            rotating=self._memory.units(plan),
             degree=candidate.strategy.params,
         )

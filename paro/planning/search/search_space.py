@@ -10,8 +10,8 @@ from itertools import pairwise, product
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError, listed
+from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
-from paro.planning.memory.device import Overheads
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.costs import device_of
@@ -84,13 +84,14 @@ class Workload:
         return self.world_size // self.context_parallel_size
 
     @property
+    def units(self) -> tuple[UnitSize, ...]:
+        """The units where parameters are gathered."""
+        return self.trainable.units(self.model, world_size=self.world_size)
+
+    @property
     def device_bytes(self) -> int:
         """The memory of a rank's device, with which the total of a `DeviceMemory` is compared."""
         return self.memory_bytes or device_of(self.machine).memory_bytes
-
-    @property
-    def overheads(self) -> Overheads:
-        return Overheads.of(self.machine.device, self.device_type)
 
     def micro_batches(self, size: int) -> int:
         """Micro-batches of this size per rank and step; `UserError` if it does not divide."""

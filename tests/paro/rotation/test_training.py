@@ -22,7 +22,8 @@ from paro.distributed.world import World
 from paro.rotation.ring import Turn
 from paro.rotation.rotated_model import RotatedModel
 from paro.training.assembly import build_data, build_sources, build_training, start_state
-from paro.training.placement import check_placement, placement_lines, predict_memory
+from paro.training.memory_check import predict_memory
+from paro.training.placement import check_placement, placement_lines
 from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, run_steps, train, whole_parameters
@@ -198,7 +199,7 @@ def test_what_is_sent_once_a_step_is_exposed_where_nothing_overlaps() -> None:
 def what_is_printed(flags: str) -> tuple[list[str], str]:
     config, training = built(f"{flags} --train-iters 1", 2)
     lines = placement_lines(config, training)
-    moment = predict_memory(config, training).describe()
+    moment = predict_memory(config, training.device.type).describe()
     training.close()
     return lines, moment
 

@@ -16,12 +16,14 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine, Measured
+from paro.planning.search.estimator import Estimator
 from paro.quantities import size_text
 from paro.topology import Axes
 from paro.training.assembly import build_training
 from paro.training.dry_run import PlannedRun, plan_run, run_dry
 from paro.training.local_copies import predicted_bytes
-from paro.training.placement import placement_lines, predict_memory
+from paro.training.memory_check import predict_memory
+from paro.training.placement import placement_lines
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
 
@@ -62,7 +64,7 @@ def test_one_rank_is_planned_as_it_is_built(words: str) -> None:
     plan = planned(f"{MOCK} {words} --dry-run --world-size 1")
     control = Control(World(), torch.device("cpu"))
     real = build_training(plan.config, control)
-    assert plan.memory == predict_memory(plan.config, real)
+    assert plan.memory == predict_memory(plan.config, real.device.type)
     assert placement_lines(plan.config, plan.training) == placement_lines(plan.config, real)
     assert plan.training.optimizer.model_state_bytes() == real.optimizer.model_state_bytes()
     for there, here in zip(plan.training.model.units, real.model.units, strict=True):
@@ -208,8 +210,16 @@ PLANNED = (
 def test_the_planner_predicts_the_memory_that_the_launch_does(share: float) -> None:
     recompute = "--recompute-granularity full --recompute-num-layers 3"
     plan = planned(f"{PLANNED} --trainable last-blocks:{share} {recompute} --paro-strategy GGG")
-    assert plan.launch is not None
-    assert plan.launch.memory_bytes == plan.memory.total
+    assert plan.memory == Estimator(plan.workload).memory(plan.launch.candidate)
+
+
+def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
+    """A plan times the last batch, here of one micro-batch, after which no gradient waits."""
+    words = PLANNED.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
+    plan = planned(f"{words} --paro-strategy GGG")
+    alone = Estimator(plan.workload).memory(plan.launch.candidate)
+    assert alone.total < plan.memory.total
+    assert plan.launch.memory == plan.memory == planned(f"{PLANNED} --paro-strategy GGG").memory
 
 
 @pytest.mark.slow("searches all candidates of a model")

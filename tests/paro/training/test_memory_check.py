@@ -11,8 +11,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.training.memory_check import check_memory
-from paro.training.placement import predict_peak
+from paro.training.memory_check import check_memory, predict_memory
 from tests.end_to_end.test_training import RUN, launch
 from tests.helpers.refusals import refused
 
@@ -35,7 +34,7 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
 def needs(words: str) -> int:
     flags = " ".join(RUN[1:])
     config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), WORLD)
-    return predict_peak(config, "cpu").total
+    return predict_memory(config, "cpu").total
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
@@ -86,7 +85,7 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig.from_args(parse_args([*RUN[1:], "--train-iters", "2"]), WORLD)
-    memory = predict_peak(config, "cuda")
+    memory = predict_memory(config, "cuda")
     assert memory.communicators > 0
     more = memory.total - memory.context
     for free, warns in ((more, False), (more - 1, True), (memory.allocated, True)):

@@ -1,0 +1,151 @@
+"""Predicts what a rank of a run takes of its device; trainer, dry run and planner read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from model.config import LlamaConfig, RecomputeConfig
+from paro.planning.cost_model import UnitSize, code_bytes
+from paro.planning.machine.choice import pieces_by
+from paro.planning.machine.machine import Machine
+from paro.planning.memory.device import (
+    Communication,
+    DeviceMemory,
+    Overheads,
+    algorithms_of,
+    nccl_communication,
+)
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
+from paro.planning.memory.rotating import rotating_peak
+from paro.planning.search.search_space import Materialize
+from paro.planning.units import MicroBatch, units_of
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+from paro.topology import make_topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What decides how much memory a rank of a run takes, in addition to its machine."""
+
+    model: LlamaConfig
+    trained: frozenset[str]  # the names of the parameters that train
+    recompute: RecomputeConfig | None  # instead of the model's
+    world_size: int
+    group_size: int
+    strategy: Strategy
+    materialize: Materialize
+    collective: str
+    prefetch_units: int
+    precision: PrecisionConfig
+    device_type: str
+    seq_length: int
+    micro_batch_size: int
+    num_micro_batches: int  # the most of a step
+    eval_micro_batch_size: int = 0  # 0: no evaluation
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model with this recomputation."""
+        return replace(self.model, recompute=self.recompute)
+
+    @property
+    def batch(self) -> MicroBatch:
+        return MicroBatch(
+            size=self.micro_batch_size,
+            seq_length=self.seq_length,
+            compute_bytes=BYTES_OF[self.precision.compute],
+            device_type=self.device_type,
+        )
+
+
+class RunMemory:
+    """The memory of plans that differ only in what a search chooses.
+
+    Parts that they share are computed once.
+    """
+
+    def __init__(self, machine: Machine | None) -> None:
+        self._machine = machine
+        self._pieces = pieces_by(machine)
+        self._units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
+        self._peaks: dict[tuple[object, ...], PeakMemory] = {}
+        self._communication: dict[tuple[object, ...], Communication] = {}
+
+    def units(self, plan: RunPlan) -> tuple[UnitSize, ...]:
+        """The units of a plan, with their gather, or rotation, counts."""
+        rotates = plan.materialize.rotates
+        rotated_over = plan.strategy.params if rotates else 1
+        recompute = plan.recompute if rotates else None  # then it sends weights once more
+        key = (plan.trained, rotated_over, plan.materialize.in_place, recompute)
+        if key not in self._units:
+            self._units[key] = units_of(
+                plan.config,
+                world_size=plan.world_size,
+                is_trained=plan.trained.__contains__,
+                rotated_over=rotated_over,
+                in_place=plan.materialize.in_place,
+            )
+        return self._units[key]
+
+    def of(self, plan: RunPlan) -> DeviceMemory:
+        """At the snapshot of a step with the largest total, or of an evaluation that needs more."""
+        machine, snapshot = self._machine, self._snapshot(plan)
+        if plan.trained and plan.eval_micro_batch_size > plan.micro_batch_size:
+            # Only then: backward needs more than forward alone.
+            size = plan.eval_micro_batch_size
+            forward = self._snapshot(replace(plan, trained=frozenset(), micro_batch_size=size))
+            name = f"{forward.name} in an evaluation (--eval-micro-batch-size {size})"
+            evaluation = replace(forward, name=name, states=snapshot.states)
+            snapshot = max(snapshot, evaluation, key=lambda one: one.total)
+        overheads = Overheads.of(None if machine is None else machine.device, plan.device_type)
+        return overheads.added_to(snapshot, self._communication_of(plan))
+
+    def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
+        units = self.units(plan)
+        if plan.materialize.rotates:
+            return rotating_peak(
+                plan.strategy,
+                units,
+                plan.precision,
+                plan.config,
+                plan.batch,
+                in_place=plan.materialize.in_place,
+            )
+        key = (plan.trained, plan.micro_batch_size, plan.recompute)
+        if key not in self._peaks:
+            self._peaks[key] = PeakMemory(
+                world_size=plan.world_size,
+                units=units,
+                precision=plan.precision,
+                model=plan.config,
+                batch=plan.batch,
+                prefetch_units=plan.prefetch_units,
+                num_micro_batches=plan.num_micro_batches,
+            )
+        return self._peaks[key].of(plan.strategy)
+
+    def _communication_of(self, plan: RunPlan) -> Communication:
+        key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)
+        if key not in self._communication:
+            self._communication[key] = self._communicate(plan, self.units(plan))
+        return self._communication[key]
+
+    def _communicate(self, plan: RunPlan, units: Sequence[UnitSize]) -> Communication:
+        topology = make_topology(
+            world_size=plan.world_size, group_size=plan.group_size, degrees=plan.strategy.degrees
+        )
+        found = Communication()
+        if plan.device_type == "cuda":
+            found = nccl_communication(
+                plan.strategy,
+                topology,
+                units,
+                plan.precision,
+                algorithms_of(plan.collective, self._machine),
+                self._pieces,
+                rotates=plan.materialize.rotates,
+            )
+        codes = code_bytes(plan.strategy, topology, units, plan.precision)
+        return replace(found, code_bytes=codes)
