@@ -157,8 +157,3 @@ def number_in(word: str) -> float | None:
 def members_of(shares: Sequence[float], num_samples: int) -> list[int]:
     """The number of samples from each corpus for a blend of at least `num_samples`."""
     return [math.ceil(num_samples * share) for share in shares]
-
-
-def with_surplus(num_samples: int) -> int:
-    """The number of samples to build of a corpus that contributes `num_samples`."""
-    return math.ceil(num_samples * (1 + SURPLUS))

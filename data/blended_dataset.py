@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.blend import Blend, members_of, with_surplus
+from data.blend import SURPLUS, Blend, members_of
 from data.blend_order import (
     DATASET_DTYPE,
     SAMPLE_DTYPE,
@@ -138,7 +139,7 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
     drawn = np.bincount(np.asarray(indices.dataset_index), minlength=len(shares)).tolist()
     members = []
     for prefix, count, used in zip(blend.prefixes, wanted, drawn, strict=True):
-        planned = with_surplus(count)
+        planned = math.ceil(count * (1 + SURPLUS))
         if request.total_samples(prefix, planned) < used:  # Megatron fails here
             planned = used
         members.append(request.build(prefix, planned))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data.index_cache import CacheEntry, cached_order, describe_order
+from data.index_cache import CacheEntry, cached_order, checksum
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.sample_order import (
     Bounds,
@@ -173,9 +174,11 @@ def _cache_entry(
         "sequence_length": sampling.seq_length,
         "split": sampling.split,
         "split_matrix": None if sampling.split is None else split_matrix(sampling.split),
+        # So that files rewritten under the same prefix never get an old order.
+        "sequence_lengths_crc32": checksum(lengths),
     }
     return CacheEntry(
         folder=sampling.cache_folder(prefix),
         split_name=split_name,
-        description=describe_order(facts, lengths),
+        description=json.dumps(facts, indent=4),
     )

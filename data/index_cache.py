@@ -61,14 +61,6 @@ class CacheEntry:
         return self.folder / f"{self.digest}-{self.kind}-{self.split_name}-{part}"
 
 
-def describe_order(facts: dict[str, Any], lengths: NDArray[np.int32]) -> str:
-    """The text that identifies an order: the requested facts, and a checksum of the sizes in use.
-
-    Since it includes the sizes, files rewritten under the same prefix never get an old order.
-    """
-    return json.dumps({**facts, "sequence_lengths_crc32": checksum(lengths)}, indent=4)
-
-
 def cached_order(
     entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
 ) -> tuple[SampleOrder, str]:

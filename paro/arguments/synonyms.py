@@ -168,10 +168,5 @@ TABLE = (
     ("--wandb-exp-name", "run-name wandb-run-name experiment-name exp-name wandb-name"),
     ("--yaml-cfg", "config config-file job-config cfg config-path"),
 )
+# By the name in another framework: what to use here.
 SYNONYMS = {name: meaning for meaning, names in TABLE for name in names.split()}
-
-
-def meaning_of(name: str) -> str | None:
-    """The table's entry for another framework's flag: what to use here; None if unknown."""
-    meaning = SYNONYMS.get(name)
-    return f"give {meaning}" if meaning is not None and meaning.startswith("--") else meaning

@@ -6,16 +6,16 @@ import difflib
 import re
 from argparse import ArgumentParser
 
-from paro.arguments.synonyms import meaning_of
+from paro.arguments.synonyms import SYNONYMS
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:
     """One hint; it never suggests a flag that the parser does not have."""
     known = parser._option_string_actions
     plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
-    meaning = None if f"--{plain}" in known else meaning_of(plain)
-    if meaning is not None:
-        return meaning
+    meaning = SYNONYMS.get(plain)
+    if meaning is not None and f"--{plain}" not in known:
+        return f"give {meaning}" if meaning.startswith("--") else meaning
     close = difflib.get_close_matches(f"--{plain}", sorted(known), n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "--help lists all flags"
 

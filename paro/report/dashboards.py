@@ -169,12 +169,6 @@ def read_run_id(place: Path | None) -> str | None:
     return text
 
 
-def run_id_place(config: ReportConfig, save: str | None) -> Path | None:
-    """The file of the wandb run id: with the checkpoints, else with wandb's own files."""
-    folder = save or config.wandb_save_dir
-    return None if folder is None else Path(folder) / RUN_ID_FILE
-
-
 _Write = tuple[Scalars, int, int]
 
 
@@ -271,7 +265,8 @@ def open_dashboards(
         board = partial(TensorBoard, folder, queue_size=length, start_iteration=start_iteration)
         dashboards.open("--tensorboard-dir", board)
     if config.wandb_project is not None:
-        place = run_id_place(config, save)
+        beside = save or config.wandb_save_dir  # the checkpoints, else wandb's own files
+        place = None if beside is None else Path(beside) / RUN_ID_FILE
         run = partial(WeightsAndBiases, config, arguments, place=place)
         dashboards.open("--wandb-project", partial(run, start_iteration=start_iteration))
     return dashboards

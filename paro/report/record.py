@@ -83,12 +83,6 @@ class Metrics:
     nan_iterations: int
 
 
-def mean_loss(interval: Sequence[IterationRecord]) -> float:
-    """The mean over the iterations that were not skipped; NaN if all were."""
-    losses = [record.lm_loss for record in interval if not record.skipped]
-    return math.fsum(losses) / len(losses) if losses else math.nan
-
-
 def summarize(
     interval: Sequence[IterationRecord],
     facts: RunFacts,
@@ -98,10 +92,12 @@ def summarize(
 ) -> Metrics:
     """Summarizes the iterations since the last logged one.
 
-    Loss and speed are means over the interval; everything else is from the last iteration.
+    Loss and speed are means over the interval, the loss of the iterations that were not skipped and
+    NaN if all were; everything else is from the last iteration.
     """
     last = interval[-1]
     seconds = math.fsum(record.iteration_time_ms for record in interval) / 1000.0
+    losses = [record.lm_loss for record in interval if not record.skipped]
     samples = sum(record.global_batch_size for record in interval)
     tokens_per_second = samples * facts.seq_length / seconds
     per_device = tokens_per_second / facts.world_size
@@ -109,7 +105,7 @@ def summarize(
     return Metrics(
         iteration=last.iteration,
         consumed_samples=last.consumed_samples,
-        lm_loss=mean_loss(interval),
+        lm_loss=math.fsum(losses) / len(losses) if losses else math.nan,
         grad_norm=last.grad_norm,
         learning_rate=last.learning_rate,
         iteration_time_ms=seconds * 1000.0 / len(interval),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
@@ -48,10 +48,6 @@ class LazyTensor:
         for start, stop in self.row_ranges():
             values[start:stop] = self.rows(start, stop)
         return values
-
-    def first_rows(self, count: int) -> LazyTensor:
-        """The first `count` rows; drops the padding of a vocabulary, for example."""
-        return LazyTensor(shape=(count, *self.shape[1:]), dtype=self.dtype, rows=self.rows)
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
         if dtype in (None, self.dtype):
@@ -150,6 +146,6 @@ def unpadded(
     assert vocab_size <= config.vocab_size, f"{vocab_size} of {config.vocab_size} rows"
     by_vocab = ("embedding.weight", "head.weight")
     return {
-        name: tensor.first_rows(vocab_size) if name in by_vocab else tensor
+        name: replace(tensor, shape=(vocab_size, *tensor.shape[1:])) if name in by_vocab else tensor
         for name, tensor in tensors.items()
     }
