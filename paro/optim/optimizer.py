@@ -158,7 +158,10 @@ class ParoOptimizer:
         In the sum over all ranks every element counts once: ranks that hold a replica of a range
         already counted return 0. Not finite if any gradient of the range is not.
         """
-        return _square_sum(self._counted_grads(), self.model.context.device)
+        context = self.model.context
+        counts = context.rank < context.strategy.optim
+        grads = (unit.optim_grad for unit in self.model.trainable_units if counts)
+        return _square_sum(grads, context.device)
 
     def local_num_zeros(self) -> Tensor:
         """This rank's contribution to the number of zero gradient elements, a fp64 scalar.
@@ -189,11 +192,6 @@ class ParoOptimizer:
         )
         return float(_square_sum(counted, self.model.context.device))
 
-    def _counted_grads(self) -> Iterator[Tensor]:
-        context = self.model.context
-        if context.rank < context.strategy.optim:
-            yield from (unit.optim_grad for unit in self.model.trainable_units)
-
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
         """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
@@ -217,9 +215,17 @@ class ParoOptimizer:
         context = self.model.context
         topology = context.topology
 
-        def replicas_at(degree: int) -> tuple[int, ...]:
-            return topology.members(
-                topology.axes_between(degree, topology.world_size), context.rank
+        def shard(
+            unit: UnitShards, degree: int, start: int, values: Tensor, state: str
+        ) -> FlatShard:
+            span = topology.axes_between(degree, topology.world_size)
+            return FlatShard(
+                layout=unit.layout,
+                start=start,
+                values=values,
+                state=state,
+                rank=context.rank,
+                replicas=topology.members(span, context.rank),
             )
 
         for part in self._parts:
@@ -227,28 +233,16 @@ class ParoOptimizer:
             states = {state.name: part.states[state.name] for state in ADAMW}
             if unit.coded_update is not None:
                 states[SENT] = unit.optim_param  # this rank's own: written before the all-gather
+            degree = unit.context.strategy.optim
             for state, values in states.items():
-                yield FlatShard(
-                    layout=unit.layout,
-                    start=unit.optim_start,
-                    values=values,
-                    state=state,
-                    rank=context.rank,
-                    replicas=replicas_at(unit.context.strategy.optim),
-                )
+                yield shard(unit, degree, unit.optim_start, values, state)
             errors = unit.shard_of_errors()
             if errors is not None:
                 yield errors
         for unit in self.model.units:
             if frozen and not unit.trainable:
-                yield FlatShard(
-                    layout=unit.layout,
-                    start=unit.param_start,
-                    values=unit.param_shard,
-                    state=PARAM,
-                    rank=context.rank,
-                    replicas=replicas_at(unit.context.strategy.params),
-                )
+                degree = unit.context.strategy.params
+                yield shard(unit, degree, unit.param_start, unit.param_shard, PARAM)
 
     @torch.no_grad()
     def loaded(self, *, num_steps: int) -> None:

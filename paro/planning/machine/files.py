@@ -208,15 +208,9 @@ def _planning_fields(machine: Machine) -> dict[str, object]:
 
 
 def _row_fields(row: Measured) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "axes": row.axes.value,
-        "op": row.op.value,
-        "algorithm": row.algorithm,
-        "bytes": row.num_bytes,
-        "seconds": row.seconds,
-    }
-    more = {"cpu_seconds": row.cpu_seconds, "busy_seconds": row.busy_seconds}
-    return fields | {name: value for name, value in more.items() if value is not None}
+    known = {name: value for name, value in asdict(row).items() if value is not None}
+    known |= {"axes": row.axes.value, "op": row.op.value}
+    return {name.removeprefix("num_"): value for name, value in known.items()}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
