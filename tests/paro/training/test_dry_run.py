@@ -204,12 +204,24 @@ PLANNED = (
     "--global-batch-size 256 --train-iters 10 --lr 1e-4 --bf16 --dry-run --world-size 32 "
     "--paro-machine dgx-a100-roce100"
 )
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 3"
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5])
-def test_the_planner_predicts_the_memory_that_the_launch_does(share: float) -> None:
-    recompute = "--recompute-granularity full --recompute-num-layers 3"
-    plan = planned(f"{PLANNED} --trainable last-blocks:{share} {recompute} --paro-strategy GGG")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--paro-strategy NNN --paro-prefetch-units 0",
+        "--paro-strategy NIG --rampup-batch-size 128 128 512",
+        "--paro-strategy IIG --distributed-backend gloo --grad-reduce-in-bf16",
+        "--paro-strategy 2,8,32 --recompute-granularity full",
+        "--paro-strategy III --paro-materialize rotate",
+        "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
+        f"--paro-strategy GGG --trainable last-blocks:0.25 {RECOMPUTE}",
+        f"--paro-strategy GGG --trainable last-blocks:0.5 {RECOMPUTE}",
+    ],
+)
+def test_the_planner_predicts_the_memory_that_the_launch_does(words: str) -> None:
+    plan = planned(f"{PLANNED} {words}")
     assert plan.memory == Estimator(plan.workload).memory(plan.launch.candidate)
 
 

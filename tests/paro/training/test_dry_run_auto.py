@@ -66,27 +66,3 @@ def test_what_leaves_too_little_for_nccl_is_neither_chosen_nor_accepted() -> Non
     assert larger.memory.total > 80e9
     assert not larger.fits
     assert launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy auto {LARGE}").fits
-
-
-@pytest.mark.slow("plans as a user would")
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "--paro-prefetch-units 0",
-        "--rampup-batch-size 64 64 1024",
-        "--recompute-granularity full",
-        "--paro-materialize rotate",
-        "--paro-materialize rotate --paro-rotate-in-place",
-        "--distributed-backend gloo --grad-reduce-in-bf16",
-    ],
-)
-def test_a_strategy_needs_the_same_bytes_in_dry_run_and_planner(more: str) -> None:
-    given = launch("llama2-7B", 64, 80, "dgx-h100", f"--paro-strategy IIG {more}")
-    assert given.workload is not None
-    rows = Estimator(given.workload)
-    for name in ("III", "IIG") if "rotate" in more else ("NNN", "NIG", "IIG", "GGG", "2,8,32"):
-        plan = launch("llama2-7B", 64, 80, "dgx-h100", f"--paro-strategy {name} {more}")
-        memory = rows.memory(given.workload.candidate(given.workload.strategy(name)))
-        assert plan.memory.total == memory.total
-        assert plan.fits == (memory.total <= given.workload.device_bytes == 80 * 10**9)
