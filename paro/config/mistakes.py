@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from math import gcd
 from typing import TypeVar
@@ -16,7 +16,15 @@ from paro.arguments.parser import WrongValues, build_parser
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import resumed_samples
-from paro.config.checks import check_intervals, check_sequence
+from paro.config.checks import (
+    check_collective,
+    check_compile,
+    check_fp8,
+    check_intervals,
+    check_local_copies,
+    check_profile,
+    check_sequence,
+)
 from paro.config.model import take_model
 from paro.config.parts import (
     take,
@@ -35,46 +43,45 @@ from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
+from paro.planning.search.trainable import Trainable
 from paro.report.config import ReportConfig
 from paro.report.watchdog import WatchConfig
 
 Part = TypeVar("Part")
 _PLACES = ("FILE", "DIR", "PREFIX")  # as --help calls values that are files and folders
 _MOST = 10**6  # samples in a batch, for which others are looked for
-_ALONE = (RuntimeConfig, Fusions, OptimConfig, StepChecksConfig, ReportConfig, WatchConfig)
+_ALONE = (Fusions, OptimConfig, StepChecksConfig, WatchConfig)
 
 
 def wrong_values(args: Namespace) -> WrongValues:
     """Every wrong value of flags that are all given, beside flags that are refused."""
     filled, missing = with_stand_ins(args)
-    try:
-        world = take(LaunchConfig, filled).world()
-    except UserError as error:
-        return WrongValues(error.args, {})
 
     def wrong(better: Mapping[str, object]) -> list[str]:
-        lines = value_mistakes(_with(filled, better), world)
+        changed = _with(filled, better)
+        try:
+            lines = value_mistakes(changed, take(LaunchConfig, changed).world())
+        except UserError as error:
+            lines = tuple(map(str, error.args))
         return [line for line in lines if not missing & flags_in([line])]
 
     told = wrong({})
-    better = _fitting_type(filled)
-    if "--world-size" not in missing:
-        better |= better_values(filled, world.data_parallel_size)
+    better = _fitting_type(filled) | _fitting_sizes(filled, missing)
     while rest := wrong(better):  # also what others hid
         told += rest
-        defaults = (
-            (line, left_out) for line in rest for left_out in _left_out(line, filled, better)
+        helps = (
+            left_out
+            for line in rest
+            for left_out in _left_out(line, _with(filled, better))
+            if line not in wrong(better | left_out)
         )
-        helps = (left_out for line, left_out in defaults if line not in wrong(better | left_out))
         if (left_out := next(helps, None)) is None:
             break
         better |= left_out
     return WrongValues(distinct(told), better)
 
 
-def _left_out(
-    line: str, args: Namespace, better: Mapping[str, object]
-) -> Iterator[dict[str, object]]:
+def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:
     """The defaults of the flags in a line about wrong values that may be left out, one by one.
 
     Files and folders may not, and what is needed neither: no default means the same.
@@ -82,7 +89,7 @@ def _left_out(
     actions = build_parser()._option_string_actions
     for flag in flags_in([line]):
         action = actions.get(flag)
-        if action is None or action.dest in better or action.metavar in _PLACES:
+        if action is None or action.metavar in _PLACES:
             continue
         default = {action.dest: action.default}
         is_given = getattr(args, action.dest, action.default) != action.default
@@ -92,6 +99,15 @@ def _left_out(
 
 def _missing(args: Namespace) -> set[str]:
     return set(missing_flags(args, loaded=True))
+
+
+def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, object]:
+    """`better_values` for the ranks that are given, if they are right."""
+    try:
+        world = take(LaunchConfig, args).world()
+    except UserError:
+        return {}
+    return {} if "--world-size" in missing else better_values(args, world.data_parallel_size)
 
 
 def _fitting_type(args: Namespace) -> dict[str, object]:
@@ -142,16 +158,27 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     part(_check_sizes, batches, checkpoint)
     train, data = part(take_train, args, batches), part(take_data, args)
     built = part(build_tokenizer, part(take_tokenizer, args))
+    model = sharding = None
     if built is not None and data is not None and not missing_sizes(args):
         model = part(take_model, args, built.vocab_size)
-        part(check_sequence, model, data)
-        part(take_sharding, args, world, model)
+        sharding, *_ = part(take_sharding, args, world, model) or (None,)
     part(lambda sizes, whole: take_schedule(args, sizes, whole, None), batches, train)
-    part(check_intervals, train, checkpoint)
-    for make in (take_precision, take_loss_scale, take_profile):
-        part(make, args)
+    precision, profile = part(take_precision, args), part(take_profile, args)
+    part(take_loss_scale, args)
+    runtime, report = (
+        part(partial(take, RuntimeConfig), args),
+        part(partial(take, ReportConfig), args),
+    )
     for config_type in _ALONE:
         part(partial(take, config_type), args)
+    part(check_sequence, model, data)
+    part(check_compile, model)
+    part(check_fp8, model, data, batches and batches.micro_batch_size)
+    part(lambda whole: Trainable.of_flag(args.trainable).names(whole), model)
+    part(check_intervals, train, checkpoint)
+    part(check_local_copies, checkpoint, sharding, precision)
+    part(check_collective, sharding, runtime)
+    part(check_profile, profile, report, checkpoint)
     return distinct(found)
 
 

@@ -94,7 +94,8 @@ class ScheduleConfig:
         if not 0.0 <= self.start_weight_decay <= self.end_weight_decay:
             raise UserError(
                 f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
-                "--start-weight-decay must be at least 0 and not above --end-weight-decay"
+                "--weight-decay must be at least 0, and --start-weight-decay not above "
+                "--end-weight-decay"
             )
         if self.weight_decay_incr_style not in WEIGHT_DECAY_STYLES:
             raise UserError(

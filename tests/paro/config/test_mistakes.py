@@ -104,7 +104,10 @@ def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
         ("--use-mup --clip-grad -3 --seed -1 --adam-beta1 2 --min-lr 9 --adam-eps -1", ""),
         ("--use-mup --max-position-embeddings 8 --rotary-base -1 --lr-warmup-fraction 3", ""),
         ("--use-mup --paro-strategy XYZ --save-interval 0 --clip-grad 2", "--clip-grad 2"),
-        ("--use-mup --untie-embeddings-and-output-weights", ""),
+        ("--use-mup --ranks-per-node 3 --clip-grad -3 --weight-decay -1", ""),
+        ("--use-mup --log-progress --use-pytorch-profiler --trainable some", ""),
+        ("--use-mup --non-persistent-save-interval 3 --fp8-format e4m3", "--fp8-format e4m3"),
+        ("--use-mup --fp8-format e4m3 --ffn-hidden-size 9", "--ffn-hidden-size 9"),
         ("--use-mup --tokenizer-type LlamaTokenizer", "--tokenizer-type NullTokenizer"),
     ],
 )
@@ -138,6 +141,14 @@ def test_batch_sizes_that_are_left_fit_the_ranks(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 8 --train-iters 9"
     _, words = answer(f"{common} {given.format(**FLAGS)} --use-mup")
     assert shlex.join(words).removeprefix(common).strip() == left.format(**FLAGS)
+    assert is_sound(words)
+
+
+def test_of_two_lengths_one_is_left() -> None:
+    sizes = "--world-size 8 --micro-batch-size 1 --train-iters 9 --train-samples 72"
+    _, words = answer(f"{SMALL} {sizes} --use-mup")
+    assert "--train-samples" in words
+    assert "--train-iters" not in words
     assert is_sound(words)
 
 
