@@ -174,7 +174,7 @@ def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
     few = replace(
         workload,
         micro_batch_size=size,
-        global_batch_size=size * workload.world_size * min(2, chosen.num_micro_batches),
+        global_batch_size=size * workload.data_parallel_size * min(2, chosen.num_micro_batches),
     )
     spans = Estimator(few).estimate(chosen.candidate, record=True).timeline.spans
     if args.trace is not None:

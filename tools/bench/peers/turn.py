@@ -119,12 +119,11 @@ def process_group(
 def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
     """This rank's micro-batches of the whole turn, on the device before the clock starts."""
     num_micro_batches = (task.warmup_steps + task.steps) * task.num_micro_batches
-    micro_batch_size = task.run.batches.micro_batch_size
-    num_samples = num_micro_batches * micro_batch_size * world.size
+    num_samples = num_micro_batches * task.run.batches.samples_per_micro_batch
     datasets = build_datasets(task.run.data, SplitCounts(train=num_samples), task.run.vocab_size)
     source = MicroBatches(
         datasets.train,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=task.run.batches.micro_batch_size,
         data_parallel_rank=world.data_parallel_rank,
         data_parallel_size=world.data_parallel_size,
     )

@@ -28,7 +28,6 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.loader import Batch
 from paro.arguments.parser import parse_args
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
@@ -154,7 +153,7 @@ def _built(
         one = Contender(
             candidate=candidate,
             num_micro_batches=count,
-            training=_with(training, config, control.world, count),
+            training=_with(training, config, count),
             state=start_state(config),
             batches=same_batches(config, control.device),
             peak_in_use=None,
@@ -175,15 +174,10 @@ def _machine_seconds() -> float:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
 
 
-def _with(training: Training, config: RunConfig, world: World, count: int) -> Training:
+def _with(training: Training, config: RunConfig, count: int) -> Training:
     """The same training with another number of micro-batches."""
-    size = config.batches.micro_batch_size
-    batches = BatchSchedule(
-        micro_batch_size=size,
-        global_batch_size=size * world.size * count,
-        data_parallel_size=world.size,
-    )
-    return replace(training, batches=batches)
+    size = config.batches.samples_per_micro_batch * count
+    return replace(training, batches=replace(config.batches, global_batch_size=size))
 
 
 def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
