@@ -41,9 +41,14 @@ def choose_interface(store: dist.Store, world: World) -> None:
 
 
 def interface_text() -> str:
-    """Which interface gloo uses, and how to choose another, for an error message."""
+    """Which address gloo uses here, and how to choose another, for an error message."""
     chosen = os.environ.get(VARIABLE)
-    where = f"the interface {chosen}" if chosen else f"the address of {socket.gethostname()}"
+    if chosen:  # gloo, too, takes the first address of an interface
+        found = [address for name in chosen.split(",") for address in _addresses_of(name)[:1]]
+        where = f"{', '.join(found) or 'no address'} (interface {chosen})"
+    else:
+        name = socket.gethostname()
+        where = f"{_address_of_host(name)} (host name {name})"
     return f"gloo uses {where}: on every node set {VARIABLE} to an interface that all nodes reach"
 
 
@@ -55,13 +60,24 @@ def _source_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def _address_of_host(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return "127.0.0.1"  # as gloo, where the name does not resolve
+
+
 def _interface_with(address: str) -> str | None:
+    return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """Those of version 4 come first."""
     import psutil
 
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
-            return str(name)
-    return None
+    found = psutil.net_if_addrs().get(interface, [])
+    ip = (each.address for each in found if each.family != psutil.AF_LINK)
+    return [address.partition("%")[0] for address in ip]
 
 
 def _is_loopback(address: str) -> bool:

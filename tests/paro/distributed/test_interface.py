@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 
 import psutil
@@ -26,7 +27,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(interface, "_source_towards", SOURCES.__getitem__)
     monkeypatch.setattr(interface.socket, "if_nameindex", lambda: [*enumerate(ADDRESSES, 1)])
-    found = {name: [SimpleNamespace(address=each)] for name, each in ADDRESSES.items()}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    hardware = SimpleNamespace(family=psutil.AF_LINK, address="02:fc:00:00:00:01")
+    found = {
+        name: [SimpleNamespace(family=socket.AF_INET, address=each), hardware]
+        for name, each in ADDRESSES.items()
+    }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     return monkeypatch
 
@@ -46,7 +52,7 @@ def test_the_first_node_takes_the_way_to_the_second(host: pytest.MonkeyPatch) ->
 def test_other_nodes_take_the_way_to_the_first(host: pytest.MonkeyPatch) -> None:
     host.setenv("MASTER_ADDR", "10.0.0.2")
     assert chosen(rank=2) == "eth0"
-    assert "gloo uses the interface eth0" in interface_text()
+    assert "gloo uses 10.0.0.1 (interface eth0): " in interface_text()
 
 
 def test_an_address_of_version_6_has_an_interface(host: pytest.MonkeyPatch) -> None:
@@ -69,4 +75,16 @@ def test_gloo_chooses_on_one_node_and_without_a_way(
     host: pytest.MonkeyPatch, given: dict[str, object]
 ) -> None:
     assert chosen(**given) is None  # type: ignore[arg-type]
-    assert f"set {VARIABLE} to an interface" in interface_text()
+    text = interface_text()
+    assert f"gloo uses 127.0.1.1 (host name {socket.gethostname()}): " in text
+    assert f"set {VARIABLE} to an interface" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "address"), [("ib0,eth0", "fe80::1, 10.0.0.1"), ("nic7", "no address")]
+)
+def test_an_error_names_the_address_of_a_given_interface(
+    given: str, address: str, host: pytest.MonkeyPatch
+) -> None:
+    host.setenv(VARIABLE, given)
+    assert f"gloo uses {address} (interface {given}): " in interface_text()
