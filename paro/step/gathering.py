@@ -9,6 +9,9 @@
 # unit that trains no gradient flows, so backward gathers nothing there. At most two buffers of
 # whole gradients wait to be reduced.
 #
+# Where parameters stay and several micro-batches use them, their casts stay too. Else a unit keeps
+# casts from its recomputation to its release.
+#
 # Where nothing overlaps (`prefetch_units` 0) one unit is live and one gradient whole, and whoever
 # carries out the actions waits at once for what they queue.
 
@@ -46,6 +49,7 @@ class GatheringPolicy:
         self._upcoming: deque[int] = deque()  # units still to be gathered
         self._live: list[int] = []
         self._whole: set[int] = set()  # buffers with whole parameters
+        self._casts_stay = False  # until the end of the step
         self._reducing: deque[int] = deque()  # buffers with whole gradients
         # Of the current micro-batch:
         self._last = False  # it is the last one of its step
@@ -58,9 +62,8 @@ class GatheringPolicy:
     def begin_step(self, num_micro_batches: int) -> list[Action]:
         """A step of `num_micro_batches` micro-batches."""
         if not self.shape.gathers:  # parameters stay from update to update
-            return [
-                (Verb.KEEP, b) for unit in self.shape.units for b in (*unit.trainable, *unit.frozen)
-            ]
+            self._casts_stay = num_micro_batches > 1
+            return self._casts_of_the_step(Verb.KEEP)
         forward = range(self._num_units)
         backward = [index for index in reversed(forward[:-1]) if self._in_backward[index]]
         for _ in range(num_micro_batches):
@@ -92,11 +95,13 @@ class GatheringPolicy:
         assert not self._live, f"live outside a step: {self._live}"
         actions = [(Verb.FREE, buffer) for buffer in self._reducing]
         self._reducing.clear()
-        if not self.shape.gathers:
-            actions += [
-                (Verb.DROP, b) for unit in self.shape.units for b in (*unit.trainable, *unit.frozen)
-            ]
+        actions += self._casts_of_the_step(Verb.DROP)
         return [*actions, *((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
+
+    def _casts_of_the_step(self, verb: Verb) -> list[Action]:
+        """For each buffer whose weights' casts stay in all micro-batches."""
+        units = self.shape.units if self._casts_stay else ()
+        return [(verb, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
 
     # Parameters #
 
@@ -164,9 +169,10 @@ class GatheringPolicy:
         return []
 
     def _release(self, index: int) -> list[Action]:
+        kept_casts = self._held[index] and not self._casts_stay
         self._held[index] = False
         if not self.shape.gathers:
-            return []
+            return [(Verb.DROP, buffer) for buffer in self._needed[index]] if kept_casts else []
         self._live.remove(index)
         shared = {buffer for other in self._live for buffer in self._needed[other]}
         unneeded = [buffer for buffer in self._needed[index] if buffer not in shared]

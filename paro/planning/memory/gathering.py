@@ -6,8 +6,8 @@
 #   model states   shards that stay throughout
 #   whole params   between a buffer's gather and its release
 #   whole grads    unit-sized gradient buffers, until their reduction is waited for
-#   weights in fp8 with their transposes: those of all units in a step where parameters stay, else
-#                  those of the units that are recomputed
+#   weights in fp8 with their transposes: those of all units where parameters stay for several
+#                  micro-batches, else those of the units that are recomputed
 #   activations    kept for backward by the units that have run forward
 #   transient      extra memory of the computation, of a reduction's conversion or of the update
 #
@@ -229,7 +229,8 @@ class Tally:
         before, after = own.before_gradients, own.in_backward
         if own.direct is not None and self.is_direct:
             before, after = own.direct
-        if verb is Verb.RECOMPUTE or (verb is Verb.FORWARD and not self.shape.gathers):
+        is_forward = verb in (Verb.FORWARD, Verb.RECOMPUTE)
+        if is_forward and not self.keeps.isdisjoint(self.shape.units[index].needed):
             self.cast.add(index)
         if verb is Verb.FORWARD:
             if index >= self.shape.first_trained:

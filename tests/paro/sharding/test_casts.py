@@ -70,25 +70,38 @@ def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyP
         ("GGG", together, by_gather),
     ):
         rank = in_fp8(strategy, recompute)
-        for _ in range(2):
+        for num_micro_batches in (2, 1, 2):
             with casts_of_weights() as made:
-                rank.step(2)
-            assert {form: made.count(form) for form in made} == wanted
+                rank.step(num_micro_batches)
+            if num_micro_batches == 1:
+                wanted_of_one = by_use if recompute is None else by_gather
+                assert {form: 2 * made.count(form) for form in made} == wanted_of_one
+            else:
+                assert {form: made.count(form) for form in made} == wanted
 
 
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
-def test_nothing_is_kept_after_backward(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("recompute", [None, RecomputeConfig(granularity="full")])
+def test_nothing_is_kept_after_backward(
+    strategy: str,
+    num_micro_batches: int,
+    recompute: RecomputeConfig | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     silence(monkeypatch)
-    rank = in_fp8(strategy)
+    rank = in_fp8(strategy, recompute)
     blocks = [p for name, p in rank.model.model.named_parameters() if name.startswith("blocks")]
     tokens_BS, weights_BS = torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16)
 
     def kept() -> int:
         return sum(p.casts.kept is not None for p in blocks)  # type: ignore[attr-defined]
 
-    rank.model.begin_step(1)
-    rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=True)
-    assert kept() == (WEIGHTS if strategy == "NNG" else 0)
+    rank.model.begin_step(num_micro_batches)
+    for index in range(num_micro_batches):
+        last = index + 1 == num_micro_batches
+        rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
+        assert kept() == (WEIGHTS if strategy == "NNG" and num_micro_batches > 1 else 0)
     rank.model.finish_gradients()
     assert kept() == 0
     rank.model.evaluate(tokens_BS, tokens_BS, weights_BS)
