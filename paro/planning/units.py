@@ -25,7 +25,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,59 +147,90 @@ def embedding_adds_rows(batch: MicroBatch) -> bool:
 def _block(
     config: LlamaConfig, batch: MicroBatch, index: int, recomputed_from: int | None
 ) -> UnitActivations:
-    residual = _residual(config, batch)
-    ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
-    weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
-    # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
-    # product. Gate and up are then freed, which makes room for the gradients of their producers.
-    transients: dict[str, Any] = {
-        "before_gradients": residual + 3 * ffn + weight + _adapter_transient(config, batch),
-        "in_backward": max(residual + weight, norm_backward(config, batch) + 2 * weight),
-    }
-    in_forward = residual + max(residual, ffn)
-    if config.torch_compile is not None:
-        transients |= _compiled_backward(config, batch)
-    elif config.lora is None and not config.keeps_scores:
-        transients["direct"] = (
-            residual + 2 * ffn,
-            max(residual + 3 * ffn, norm_backward(config, batch)),
-        )
-    if config.keeps_scores:  # they and their mask, then their gradients
-        scores = 4 * batch.num_tokens * config.num_attention_heads * batch.seq_length
-        in_forward = max(in_forward, residual + 2 * scores)
-        transients["in_backward"] = max(transients["in_backward"], residual + 2 * scores)
-        if "direct" in transients:
-            before, after = transients["direct"]
-            transients["direct"] = before, max(after, residual + 2 * scores)
-    if config.fp8_format is not None and config.torch_compile is None:
-        transients |= {"casts": 2 * _matmul_weights(config)}
-    if config.lora is not None:
-        in_forward = max(
-            in_forward, residual + ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
-        )
+    transients = _transients(config, batch)
     unkept = _before_adapters(config, batch) if index == 1 else 0
     if recomputed_from is None:
         return UnitActivations(
-            kept=block_activations(config, batch) - unkept,
-            recomputed_from=index,
-            in_forward=in_forward,
-            **transients,
+            kept=block_activations(config, batch) - unkept, recomputed_from=index, **transients
         )
-    kept = residual if index == recomputed_from else 0
+    kept = _residual(config, batch) if index == recomputed_from else 0
     recomputed = block_activations(config, batch) - max(kept, unkept)
+    transients["in_forward"] += recomputed
     return UnitActivations(
-        kept=kept,
-        recomputed=recomputed,
-        recomputed_from=recomputed_from,
-        in_forward=recomputed + in_forward,
-        **transients,
+        kept=kept, recomputed=recomputed, recomputed_from=recomputed_from, **transients
     )
 
 
-def _matmul_weights(config: LlamaConfig) -> int:
-    """Elements of a block's weight matrices."""
-    query, key = _attention_widths(config)
-    return config.hidden_size * (2 * query + 2 * key + 3 * config.ffn_hidden_size)
+def _transients(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:
+    """Peak bytes of a block's forward and backward in addition to those it keeps, by field."""
+    residual = _residual(config, batch)
+    ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
+    weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
+    norm = norm_backward(config, batch)
+    # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
+    # product. Gate and up are then freed, which makes room for the gradients of their producers.
+    found: dict[str, Any] = {
+        "in_forward": residual + max(residual, ffn),
+        "before_gradients": residual + 3 * ffn + weight + _adapter_transient(config, batch),
+        "in_backward": max(residual + weight, norm + 2 * weight),
+    }
+    if config.torch_compile is not None:
+        found |= _compiled_backward(config, batch)
+    elif config.fp8_format is not None:
+        found |= _fp8_transients(config, batch, found)
+    elif config.lora is None:
+        found["direct"] = residual + 2 * ffn, max(residual + 3 * ffn, norm)
+    if config.keeps_scores:  # they and their mask, then their gradients
+        scores = residual + 8 * batch.num_tokens * config.num_attention_heads * batch.seq_length
+        for field in ("in_forward", "in_backward"):
+            found[field] = max(found[field], scores)
+        if "direct" in found:
+            before, after = found["direct"]
+            found["direct"] = before, max(after, scores)
+    if config.lora is not None:
+        found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
+    return found
+
+
+def _fp8_transients(
+    config: LlamaConfig, batch: MicroBatch, without: Mapping[str, int]
+) -> dict[str, Any]:
+    """The same where operands are cast; weights are counted as cast at every use.
+
+    Backward casts a gradient as it is and transposed, and transposes the inputs of weights, whose
+    gradients are products that are then copied or added to their buffers.
+    """
+    size, on_gpu = batch.compute_bytes, batch.device_type == "cuda"
+    residual, norm = _residual(config, batch), norm_backward(config, batch)
+    narrow = batch.num_tokens * config.hidden_size  # elements, which are bytes in fp8
+    wide = batch.num_tokens * config.ffn_hidden_size
+    weight = config.hidden_size * config.ffn_hidden_size
+    # At most, of an element: the result by Triton, and in fp32 by torch's operations.
+    cast = 1 if on_gpu or config.fuses_fp8_casts else 8 if size < 4 else 5
+    casting = max(cast * wide + weight, residual + wide + weight, cast * weight)
+    in_forward = max(size * wide + casting, 2 * residual)
+    width = 2 * sum(_attention_widths(config)) + 3 * config.ffn_hidden_size  # of all weights
+    found = {"in_forward": in_forward, "casts": 2 * config.hidden_size * width}
+    if config.lora is not None:
+        return found | {
+            "before_gradients": without["before_gradients"] + narrow,
+            "in_backward": without["in_backward"] + 2 * wide,
+        }
+    # Triton makes gate's and up's gradients and their product at once.
+    beside = residual + 2 * narrow + (3 if on_gpu else 2) * size * wide
+    before = max(beside + cast * wide, residual + 2 * narrow + size * wide + cast * weight)
+    product = beside + wide + size * weight
+    inputs = max(
+        residual + 2 * narrow + 3 * size * wide,
+        norm + 4 * wide,
+        4 * residual + narrow + 4 * wide + cast * weight,
+    )
+    converted = 0 if on_gpu or size == 4 else 4 * weight  # to add it, a CPU converts the product
+    return found | {
+        "before_gradients": before,
+        "in_backward": max(product + converted, inputs),
+        "direct": (before, max(product, inputs)),
+    }
 
 
 def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:

@@ -256,20 +256,6 @@ CASES = {
         num_micro_batches=1,
         at="reduction",
     ),
-    "weights that stay in fp8": Workload(
-        strategy="NNG",
-        config=replace(SMALL, ffn_hidden_size=512, vocab_size=16384, fp8_format="hybrid"),
-        precision=BF16,
-        batch_size=1,
-        at="forward of head",
-    ),
-    "weights in fp8 of units that are gathered": Workload(
-        strategy="GGG",
-        config=replace(SMALL, ffn_hidden_size=512, vocab_size=16384, fp8_format="hybrid"),
-        precision=BF16,
-        batch_size=1,
-        at="forward of head",
-    ),
     "bf16 gradients converted for the update": Workload(
         strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
@@ -287,11 +273,7 @@ def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, na
     assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
 
 
-COMPILED = [
-    name
-    for name, workload in CASES.items()
-    if workload.config.lora is None and workload.config.fp8_format is None
-]
+COMPILED = [name for name, workload in CASES.items() if workload.config.lora is None]
 
 
 @pytest.mark.verify

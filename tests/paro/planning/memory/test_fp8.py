@@ -1,0 +1,108 @@
+"""The predicted peak in fp8, compared with the allocations of a rank, by Triton and by torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import kernels
+from model.lora_config import LoraConfig, targets_of
+from paro.precision import PrecisionConfig
+from tests.paro.planning.lone_rank import silence
+from tests.paro.planning.memory.test_gathering import (
+    ALL_BF16,
+    BF16,
+    EACH,
+    FP32,
+    RUNS_OF_TWO,
+    SMALL,
+    Workload,
+    measure,
+    predict,
+)
+
+
+def in_fp8(
+    strategy: str,
+    *,
+    precision: PrecisionConfig = BF16,
+    batch_size: int = 8,
+    num_micro_batches: int = 2,
+    at: str = "backward",
+    **config: Any,
+) -> Workload:
+    by_triton: dict[str, Any] = {"fp8_format": "hybrid", "fuses_fp8_casts": True}
+    return Workload(
+        strategy=strategy,
+        config=replace(SMALL, **(by_triton | config)),
+        precision=precision,
+        batch_size=batch_size,
+        num_micro_batches=num_micro_batches,
+        at=at,
+    )
+
+
+LARGE_HEAD: dict[str, Any] = {"ffn_hidden_size": 512, "vocab_size": 16384}
+CASES = {
+    "fp8, weights' casts that stay": in_fp8(
+        "NNG", batch_size=1, at="forward of head", **LARGE_HEAD
+    ),
+    "fp8, gathered weights": in_fp8("GGG", batch_size=1, at="forward of head", **LARGE_HEAD),
+    "fp8, weights of one micro-batch": in_fp8(
+        "NNG", precision=ALL_BF16, batch_size=1, num_micro_batches=1, ffn_hidden_size=2048
+    ),
+    "fp8, operands": in_fp8("NNG", ffn_hidden_size=512),
+    "fp8, operands by torch": in_fp8("NNG", ffn_hidden_size=512, fuses_fp8_casts=False),
+    "fp8, operands in fp32": in_fp8("NNG", precision=FP32),
+    "fp8, operands in fp32 by torch": in_fp8("NIG", precision=FP32, fuses_fp8_casts=False),
+    "fp8, weights outweigh activations": in_fp8("GGG", batch_size=1, ffn_hidden_size=2048),
+    "fp8, the same by torch": in_fp8(
+        "GGG", batch_size=1, ffn_hidden_size=2048, fuses_fp8_casts=False
+    ),
+    "fp8, gradients in bf16": in_fp8("NNG", precision=ALL_BF16, ffn_hidden_size=512),
+    "fp8, recomputed blocks": in_fp8("IIG", precision=FP32, recompute=EACH),
+    "fp8, recomputed blocks of one micro-batch": in_fp8(
+        "NNG", precision=FP32, num_micro_batches=1, recompute=EACH
+    ),
+    "fp8, runs of recomputed blocks": in_fp8(
+        "GGG", batch_size=1, recompute=RUNS_OF_TWO, ffn_hidden_size=1024
+    ),
+    "fp8, scores that are kept": in_fp8(
+        "NNG", precision=FP32, attention_backend="unfused", ffn_hidden_size=512
+    ),
+    "fp8, adapters": in_fp8("NNG", lora=LoraConfig(rank=4, targets=targets_of("all-linear"))),
+    "fp8, adapters by torch": in_fp8(
+        "GGG",
+        lora=LoraConfig(rank=4, targets=targets_of("all-linear")),
+        fuses_fp8_casts=False,
+        at="forward",
+    ),
+}
+
+
+def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes matmuls in fp8 allocate their result alone, and kernels nothing; no values."""
+
+    def product(
+        left_MK: Tensor, right_KN: Tensor, *, out_dtype: torch.dtype, **_: object
+    ) -> Tensor:
+        return torch.empty(left_MK.shape[0], right_KN.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    for name in ("_largest", "_cast"):
+        monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *_, **__: None))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    workload = CASES[name]
+    predicted = predict(workload, device="cpu")
+    assert workload.at in predicted.name
+    silence(monkeypatch)
+    allocate_as_gpus(monkeypatch)
+    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
