@@ -297,3 +297,7 @@ def _add_dry_run_args(parser: ArgumentParser) -> None:
         help="with --dry-run: fail unless the predicted memory of a rank fits a device of so many "
         "GB (1e9 bytes); under nccl it includes the CUDA context, NCCL's communicators and "
         "fragmentation; default: what --paro-machine has")
+    add("--show-step", action="store_true",
+        help="with --dry-run: list what a rank does in a step, action by action: when parameters "
+        "are gathered and freed and gradients reduced, the MB that each collective sends inside "
+        "and between groups, its comm stream, and the memory that is alive then")

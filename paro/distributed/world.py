@@ -62,9 +62,12 @@ class LaunchConfig:
     world_size: int | None = None
     ranks_per_node: int | None = None
     device_memory_gb: float | None = None
+    show_step: bool = False
 
     def __post_init__(self) -> None:
         if not self.dry_run:
+            if self.show_step:
+                raise UserError("--show-step is for --dry-run --world-size N: give both")
             for flag, value in self._given().items():
                 if value is not None:
                     raise UserError(

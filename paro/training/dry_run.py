@@ -21,6 +21,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, model_state_bytes, traffic_per_step
+from paro.planning.listing import step_lines
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
 from paro.planning.search.estimator import Estimate, Estimator
@@ -355,6 +356,27 @@ def _local_copies(plan: PlannedRun) -> Iterator[str]:
         yield f"> local copies {every_text(interval)}: {size} of the memory of each node"
 
 
+def _step(plan: PlannedRun) -> Iterator[str]:
+    """The actions of a step, for --show-step."""
+    config, memory = plan.config, plan.memory
+    if not config.launch.show_step:
+        return
+    if config.sharding.materialize == "rotate":
+        raise UserError(
+            "--show-step lists gathered parameters: leave it or --paro-materialize rotate out"
+        )
+    if not config.trained:
+        raise UserError("--show-step lists a training step: leave it or --skip-train out")
+    run = plan_of(config, plan.training.device.type)
+    yield from step_lines(
+        RunMemory(config.sharding.machine).peaks(run),
+        config.strategy,
+        plan.training.model.context.topology,
+        plan.num_micro_batches,
+        other_bytes=memory.allocated - memory.allocations.total,
+    )
+
+
 def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
     """Where the launch spends its time on --paro-machine, and what would be faster there."""
     if plan.launch is None or found is None:
@@ -370,6 +392,7 @@ SECTIONS: tuple[Callable[[PlannedRun], Iterable[str]], ...] = (
     _placement,
     _units,
     _memory,
+    _step,
     _data,
     _checkpoints,
     _local_copies,

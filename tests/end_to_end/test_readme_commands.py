@@ -37,6 +37,7 @@ QUICK = (
     ("Try it",),
     ("Launch",),
     ("Plan a run", "Is it worth it?"),
+    ("Design",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = (

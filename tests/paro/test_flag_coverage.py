@@ -181,6 +181,7 @@ CASES = {
         "",
         "--step-batch-size-schedule 0:8,1K:16",
     ),
+    "show_step": ((), DRY, f"{DRY} --show-step"),
     "split": ((), "", "--split 98,1,1"),
     "start_over": ((), "--save new", "--save new --start-over"),
     "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),

@@ -103,28 +103,31 @@ class RunMemory:
         return overheads.added_to(snapshot, self._communication_of(plan))
 
     def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
-        units = self.units(plan)
         if plan.materialize.rotates:
             return rotating_peak(
                 plan.strategy,
-                units,
+                self.units(plan),
                 plan.precision,
                 plan.config,
                 plan.batch,
                 in_place=plan.materialize.in_place,
             )
+        return self.peaks(plan).of(plan.strategy)
+
+    def peaks(self, plan: RunPlan) -> PeakMemory:
+        """What is alive in a step of a plan that gathers parameters."""
         key = (plan.trained, plan.micro_batch_size, plan.recompute)
         if key not in self._peaks:
             self._peaks[key] = PeakMemory(
                 world_size=plan.world_size,
-                units=units,
+                units=self.units(plan),
                 precision=plan.precision,
                 model=plan.config,
                 batch=plan.batch,
                 prefetch_units=plan.prefetch_units,
                 num_micro_batches=plan.num_micro_batches,
             )
-        return self._peaks[key].of(plan.strategy)
+        return self._peaks[key]
 
     def _communication_of(self, plan: RunPlan) -> Communication:
         key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)

@@ -196,6 +196,7 @@ def test_what_cannot_rotate_is_refused_with_what_could(words: str, told: str) ->
         ("--world-size 8", "--world-size 8 is for --dry-run"),
         ("--ranks-per-node 8", "--ranks-per-node 8 is for --dry-run"),
         ("--device-memory-gb 80", "--device-memory-gb 80.0 is for --dry-run"),
+        ("--show-step", "--show-step is for --dry-run"),
         ("--dry-run", "--dry-run needs --world-size N"),
         ("--dry-run --world-size 0", "--world-size 0 must be positive"),
         ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),

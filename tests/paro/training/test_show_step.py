@@ -1,0 +1,181 @@
+"""--show-step lists a step action by action: words, bytes, streams, memory, equal blocks once."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from paro.planning.cost_model import sent_along, sent_spans, traffic_per_step
+from paro.planning.search.estimator import Estimator
+from paro.step.actions import Verb
+from tests.helpers.ranks import ROOT
+from tests.paro.planning.cases import ORDERS, order_case
+from tests.paro.training.test_dry_run import planned, printed
+
+SIZES = (
+    "--hidden-size 512 --num-attention-heads 4 --seq-length 256 --vocab-size 8000 --mock-data "
+    "--micro-batch-size 1 --lr 0.1 --train-iters 10 --bf16"
+)
+SHOW = "--dry-run --world-size 16 --show-step"
+IIG = f"{SIZES} --num-layers 8 --paro-strategy IIG --global-batch-size 64 {SHOW}"
+PAIRS = "--recompute-granularity full --recompute-num-layers 2"
+BITS = "--paro-inter-param-bits 4 --paro-inter-grad-bits 4"
+
+
+def listing(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of the listing, without its columns' alignment."""
+    found = re.search(r"^> a step, action by action.*?\n(?=>)", printed(words, capsys), re.M | re.S)
+    assert found is not None
+    return [re.sub(r" +", " ", line).strip() for line in found[0].splitlines()]
+
+
+def section(lines: list[str], begin: str, end: str) -> list[str]:
+    """The words of the lines after the one that begins with `begin`, up to `end`."""
+    first = next(number for number, line in enumerate(lines) if line.startswith(begin))
+    last = next(n for n, line in enumerate(lines) if n > first and line.startswith(end))
+    return [re.split(r" [\d,]+\.\d", line)[0] for line in lines[first + 1 : last]]
+
+
+def test_the_page_of_architecture_shows_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.search(
+        r"^```bash\npython pretrain_llama.py (.*?--show-step)\n```\n\n```\n(.*?)^```$",
+        page,
+        re.M | re.S,
+    )
+    assert found is not None
+    command, output = found.groups()
+    assert f"\n{output}> " in printed(" ".join(shlex.split(command)), capsys)
+
+
+CASES = {
+    "plain": (
+        "",
+        "backward of blocks.6",
+        "backward of blocks.5",
+        "free blocks.7 | all-gather blocks.5 | wait for blocks.6 "
+        "| BACKWARD blocks.6: to its first gradient | free gradients of head when reduced "
+        "| allocate gradients of blocks.6 | BACKWARD blocks.6: the rest "
+        "| reduce-scatter gradients of blocks.6 | step reduce-scatter of blocks.6",
+    ),
+    "equal blocks are listed once": (
+        "",
+        "forward of blocks.0, and the same for blocks.1 to blocks.6, each time",
+        "forward of blocks.7",
+        "all-gather blocks.1 | wait for blocks.0 | FORWARD blocks.0 | free blocks.0",
+    ),
+    "frozen first blocks": (
+        "--trainable last-blocks:0.5",
+        "forward of blocks.0, and the same for blocks.1 to blocks.2",
+        "forward of blocks.3",
+        "all-gather blocks.1 (frozen) | wait for blocks.0 (frozen) | FORWARD blocks.0 "
+        "| free blocks.0 (frozen)",
+    ),
+    "a tied head": (
+        "--tie-embeddings-and-output-weights",
+        "forward of blocks.7",
+        "forward of head",
+        "all-gather head | all-gather embedding | wait for blocks.7 | FORWARD blocks.7 "
+        "| free blocks.7",
+    ),
+    "groups of recomputed blocks": (
+        PAIRS,
+        "backward of blocks.5 to blocks.4, and the same for blocks.3 to blocks.2, each time",
+        "BACKWARD blocks.5",
+        "free blocks.6 | all-gather blocks.4 | wait for blocks.5 | wait for blocks.4 "
+        "| RECOMPUTE blocks.4 | RECOMPUTE blocks.5",
+    ),
+    "adapters": (
+        "--lora-rank 4",
+        "forward of blocks.0, and the same for blocks.1 to blocks.6, each time",
+        "forward of blocks.7",
+        "all-gather blocks.1 | all-gather blocks.1 (frozen) | wait for blocks.0 "
+        "| wait for blocks.0 (frozen) | FORWARD blocks.0 | free blocks.0 | free blocks.0 (frozen)",
+    ),
+    "4 bits between groups": (
+        BITS,
+        "BACKWARD blocks.7: the rest",
+        "backward of",
+        "reduce-scatter gradients of blocks.7 | step all-to-all of codes of blocks.7",
+    ),
+    "updates of 4 bits": (
+        BITS,
+        "update of blocks.0, and the same for blocks.1 to blocks.7",
+        "update of head",
+        "UPDATE blocks.0 | all-gather codes of updated blocks.0",
+    ),
+    "nothing is sharded but the optimizer's states": (
+        "--paro-strategy NNG",
+        "the end of the step",
+        "update of embedding",
+        "wait for gradients of embedding to head | all-reduce the norm",
+    ),
+    "nothing overlaps": (
+        "--paro-prefetch-units 0",
+        "forward of blocks.0, and the same for blocks.1 to blocks.7, each time",
+        "forward of head",
+        "all-gather blocks.0 | FORWARD blocks.0 | free blocks.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stretch_reads(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, begin, end, wanted = CASES[name]
+    assert " | ".join(section(listing(f"{IIG} {words}", capsys), begin, end)) == wanted
+
+
+def test_what_other_micro_batches_do_differently(capsys: pytest.CaptureFixture[str]) -> None:
+    assert listing(IIG, capsys)[-4:] == [
+        "the first micro-batch, also: all-gather 2 x embedding, 2 x blocks.0",
+        "the first micro-batch, not: step reduce-scatter of all that trains",
+        "each between the first and the last, also: all-gather blocks.0, embedding",
+        "each between the first and the last, not: step reduce-scatter of all that trains",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "--trainable last-blocks:0.5", PAIRS, "--lora-rank 4", BITS, "--paro-strategy GGG"],
+)
+def test_the_largest_total_is_what_a_rank_needs(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    totals = [line.split()[-1] for line in listing(f"{IIG} {words}", capsys)[4:]]
+    found = max(float(t.replace(",", "")) for t in totals if re.fullmatch(r"[\d,]+\.\d", t))
+    assert found == round(planned(f"{IIG} {words}").memory.allocated / 1e6, 1)
+
+
+def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = listing(IIG.replace("IIG", "2,4,16"), capsys)
+    assert any("all-gather blocks.1 " in line and "gather inside 1-2 " in line for line in lines)
+    last = next(line for line in lines if line.startswith("step reduce-scatter of head "))
+    assert "reduce inside 4-8, between" in last
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("strategy", ["GGG", "IIG", "INI", "NIG", "NNG"])
+def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
+    given = order_case(name)
+    costs = Estimator(given).costs(given.candidate(given.strategy(strategy)))
+    comm, shape = costs.comm_costs, costs.pass_loads.shape
+    of_buffer = {
+        buffer: (index, buffer in unit.trainable)
+        for index, unit in enumerate(shape.units)
+        for buffer in (*unit.trainable, *unit.frozen)
+    }
+    spans = [sent_spans(u, comm.strategy, comm.topology, comm.precision) for u in comm.units]
+    sent = [
+        sent_along(spans[of_buffer[number][0]].get((verb, of_buffer[number][1]), ()))
+        for verb, number in costs.plan.actions()
+        if verb < Verb.FORWARD and verb is not Verb.NORM
+    ]
+    step = traffic_per_step(
+        comm.strategy, comm.topology, comm.units, comm.precision, costs.num_micro_batches
+    )
+    assert sum(one.intra for one in sent) == step.intra
+    assert sum(one.inter for one in sent) == step.inter
