@@ -21,7 +21,7 @@ from paro.planning.cost_model import (
 )
 from paro.planning.memory.gathering import MOST_MICRO_BATCHES, PeakMemory, Point, Tally
 from paro.quantities import size_text
-from paro.step.actions import WAITED_BY, Action, Verb
+from paro.step.actions import WAITED_BY, Action, Move, Verb
 from paro.step.plan import Pass, StepPlan, Stretch, step_plan
 from paro.strategy import Strategy
 from paro.topology import Axis, Link, Topology, Use
@@ -177,11 +177,11 @@ class _Follower:
         return entries
 
     def _unit_of(self, stretch: Stretch) -> int:
-        computing = [number for verb, number in stretch if verb >= Verb.FORWARD]
+        computing = [action[1] for action in stretch if action[0] >= Verb.FORWARD]
         return computing[-1] if computing else self._buffers[stretch[0][1]][0]
 
-    def _rows(self, action: Action, index: int, alive_before: int) -> Iterator[_Row]:
-        verb, number = action
+    def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
+        verb, number = action[:2]
         point = self.tally.carry_out(action) or Point(self.tally.point(""))
         unit, trains = (number, True) if verb >= Verb.FORWARD else self._buffers[number]
         waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
@@ -190,7 +190,7 @@ class _Follower:
         if verb not in _SENT:
             sent = [(_WORDS[verb], "", Sent())]
         elif sent and self.peak.prefetch_units:
-            self._in_flight.add(action)
+            self._in_flight.add((verb, number))
         if verb in (Verb.WAIT, Verb.WAIT_REDUCED) and not waited:
             return
         if verb in (Verb.KEEP, Verb.DROP) and not self.tally.activations[unit].casts:
@@ -210,9 +210,9 @@ class _Follower:
             text = f"  {words.format(self._name(unit, trains))}"
             yield _Row(words, key, (text, *moved, stream, *held))
 
-    def _sent(self, action: Action) -> Iterator[tuple[str, str, Sent]]:
+    def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
         """The collectives of an action: words, comm stream, and what a rank sends."""
-        verb, number = action
+        verb, number = action[:2]
         if verb not in _SENT:
             return
         index, trains = self._buffers[number]

@@ -7,15 +7,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from model.config import LlamaConfig
-from model.units import parameter_shapes, unit_specs
+from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import halves_of, make_sliced_layout, make_whole_layout
 from paro.planning.cost_model import UnitSize, unit_size
+from paro.precision import PrecisionConfig
+from paro.step.actions import number_buffers
+from paro.step.rotating import RingShape
+from paro.step.rotation_plan import PartShape, RotationShape, passes_per_micro_batch
 from paro.strategy import FLAG, Strategy
 
 
@@ -82,46 +85,106 @@ def rotating_units_of(
 
     A parameter trains unless `is_trained(name)` is false; below the first that trains there is no
     backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
-    `in_place`, where slices are sent in halves.
+    `in_place`, where slices are sent in halves. Passes are counted in the actions of a step.
     """
     shapes = parameter_shapes(config)
-    parts: dict[str, tuple[dict[str, int], int | None]] = {}  # cuts and shares by label
-    gathers: Counter[str] = Counter()
-    reductions: Counter[str] = Counter()
-    reached = False  # whether backward reaches the part
-    for spec in unit_specs(config):
-        for part in spec.parts:
-            cuts, label = spec.cuts_of(part), spec.label_of(part)
-            whole = (f"{spec.name}.{name}" for name in part.replicated)
-            reached = reached or any(map(is_trained, (*cuts, *whole)))
-            again = spec.backward_needs_weight + (spec.recomputed_from is not None)
-            gathers[label] += 1 + reached * again
-            reductions[label] += 1
-            parts[label] = cuts, part.shares
+    parts: dict[str, tuple[UnitSpec, PartSpec]] = {}  # by label; the embedding has a tied head's
+    for spec, part in parts_of(config):
+        parts.setdefault(spec.label_of(part), (spec, part))
 
     def sized(label: str) -> Iterator[UnitSize]:
-        cuts, shares = parts[label]
+        spec, part = parts[label]
+        cuts = spec.cuts_of(part)
         own = {name: shapes.pop(name) for name in cuts}  # what is left is replicated
         halves: tuple[int | None, ...] = (None,)
         if in_place:
-            halves = halves_of(own, cuts=cuts, number=degree, shares=shares)
+            halves = halves_of(own, cuts=cuts, number=degree, shares=part.shares)
         for half in halves:
             layout = partial(
                 make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
             )
-            yield replace(
-                unit_size(label, own, layout, is_trained),
-                name=label if half is None else f"{label} {half + 1}/2",
-                part=label,
-                gathers_per_micro_batch=gathers[label],
-                reductions_per_micro_batch=reductions[label],
-            )
+            name = label if half is None else f"{label} {half + 1}/2"
+            yield replace(unit_size(label, own, layout, is_trained), name=name, part=label)
 
     units = [unit for label in parts for unit in sized(label)]
-    norms = unit_size(
-        "norms", shapes, partial(make_whole_layout, world_size=world_size), is_trained
+    readers = (
+        index
+        for index, (spec, part) in enumerate(parts_of(config))
+        if any(is_trained(f"{spec.name}.{name}") for name in part.replicated)
     )
-    return (replace(norms, replicated=True), *units)
+    layout = partial(make_whole_layout, world_size=world_size)
+    norms = unit_size("norms", shapes, layout, is_trained)
+    first_reader = next(readers, len(parts_of(config)))
+    sizes = [replace(norms, replicated=True, first_reader=first_reader), *units]
+    ring = RingShape(num_steps=degree, in_place=in_place, shares_scratch=True)
+    weights, grads = passes_per_micro_batch(rotation_shape(config, tuple(sizes), ring))
+    numbered = zip(sizes, number_buffers([size.kind for size in sizes]), strict=True)
+    return tuple(
+        replace(
+            size,
+            gathers_per_micro_batch=max(weights[b] for b in unit.needed),
+            reductions_per_micro_batch=max(grads[b] for b in unit.needed),
+        )
+        for size, unit in numbered
+    )
+
+
+def parts_of(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
+    """The parts of all units in forward order, each with its unit."""
+    return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
+
+
+def ring_of(strategy: Strategy, precision: PrecisionConfig, *, in_place: bool) -> RingShape:
+    """What the moves of slices depend on."""
+    shares_scratch = precision.compute == precision.wire
+    return RingShape(num_steps=strategy.params, in_place=in_place, shares_scratch=shares_scratch)
+
+
+@lru_cache(maxsize=64)
+def rotation_shape(
+    config: LlamaConfig, units: tuple[UnitSize, ...], ring: RingShape
+) -> RotationShape:
+    """What the actions of a step depend on; `units` are those of `rotating_units_of`."""
+    numbers = number_buffers([unit.kind for unit in units])
+    halves: dict[str, list[tuple[int, ...]]] = {}
+    for unit, numbered in zip(units, numbers, strict=True):
+        halves.setdefault(unit.part, []).append(numbered.needed)
+    trainable = tuple(buffer for unit in numbers for buffer in unit.trainable)
+    norms = units[0]
+    assert norms.replicated, f"{norms.name} is cut"
+    specs = unit_specs(config)
+    parts: list[PartShape] = []
+    starts: list[int] = []  # of every unit: the index of its first part
+    for spec in specs:
+        starts.append(len(parts))
+        for part in spec.parts:
+            parts.append(
+                PartShape(
+                    halves=tuple(halves[spec.label_of(part)]),
+                    returns=spec.backward_needs_weight,
+                    recomputed=spec.recomputed_from is not None,
+                    completes=not spec.borrows,
+                )
+            )
+    trained = (
+        index
+        for index, shape in enumerate(parts)
+        if any(buffer in trainable for half in shape.halves for buffer in half)
+    )
+    first = min(next(trained, len(parts)), norms.first_reader)
+    first_unit = sum(start <= first for start in starts) - 1 if first < len(parts) else len(specs)
+    return RotationShape(
+        ring=ring,
+        parts=tuple(parts),
+        trainable=trainable,
+        replicated=numbers[0].needed,
+        first_trained=first,
+        first_replicated=norms.first_reader,
+        recomputed=tuple(
+            range(starts[group[0]], starts[group[-1] + 1])
+            for group in recomputed_groups(specs, first_unit)
+        ),
+    )
 
 
 def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:

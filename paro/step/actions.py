@@ -23,11 +23,23 @@ class Verb(IntEnum):
     NORM = 10  # of all gradients over all ranks
     UPDATE = 11  # its optimizer range
     GATHER_UPDATED = 12  # queues the all-gather of its updated parameters
-    FORWARD = 13
-    LOSS = 14  # the rest of a forward that makes gradients
-    RECOMPUTE = 15  # a forward again, in backward
-    BACKWARD = 16  # up to the unit's first gradient
-    GRADIENTS = 17  # the rest of its backward
+    # Where slices rotate (rotating.py), followed by slots:
+    ALLOCATE_SLOT = 13
+    FREE_SLOT = 14
+    COPY = 15  # a slice from slot to slot
+    SHIFT = 16  # queues weights' slices one rank on, from slot to slot
+    SHIFT_BACK = 17
+    WAIT_SHIFTED = 18
+    SHIFT_GRADS = 19  # queues gradients' slices one rank back
+    WAIT_GRADS = 20
+    ZERO_GAPS = 21  # the padding between gradients
+    ACCUMULATE = 22  # the sum that came home
+    # Computing:
+    FORWARD = 30
+    LOSS = 31  # the rest of a forward that makes gradients
+    RECOMPUTE = 32  # a forward again, in backward
+    BACKWARD = 33  # up to the unit's first gradient
+    GRADIENTS = 34  # the rest of its backward
 
 
 # What has been queued for a buffer when it is waited for.
@@ -38,6 +50,8 @@ WAITED_BY = {
 }
 
 Action = tuple[Verb, int]  # and the number of a buffer or a unit
+SliceMove = tuple[Verb, *tuple[int, ...]]  # of a slice of some buffer, with slots
+Move = tuple[Verb, int, *tuple[int, ...]]  # either, with the number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

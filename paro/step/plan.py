@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import Action, StepShape, UnitKind, Verb, number_buffers
+from paro.step.actions import Action, Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 
-Stretch = tuple[Action, ...]  # what comes with the events of one unit
+Stretch = tuple[Move, ...]  # what comes with the events of one unit
 Pass = tuple[Stretch, ...]
 
 
@@ -27,7 +27,7 @@ class StepPlan:
     micro_batches: tuple[tuple[Pass, Pass], ...]  # forward, backward
     finish: Pass
 
-    def actions(self) -> Iterator[Action]:
+    def actions(self) -> Iterator[Move]:
         """All of them, in order."""
         passes = (self.update, *chain.from_iterable(self.micro_batches), self.finish)
         return chain.from_iterable(chain.from_iterable(passes))
@@ -37,9 +37,7 @@ class StepPlan:
 def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
     """The actions of a step of `num_micro_batches` micro-batches."""
     policy = GatheringPolicy(shape)
-    update: list[Stretch] = [
-        ((Verb.UPDATE, buffer), (Verb.GATHER_UPDATED, buffer)) for buffer in shape.trainable
-    ]
+    update: list[Stretch] = [*updates(shape.trainable)]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []
     for number in range(num_micro_batches):
@@ -57,6 +55,11 @@ def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
     )
 
 
+def updates(trainable: Iterable[int]) -> Iterator[Stretch]:
+    """The update of these buffers."""
+    return (((Verb.UPDATE, buffer), (Verb.GATHER_UPDATED, buffer)) for buffer in trainable)
+
+
 def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
     """How often each unit's parameters are gathered, by its name, if they are sharded.
 
@@ -65,7 +68,7 @@ def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
     units = number_buffers(kinds)
     shape = StepShape(units=units, gathers=True, reduces=False, prefetch_units=0)
     actions = step_plan(shape, 1).actions()
-    counts = Counter(buffer for verb, buffer in actions if verb is Verb.GATHER)
+    counts = Counter(action[1] for action in actions if action[0] is Verb.GATHER)
     return {
         kind.name: counts[(*unit.trainable, *unit.frozen)[0]]
         for kind, unit in zip(kinds, units, strict=True)

@@ -15,6 +15,7 @@ from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.sharding.shards import UnitShards
 from paro.step.gathering import GatheringPolicy
+from paro.step.rotating import SlicePolicy
 
 HO_RING = "--paro-collective ho-ring"
 ROTATE = "--paro-materialize rotate"
@@ -67,6 +68,36 @@ MUTATIONS = (
         "",
         "IIG",
     ),
+    Mutation(SlicePolicy, "begin", "[(Verb.WAIT,)]", "[]", "IIG", ROTATE),
+    Mutation(
+        SlicePolicy,
+        "arrive",
+        "[(Verb.WAIT_SHIFTED,)] if self._waits(step) else []",
+        "[]",
+        "IIG",
+        ROTATE,
+    ),
+    Mutation(
+        SlicePolicy,
+        "depart",
+        "[shift, (Verb.WAIT_SHIFTED,)]",
+        "[shift]",
+        "IIG",
+        f"{IN_PLACE} {FULL}",
+    ),
+    Mutation(
+        SlicePolicy, "return_to", "actions.append((Verb.WAIT_SHIFTED,))", "pass", "IIG", ROTATE
+    ),
+    Mutation(
+        SlicePolicy,
+        "first_gradient",
+        "[] if self._in_place else [(Verb.WAIT_GRADS,)]",
+        "[]",
+        "IIG",
+        ROTATE,
+    ),
+    Mutation(SlicePolicy, "leave", "actions += [(Verb.WAIT_SHIFTED,)]", "pass", "IIG", IN_PLACE),
+    Mutation(SlicePolicy, "leave", "actions.append((Verb.WAIT_GRADS,))", "pass", "IIG", IN_PLACE),
     Mutation(
         UnitShards,
         "step_reduce",
@@ -146,18 +177,9 @@ CAUGHT = {
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
-    "rotation.rotating_unit RotatingUnit._shift_in_place: exposure.wait(kind, moved)": (
-        "IIG",
-        IN_PLACE,
-    ),
-    "rotation.rotating_unit RotatingUnit.begin: self.wait_for_updated_params()": ("IIG", ROTATE),
-    "rotation.rotating_unit RotatingUnit.arrive: "
+    "rotation.rotating_unit RotatingUnit._wait_shifted: "
     "self.context.exposure.wait(WaitKind.GATHER, self._arrived)": ("IIG", ROTATE),
-    "rotation.rotating_unit RotatingUnit.depart: "
-    "self.context.exposure.wait(WaitKind.GATHER, moved)": ("IIG", f"{IN_PLACE} {FULL}"),
-    "rotation.rotating_unit RotatingUnit.return_to: "
-    "self.context.exposure.wait(WaitKind.GATHER, self._arrived)": ("IIG", ROTATE),
-    "rotation.rotating_unit RotatingUnit._meet_gradients: "
+    "rotation.rotating_unit RotatingUnit._wait_grads: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.finish_gradients: unit.wait_reduced()": (
         "IIG",

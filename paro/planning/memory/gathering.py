@@ -32,7 +32,7 @@ from paro.planning.units import (
     shape_of,
 )
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Action, Verb
+from paro.step.actions import Move, Verb
 from paro.step.plan import step_plan
 from paro.strategy import Strategy
 
@@ -193,9 +193,9 @@ class Tally:
         self.keeps: set[int] = set()  # buffers whose weights' casts stay
         self.cast: set[int] = set()  # units whose weights' casts exist
 
-    def carry_out(self, action: Action) -> Point | None:
+    def carry_out(self, action: Move) -> Point | None:
         """The point at which something computes or a gradient is converted."""
-        verb, number = action
+        verb, number = action[:2]
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
         if verb is Verb.GATHER:

@@ -1,9 +1,9 @@
-"""Peak memory of a rank where weights rotate, from a walk through one step."""
+"""Peak memory of a rank where weights rotate: the actions of a step, added up."""
 
-# As in gathering.py, a walk through a step, here over the parts of planning/rotation.py. In
-# addition to the model states it counts:
+# As in gathering.py, over the actions of a micro-batch (paro/step/rotation_plan.py), all of which
+# are alike. In addition to the model states it counts:
 #
-#   slices        those of the running part, as the note in rotation/rotating_unit.py lists them
+#   slices        the slots that are allocated (paro/step/rotating.py)
 #   activations   a block keeps as much as without slices, since those add up: attention keeps x, q,
 #                 k, v and its output, the MLP its input, gate and up. The loss keeps its input and,
 #                 per token and slice, a label's row and a log-sum-exp, but no gradients
@@ -14,14 +14,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
-from model.units import UnitSpec, unit_specs
 from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
-from paro.planning.rotation import units_by_part
+from paro.planning.rotation import parts_of, ring_of, rotation_shape
 from paro.planning.units import (
     MicroBatch,
     block_activations,
@@ -30,21 +30,27 @@ from paro.planning.units import (
     norm_backward,
 )
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.actions import Verb
+from paro.step.rotating import Slot
+from paro.step.rotation_plan import RotationShape, rotation_plan
 from paro.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A part in the walk: bytes that it keeps for backward, and its transient bytes."""
+    """The bytes that a part keeps for backward, and its transient bytes."""
 
-    name: str
-    unit: UnitSize
     kept: int
-    recomputed: int = 0  # bytes of its block's recomputation that its backward finds
+    again: int = 0  # what its recomputation finds in addition to what is kept
     in_forward: int
     in_backward: int
-    returns: bool = True
-    copies: bool = False  # its first forward rotates copies, not this rank's own slice
+
+    def keeping(self, needed: int, kept: int | None) -> _Part:
+        """With what its backward needs; if only some of it is `kept`, it is recomputed."""
+        if kept is None:
+            return replace(self, kept=needed)
+        in_forward = self.in_forward + needed
+        return replace(self, kept=kept, again=needed - kept, in_forward=in_forward)
 
 
 def rotating_peak(
@@ -57,158 +63,161 @@ def rotating_peak(
     in_place: bool,
 ) -> MemorySnapshot:
     """The snapshot of a step with the largest total; `units` are those of planning/rotation.py."""
-    walk = _Walk(
-        strategy=strategy,
-        units=tuple(units),
-        precision=precision,
-        in_place=in_place,
-        device_type=batch.device_type,
-        parts=tuple(
-            _parts(
-                config,
-                batch,
-                units_by_part(units),
-                strategy.params,
-                direct=matmuls_write(precision.wire, precision, batch.device_type),
-            )
-        ),
+    shape = rotation_shape(config, tuple(units), ring_of(strategy, precision, in_place=in_place))
+    direct = matmuls_write(precision.wire, precision, batch.device_type)
+    sizes = [
+        (numel, kind)
+        for unit in units
+        for numel, kind in (
+            (unit.trainable_numel, precision.compute),
+            (unit.frozen_numel, precision.frozen),
+        )
+        if numel
+    ]
+    by_size = {
+        size: _slot_bytes(*size, strategy.params, precision, batch.device_type) for size in {*sizes}
+    }
+    slot_bytes = [by_size[size] for size in sizes]
+    parts = tuple(_parts(config, batch, shape, direct=direct))
+    copied = max(unit.trainable_numel for unit in units) // strategy.optim
+    update = "the update", 0, 0, copied * fp32_copy_bytes(precision)
+    computed = _computed(shape, parts, slot_bytes)
+    name, slices, activations, transient = max((update, *computed), key=lambda m: sum(m[1:]))
+    return MemorySnapshot(
+        name=name,
+        states=model_state_bytes(strategy, units, precision).total,
+        slices=slices,
+        activations=activations,
+        transient=transient,
     )
-    return max(walk.snapshots(), key=lambda snapshot: snapshot.total)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Walk:
-    strategy: Strategy
-    units: tuple[UnitSize, ...]
-    precision: PrecisionConfig
-    in_place: bool
-    device_type: str
-    parts: tuple[_Part, ...]
-
-    def snapshots(self) -> Iterator[MemorySnapshot]:
-        states = model_state_bytes(self.strategy, self.units, self.precision).total
-        kept = 0
-        for part in self.parts:
-            kept += part.kept
-            yield MemorySnapshot(
-                name=f"the forward of {part.name}",
-                states=states,
-                slices=self._forward_slices(part),
-                activations=kept,
-                transient=part.in_forward,
-            )
-        for part in reversed(self.parts):
-            yield MemorySnapshot(
-                name=f"the backward of {part.name}",
-                states=states,
-                slices=self._backward_slices(part),
-                activations=kept + part.recomputed,
-                transient=part.in_backward,
-            )
-            kept -= part.kept
-        largest = max(unit.trainable_numel for unit in self.units)
-        copied = largest // self.strategy.optim * fp32_copy_bytes(self.precision)
-        yield MemorySnapshot(name="the update", states=states, transient=copied)
-
-    def _forward_slices(self, part: _Part) -> int:
-        slice_bytes = self._weights(part.unit)
-        if self.in_place:
-            return self._room(slice_bytes) + (slice_bytes if part.copies else 0)
-        return slice_bytes * (2 if part.copies and self.strategy.params > 2 else 1)
-
-    def _backward_slices(self, part: _Part) -> int:
-        weights = self._weights(part.unit) if part.returns else 0
-        grads = self._slice(part.unit.trainable_numel, self.precision.wire)
-        if self.in_place:
-            rooms = (self._room(weights), self._room(grads))
-            shared = self.precision.compute == self.precision.wire
-            return grads + (max(rooms) if shared else sum(rooms))
-        return weights + 2 * grads
-
-    def _weights(self, unit: UnitSize) -> int:
-        trained = self._slice(unit.trainable_numel, self.precision.compute)
-        return trained + self._slice(unit.frozen_numel, self.precision.frozen)
-
-    def _slice(self, numel: int, kind: str) -> int:
-        return numel // self.strategy.params * BYTES_OF[kind]
-
-    def _room(self, slice_bytes: int) -> int:
-        return 2 * chunk_numel(slice_bytes, 1, device_type=self.device_type)
+def _slot_bytes(
+    numel: int, kind: str, degree: int, precision: PrecisionConfig, device_type: str
+) -> dict[int, int]:
+    """The bytes of a buffer's slots."""
+    found: dict[int, int] = {}
+    for slots, scratch, dtype in (
+        ((Slot.E, Slot.F), Slot.SCRATCH, kind),
+        ((Slot.X, Slot.Y), Slot.GRAD_SCRATCH, precision.wire),
+    ):
+        size = BYTES_OF[dtype]
+        found |= dict.fromkeys(slots, numel // degree * size)
+        found[scratch] = 2 * chunk_numel(numel // degree, size, device_type=device_type) * size
+    return found
 
 
-def _largest(units: Sequence[UnitSize]) -> UnitSize:
-    return max(units, key=lambda unit: unit.numel)
+_Alive = frozenset[tuple[int, int]]  # buffers and slots
+
+
+@lru_cache(maxsize=64)
+def _moments(shape: RotationShape) -> tuple[tuple[Verb, int, _Alive], ...]:
+    """What is computed, and what is alive meanwhile; what is the same for all slices once.
+
+    GRADIENTS of a part come once more with nothing alive when its backward has ended.
+    """
+    alive: set[tuple[int, int]] = set()
+    found: dict[tuple[Verb, int, _Alive], None] = {}
+    to_come = [shape.ring.num_steps * len(part.halves) for part in shape.parts]
+    for action in rotation_plan(shape, 1).actions():
+        verb, number, *more = action
+        if verb is Verb.ALLOCATE_SLOT:
+            alive.add((number, more[0]))
+        elif verb is Verb.FREE_SLOT:
+            alive.remove((number, more[0]))
+        elif verb in (Verb.FORWARD, Verb.RECOMPUTE, Verb.GRADIENTS):
+            found[verb, number, frozenset(alive)] = None
+            if verb is Verb.GRADIENTS:
+                to_come[number] -= 1
+                if not to_come[number]:
+                    found[verb, number, frozenset()] = None
+    return tuple(found)
+
+
+def _computed(
+    shape: RotationShape, parts: Sequence[tuple[str, _Part]], slot_bytes: Sequence[dict[int, int]]
+) -> Iterator[tuple[str, int, int, int]]:
+    """What is computed, with the bytes of slices and activations, and transient ones."""
+    kept = [0] * len(parts)
+    activations = 0
+    for verb, number, alive in _moments(shape):
+        name, part = parts[number]
+        if verb is Verb.GRADIENTS and alive:
+            slices = sum(slot_bytes[buffer][slot] for buffer, slot in alive)
+            yield f"the backward of {name}", slices, activations, part.in_backward
+            continue
+        size = 0 if verb is Verb.GRADIENTS else part.kept
+        size += part.again if verb is Verb.RECOMPUTE else 0
+        activations += size - kept[number]
+        kept[number] = size
+        if verb is Verb.FORWARD:
+            slices = sum(slot_bytes[buffer][slot] for buffer, slot in alive)
+            yield f"the forward of {name}", slices, activations, part.in_forward
 
 
 def _parts(
-    config: LlamaConfig,
-    batch: MicroBatch,
-    units: dict[str, list[UnitSize]],
-    degree: int,
-    *,
-    direct: bool,
-) -> Iterator[_Part]:
-    """The parts in forward order; `direct`: matmuls write gradients into their buffers."""
+    config: LlamaConfig, batch: MicroBatch, shape: RotationShape, *, direct: bool
+) -> Iterator[tuple[str, _Part]]:
+    """The parts by name, in forward order; `direct`: matmuls write gradients into their buffers."""
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
-    steps = degree * len(units["embedding"])
-    rows = -(-config.vocab_size // steps)
-    vocabulary = rows * config.hidden_size * size
+    mlp = residual + 2 * tokens * config.ffn_hidden_size * size
+    needed = {"attention": block_activations(config, batch) - mlp, "mlp": mlp}
+    begins = {group[0] for group in shape.recomputed}
+    of_blocks: dict[tuple[object, ...], _Part] = {}  # most are alike
+    for index, (spec, part) in enumerate(parts_of(config)):
+        own = shape.parts[index]
+        steps = shape.ring.num_steps * len(own.halves)
+        if part.method == "look_up":
+            found = _look_up(config, batch, steps, direct=direct)
+        elif part.method == "loss":
+            found = _loss(config, batch, steps, direct=direct)
+        else:
+            key = part.method, steps, own.recomputed, index in begins
+            if key not in of_blocks:
+                kept = (residual if index in begins else 0) if own.recomputed else None
+                block = _of_block(config, batch, steps, direct=direct)
+                of_blocks[key] = block.keeping(needed[part.method], kept)
+            found = of_blocks[key]
+        if index < shape.first_trained:
+            found = replace(found, kept=0, again=0)
+        yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
+
+
+def _look_up(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _Part:
+    tokens, size = batch.num_tokens, batch.compute_bytes
+    residual = tokens * config.hidden_size * size
     by_rows = direct and embedding_adds_rows(batch)
-    yield _Part(
-        name="embedding",
-        unit=_largest(units["embedding"]),
+    vocabulary = -(-config.vocab_size // steps) * config.hidden_size * size
+    return _Part(
         kept=tokens * 9 * steps,
         in_forward=3 * residual,
         in_backward=2 * residual + (0 if by_rows else vocabulary),
-        returns=False,
-        copies=True,
     )
-    for block in unit_specs(config)[1:-1]:
-        yield from _block(config, batch, units, degree, block, direct=direct)
-    head = "embedding" if config.tie_embeddings_and_output_weights else "head"
+
+
+def _of_block(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _Part:
+    tokens, size = batch.num_tokens, batch.compute_bytes
+    residual = tokens * config.hidden_size * size
+    columns = -(-config.ffn_hidden_size // steps)
+    ffn = tokens * columns * size
+    matrix = 0 if direct else columns * config.hidden_size * size
+    norm = norm_backward(config, batch)
+    return _Part(
+        kept=0,
+        in_forward=2 * residual + max(residual, ffn),
+        in_backward=max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix),
+    )
+
+
+def _loss(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _Part:
+    tokens, size = batch.num_tokens, batch.compute_bytes
+    residual = tokens * config.hidden_size * size
+    rows = -(-config.vocab_size // steps)
     chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
-    gradient = 0 if direct else vocabulary
-    yield _Part(
-        name="head",
-        unit=_largest(units[head]),
+    gradient = 0 if direct else rows * config.hidden_size * size
+    return _Part(
         kept=2 * residual + tokens * (4 + 20 * steps),
         in_forward=residual + chunk * (4 + size % 4),
         in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
     )
-
-
-def _block(
-    config: LlamaConfig,
-    batch: MicroBatch,
-    units: dict[str, list[UnitSize]],
-    degree: int,
-    spec: UnitSpec,
-    *,
-    direct: bool,
-) -> Iterator[_Part]:
-    tokens, size = batch.num_tokens, batch.compute_bytes
-    residual = tokens * config.hidden_size * size
-    columns = -(-config.ffn_hidden_size // (degree * len(units[f"{spec.name}.mlp"])))
-    ffn = tokens * columns * size
-    matrix = 0 if direct else columns * config.hidden_size * size
-    recomputed = spec.recomputed_from is not None
-    everything = block_activations(config, batch)
-    mlp = residual + 2 * tokens * config.ffn_hidden_size * size
-    norm = norm_backward(config, batch)
-    in_backward = max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix)
-    attention = everything - mlp
-    # Both are recomputed together, from the block's input; the MLP's backward comes first.
-    for part, keeps, input_bytes, found in (
-        ("attention", attention, residual, attention - residual),
-        ("mlp", mlp, 0, everything - residual),
-    ):
-        yield _Part(
-            name=f"{spec.name}.{part}",
-            unit=_largest(units[f"{spec.name}.{part}"]),
-            kept=input_bytes if recomputed else keeps,
-            recomputed=found if recomputed else 0,
-            in_forward=2 * residual + max(residual, ffn) + (keeps if recomputed else 0),
-            in_backward=in_backward,
-            copies=recomputed,
-        )

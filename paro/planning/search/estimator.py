@@ -8,12 +8,13 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
+from paro.planning.rotation import ring_of, rotation_shape
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
-from paro.planning.step.passes import PassLoads
+from paro.planning.step.passes import PassCounts, PassLoads
 from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.planning.units import shape_of
@@ -61,6 +62,7 @@ class Estimator:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
+        self._counts: dict[tuple[object, ...], PassCounts] = {}
         self._loads: dict[tuple[object, ...], PassLoads] = {}
         self._times: dict[str, CollectiveTimes] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
@@ -98,21 +100,28 @@ class Estimator:
             computing=self._computing_of(candidate),
             comm_costs=self._comm_costs_of(candidate),
             pass_loads=self._loads_of(candidate),
+            prefetch_units=workload.prefetch_units,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
         )
 
-    def _loads_of(self, candidate: Candidate) -> PassLoads:
-        comm_costs = self._comm_costs_of(candidate)
-        key = (id(comm_costs), candidate.recompute)
-        if key not in self._loads:
+    def _loads_of(self, candidate: Candidate) -> PassLoads | None:
+        if candidate.materialize.rotates:
+            return None
+        comm_costs, strategy = self._comm_costs_of(candidate), candidate.strategy
+        kind = (strategy.params > 1, strategy.grads > 1, candidate.recompute)
+        if kind not in self._counts:
+            gathers, reduces, recompute = kind
             shape = shape_of(
-                replace(self.workload.model, recompute=candidate.recompute),
+                replace(self.workload.model, recompute=recompute),
                 comm_costs.units,
-                gathers=candidate.strategy.params > 1,
-                reduces=candidate.strategy.grads > 1,
+                gathers=gathers,
+                reduces=reduces,
                 prefetch_units=self.workload.prefetch_units,
             )
-            self._loads[key] = PassLoads(comm_costs=comm_costs, shape=shape)
+            self._counts[kind] = PassCounts(shape=shape, units=comm_costs.units)
+        key = (id(comm_costs), candidate.recompute)
+        if key not in self._loads:
+            self._loads[key] = PassLoads(comm_costs=comm_costs, counts=self._counts[kind])
         return self._loads[key]
 
     def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
@@ -215,11 +224,14 @@ class Estimator:
         model, batch = plan.config, plan.batch
         if not candidate.materialize.rotates:
             return Computing(model=model, units=gathered, batch=batch, device=device)
+        rotating = self._memory.units(plan)
+        in_place = candidate.materialize.in_place
+        ring = ring_of(candidate.strategy, self.workload.precision, in_place=in_place)
         return RotatingComputing(
             model=model,
             units=gathered,
             batch=batch,
             device=device,
-            rotating=self._memory.units(plan),
-            degree=candidate.strategy.params,
+            rotating=rotating,
+            rotation=rotation_shape(model, rotating, ring),
         )

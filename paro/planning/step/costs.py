@@ -11,6 +11,7 @@ from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.comm_costs import CommCosts, seconds_of
 from paro.planning.step.computing import Computing
 from paro.planning.step.passes import PassLoads
+from paro.step.actions import StepShape
 from paro.step.plan import StepPlan, step_plan
 
 
@@ -20,17 +21,20 @@ class StepCosts:
 
     computing: Computing
     comm_costs: CommCosts
-    pass_loads: PassLoads
+    pass_loads: PassLoads | None  # None where weights rotate
+    prefetch_units: int
     num_micro_batches: int
 
     @property
-    def prefetch_units(self) -> int:
-        return self.pass_loads.shape.prefetch_units
+    def shape(self) -> StepShape:
+        """What the actions of the step depend on."""
+        assert self.pass_loads is not None, "weights rotate"
+        return self.pass_loads.counts.shape
 
     @property
     def plan(self) -> StepPlan:
         """The actions of the step."""
-        return step_plan(self.pass_loads.shape, self.num_micro_batches)
+        return step_plan(self.shape, self.num_micro_batches)
 
     @property
     def machine(self) -> Machine:
@@ -83,7 +87,7 @@ class StepCosts:
 
     def _least_by_passes(self) -> float:
         """Lower bound by forwards and backwards, each with its own compute and collectives."""
-        if not self.overlaps or self.comm_costs.rotates:
+        if not self.overlaps or self.pass_loads is None:
             return 0.0
         forward = sum(unit.forward for unit in self.computing.per_unit)
         backward = self.computing.seconds - forward + self.collect_seconds(self.num_trained)

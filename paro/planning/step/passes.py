@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
+from paro.planning.cost_model import UnitSize
 from paro.planning.step.comm_costs import CommCosts, CostKey, kind_of
-from paro.step.actions import WAITED_BY, Action, StepShape, Verb
-from paro.step.plan import step_plan
+from paro.step.actions import WAITED_BY, Action, Move, StepShape, Verb
+from paro.step.plan import Pass, StepPlan, step_plan
 
-_Collectives = tuple[tuple[str, int], ...]  # an attribute of UnitCommCosts, the number of a buffer
-_USES = {
+_USES = {  # attributes of UnitCommCosts
     Verb.GATHER: ("gather",),
     Verb.REDUCE: ("reduce",),
     Verb.STEP_REDUCE: ("step_reduce", "replicas"),
@@ -26,35 +26,71 @@ _USES = {
 }
 
 
+_Counts = Counter[tuple[str, CostKey, int]]  # of a collective, by its unit's kind and buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCounts:
+    """The collectives that are queued and waited for within a pass."""
+
+    shape: StepShape
+    units: tuple[UnitSize, ...]
+
+    @cached_property
+    def first_forward(self) -> _Counts:
+        plan = self._plan
+        return self._within(plan.update, plan.micro_batches[0][0])
+
+    @cached_property
+    def forward(self) -> _Counts:
+        return self._within(self._plan.micro_batches[1][0])
+
+    @cached_property
+    def backward(self) -> _Counts:
+        return self._within(self._plan.micro_batches[1][1])
+
+    @cached_property
+    def last_backward(self) -> _Counts:
+        plan = self._plan
+        return self._within(plan.micro_batches[-1][1], plan.finish)
+
+    @property
+    def _plan(self) -> StepPlan:
+        return step_plan(self.shape, 3)
+
+    def _within(self, *passes: Pass) -> _Counts:
+        kinds = [(kind_of(u), place) for u in self.units for place in range(len(u.kind.trains))]
+        waited = _waited_for(chain.from_iterable(chain(*passes)))
+        return Counter((use, *kinds[buffer]) for use, buffer in waited)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassLoads:
     """The least seconds that the collectives of each kind of pass take."""
 
     comm_costs: CommCosts
-    shape: StepShape
+    counts: PassCounts
 
     @cached_property
     def first_forward(self) -> float:
-        return self._longest(_ends_within(self.shape)[0])
+        return self._longest(self.counts.first_forward)
 
     @cached_property
     def forward(self) -> float:
-        return self._longest(_ends_within(self.shape)[1])
+        return self._longest(self.counts.forward)
 
     @cached_property
     def backward(self) -> float:
-        return self._longest(_ends_within(self.shape)[2])
+        return self._longest(self.counts.backward)
 
     @cached_property
     def last_backward(self) -> float:
-        return self._longest(_ends_within(self.shape)[3])
+        return self._longest(self.counts.last_backward)
 
-    def _longest(self, collectives: _Collectives) -> float:
+    def _longest(self, counts: _Counts) -> float:
         """The seconds of the link or stream that these collectives keep busy longest."""
         busy: defaultdict[Hashable, float] = defaultdict(float)
-        for (use, kind, place), count in Counter(
-            (use, *self._costs_of[buffer]) for use, buffer in collectives
-        ).items():
+        for (use, kind, place), count in counts.items():
             for phase in getattr(self.comm_costs.per_kind[kind][place], use):
                 for job in phase:
                     busy["intra"] += count * job.seconds * job.intra
@@ -62,27 +98,10 @@ class PassLoads:
                     busy["gather" in use, job.stream] += count * job.seconds
         return max(busy.values(), default=0.0)
 
-    @cached_property
-    def _costs_of(self) -> list[tuple[CostKey, int]]:
-        """Of every buffer: its unit's kind, and its place among the unit's buffers."""
-        kinds = map(kind_of, self.comm_costs.units)
-        return [
-            (kind, place) for kind in kinds for place in range(len(self.comm_costs.per_kind[kind]))
-        ]
 
-
-@lru_cache(maxsize=64)
-def _ends_within(shape: StepShape) -> tuple[_Collectives, ...]:
-    """What is queued and waited for in the first forward, later ones, a backward, the last one."""
-    plan = step_plan(shape, 3)
-    (first, _), (forward, backward), (_, last) = plan.micro_batches
-    passes = ((*plan.update, *first), forward, backward, (*last, *plan.finish))
-    return tuple(tuple(_waited_for(chain.from_iterable(stretches))) for stretches in passes)
-
-
-def _waited_for(actions: Iterable[Action]) -> Iterable[tuple[str, int]]:
+def _waited_for(actions: Iterable[Move]) -> Iterable[tuple[str, int]]:
     queued: Counter[Action] = Counter()
-    for verb, number in actions:
+    for verb, number in (action[:2] for action in actions):
         if verb in _USES:
             queued[verb, number] += 1
         for cause in WAITED_BY.get(verb, ()):

@@ -1,34 +1,27 @@
 """Costs of one step where weights rotate: compute per slice, communication and a lower bound.
 
-Parts, in forward order: the embedding, attention and MLP of every block, the head. A rank computes
-a part with one slice after another; in place, with one half of every slice, then with the other.
+A rank computes a part with one slice after another; in place, with one half of every slice, then
+with the other.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paro.planning.cost_model import UnitSize
-from paro.planning.rotation import units_by_part
+from paro.planning.rotation import parts_of
 from paro.planning.step.comm_costs import seconds_of
 from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.costs import StepCosts
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.actions import Verb
+from paro.step.plan import StepPlan
+from paro.step.rotation_plan import RotationShape, rotation_plan
 from paro.strategy import Strategy
 
 _FORWARD_SHARE = 1 / 3  # share of an extra slice's cost; backward has twice the products
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotatedPart:
-    """A part of the model: the units of its weights, and the time of all its slices together."""
-
-    name: str
-    halves: tuple[str, ...]  # its units: whole slices, or the two halves of them
-    seconds: UnitSeconds
-    returns: bool = True  # backward reads the weights
-    recomputed_from: int | None = None  # index of the part at which its recomputation begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,39 +29,49 @@ class RotatingComputing(Computing):
     """Compute time of a micro-batch in slices; `units` are those of gathered parameters."""
 
     rotating: tuple[UnitSize, ...]  # the units of planning/rotation.py
-    degree: int
+    rotation: RotationShape
 
     @cached_property
-    def parts(self) -> tuple[RotatedPart, ...]:
-        """The model's parts, in forward order."""
-        tied = self.model.tie_embeddings_and_output_weights
-        parts = [self._part("embedding", super()._embedding(), returns=False)]
-        group_of = {index: group for group in self.recomputed_groups for index in group}
-        for index in range(1, len(self.units) - 1):
-            name, group = self.units[index].name, group_of.get(index)
-            for part, flops in (("attention", self.of_attention), ("mlp", self.of_mlp)):
-                trained = self._trained(f"{name}.{part}") if index >= self.first_trained else None
-                seconds = self.forward_and_back(
-                    flops, trained=trained, recomputed=group is not None
-                )
-                parts.append(self._part(f"{name}.{part}", seconds))
-            if group and index == group[-1]:  # units 1, 2, .. are parts 1 and 2, 3 and 4, ..
-                parts[-1] = replace(parts[-1], recomputed_from=2 * group[0] - 1)
-        holder = "embedding" if tied else "head"
-        parts.append(self._part("head", self._loss(self._trained(holder)), holder=holder))
-        return tuple(parts)
+    def buffers(self) -> list[tuple[UnitSize, bool]]:
+        """Of every buffer: its unit, and whether it has the parameters that train."""
+        return [(unit, trains) for unit in self.rotating for trains in unit.kind.trains]
 
     @cached_property
-    def first_trained_part(self) -> int:
-        """Index of the first part that backward reaches; the number of parts if none trains."""
-        first = self.first_trained
-        if first >= len(self.units) - 1:
-            return len(self.parts) - (first < len(self.units))
-        return max(0, 2 * first - 1)
+    def per_part(self) -> tuple[UnitSeconds, ...]:
+        """The times of all slices of every part together, in forward order."""
+        first, found = self.rotation.first_trained, []
+        for index, (_, part) in enumerate(parts_of(self.model)):
+            shape = self.rotation.parts[index]
+            trained = self._trained(index) if index >= first else None
+            recomputed = shape.recomputed and index >= first
+            if part.method == "look_up":
+                whole = super()._embedding()
+            elif part.method == "loss":
+                whole = self._loss(trained)
+            else:
+                flops = self.of_attention if part.method == "attention" else self.of_mlp
+                whole = self.forward_and_back(flops, trained=trained, recomputed=recomputed)
+            found.append(self._in_slices(whole, self.degree * len(shape.halves)))
+        return tuple(found)
+
+    @cached_property
+    def landings(self) -> Counter[tuple[int, bool]]:
+        """Copies out of staging in a micro-batch, by buffer, of weights and of gradients."""
+        found: Counter[tuple[int, bool]] = Counter()
+        in_place = self.rotation.ring.in_place
+        for action in rotation_plan(self.rotation, 1).actions() if in_place else ():
+            verb, buffer, *slots = action
+            if verb in (Verb.SHIFT, Verb.SHIFT_BACK, Verb.SHIFT_GRADS) and slots[0] == slots[1]:
+                found[buffer, verb is Verb.SHIFT_GRADS] += 1
+        return found
+
+    @property
+    def degree(self) -> int:
+        return self.rotation.ring.num_steps
 
     @cached_property
     def seconds(self) -> float:
-        return sum(part.seconds.total for part in self.parts)
+        return sum(part.total for part in self.per_part)
 
     @property
     def adding_seconds(self) -> float:
@@ -88,41 +91,32 @@ class RotatingComputing(Computing):
         at_owner = (wire + 2 * accumulate) / self.degree
         return self.memory_seconds(trainable_numel * (in_ring + at_owner))
 
-    @cached_property
-    def _by_part(self) -> dict[str, list[UnitSize]]:
-        return units_by_part(self.rotating)
-
-    def _trained(self, part: str) -> float:
+    def _trained(self, index: int) -> float:
         """The share of a part's weights that trains."""
-        units = self._by_part[part]
+        own = {number for half in self.rotation.parts[index].halves for number in half}
+        units = {unit.name: unit for n, (unit, _) in enumerate(self.buffers) if n in own}.values()
         return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
 
-    def _loss(self, trained: float) -> UnitSeconds:
+    def _loss(self, trained: float | None) -> UnitSeconds:
         """Head and loss: no gradients in forward, so backward recomputes the logits."""
-        if self.first_trained == len(self.units):
-            return UnitSeconds(forward=self._seconds(self.of_logits.products))
         seconds = self.forward_and_back(self.of_logits, trained=trained, recomputed=False)
+        if trained is None:
+            return seconds
         logits = self._seconds(self.of_logits.products)
         return replace(seconds, until_first_gradient=seconds.until_first_gradient + logits)
 
-    def _part(
-        self, name: str, whole: UnitSeconds, *, returns: bool = True, holder: str | None = None
-    ) -> RotatedPart:
-        """A part whose times include the extra cost of its slices."""
-        halves = tuple(unit.name for unit in self._by_part[holder or name])
-        further = self.degree * len(halves) - 1
-        forward = further * (self.device.piece_seconds * _FORWARD_SHARE + self.adding_seconds)
-        backward = further * (
-            self.device.piece_seconds * (1 - _FORWARD_SHARE) + self.adding_seconds
-        )
+    def _in_slices(self, whole: UnitSeconds, number: int) -> UnitSeconds:
+        """The times with the extra cost of computing in this number of slices."""
+        piece, adding = self.device.piece_seconds, self.adding_seconds
+        forward = (number - 1) * (piece * _FORWARD_SHARE + adding)
+        backward = (number - 1) * (piece * (1 - _FORWARD_SHARE) + adding)
         has_backward = whole.until_first_gradient + whole.rest_of_backward > 0
-        seconds = UnitSeconds(
+        return UnitSeconds(
             forward=whole.forward + forward,
             recompute=whole.recompute + forward if whole.recompute else 0.0,
             until_first_gradient=whole.until_first_gradient,
             rest_of_backward=whole.rest_of_backward + (backward if has_backward else 0.0),
         )
-        return RotatedPart(name=name, halves=halves, seconds=seconds, returns=returns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,38 +130,37 @@ class RotatingCosts(StepCosts):
 
     @property
     def in_place(self) -> bool:
-        return self.comm_costs.in_place
+        return self.computing.rotation.ring.in_place
 
-    def copy_seconds(self, num_bytes: int) -> float:
-        """In place: time to copy a received slice out of staging, for a unit of `num_bytes`."""
-        return self.computing.memory_seconds(2 * num_bytes // self.computing.degree)
+    @property
+    def plan(self) -> StepPlan:
+        return rotation_plan(self.computing.rotation, self.num_micro_batches)
+
+    def landing_seconds(self, buffer: int, *, of_grads: bool) -> float:
+        """In place: time to copy a received slice out of staging."""
+        unit, trains = self.computing.buffers[buffer]
+        precision = self.comm_costs.precision
+        numel = unit.trainable_numel if trains else unit.frozen_numel
+        kind = precision.wire if of_grads else precision.compute if trains else precision.frozen
+        return self.computing.memory_seconds(2 * numel * BYTES_OF[kind] // self.computing.degree)
 
     def compute_seconds(self) -> float:
-        if not self.in_place:
-            return super().compute_seconds()
-        precision = self.comm_costs.precision
-        compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-        copying = sum(
-            unit.gathers_per_micro_batch * self.copy_seconds(unit.numel * compute)
-            + unit.reductions_per_micro_batch * self.copy_seconds(unit.trainable_numel * wire)
-            for unit in self.comm_costs.units
-            if not unit.replicated
+        landing = sum(
+            number * self.landing_seconds(buffer, of_grads=of_grads)
+            for (buffer, of_grads), number in self.computing.landings.items()
         )
-        shifts = (self.computing.degree - 1) * self.num_micro_batches
-        return super().compute_seconds() + copying * shifts
+        return super().compute_seconds() + self.num_micro_batches * landing
 
     def _always_exposed(self) -> float:
         """Seconds of the last reductions of the first part's gradients, after their pass.
 
         In place nothing overlaps: every pass is waited for.
         """
-        first = self.computing.first_trained_part
-        if first == len(self.computing.parts):
+        shape = self.computing.rotation
+        if shape.first_trained == len(shape.parts):
             return 0.0
-        by_name = dict(
-            zip((u.name for u in self.comm_costs.units), self.comm_costs.per_unit, strict=True)
-        )
-        last = by_name[self.computing.parts[first].halves[0]]
+        costs = [part for parts in self.comm_costs.per_unit for part in parts]
+        last = (costs[buffer] for buffer in shape.parts[shape.first_trained].halves[0])
         exposed = sum(seconds_of((*part.step_reduce, *part.replicas)) for part in last)
         if self.in_place:
             whole, once_per_step = (self.comm_costs.loads(n) for n in (self.num_micro_batches, 0))

@@ -1,4 +1,4 @@
-"""Simulated training thread of rotation/: every part slice by slice, forward and backward."""
+"""Simulated training thread where weights rotate: the costs of moving and of computing slices."""
 
 # Out of place, the next slice arrives while the current one is used. In backward the communication
 # stream sends weights and gradients in turn; CPU ranks hand messages to the backend's own threads,
@@ -6,16 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from typing import Literal
-
 from paro.planning.machine.machine import GroupSpeed
-from paro.planning.step.rotating import RotatedPart, RotatingCosts
-from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Works
-from paro.planning.step.thread import Buffer, StepThread
-from paro.precision import BYTES_OF
-
-_Payload = Literal["gather", "reduce"]  # weights, or their gradients
+from paro.planning.step.computing import UnitSeconds
+from paro.planning.step.rotating import RotatingCosts
+from paro.planning.step.simulation import Actor, Program, Simulation, Wait
+from paro.planning.step.thread import StepThread
+from paro.step.actions import Verb
 
 
 class RotatingThread(StepThread):
@@ -27,118 +23,78 @@ class RotatingThread(StepThread):
         self, costs: RotatingCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
     ) -> None:
         super().__init__(costs, simulation, actor, speed)
-        self.parts = costs.computing.parts
-        self.first = costs.computing.first_trained_part
-        self.degree = costs.computing.degree
-        self.of_unit: dict[str, list[Buffer]] = {}
-        for buffer in self.buffers:
-            self.of_unit.setdefault(buffer.size.name, []).append(buffer)
-        self.sizes = {unit.name: unit for unit in costs.comm_costs.units}
-        # The part whose backward adds a unit's last gradients: a tied head uses the embedding's.
-        self.lowest_user = {half: p.name for p in reversed(self.parts) for half in p.halves}
-        replicated = [unit for unit in costs.comm_costs.units if unit.replicated]
-        self.norms = [buffer for unit in replicated for buffer in self.of_unit[unit.name]]
-        self.lowest_norm = max(1, self.first)  # the index of its part; the embedding has none
-        self.num_norms = sum(unit.trainable_numel for unit in replicated)
+        self._landings = dict.fromkeys((Verb.SHIFT, Verb.SHIFT_GRADS), 0.0)
+        self._carried_out |= {
+            Verb.SHIFT: self._shift,
+            Verb.SHIFT_BACK: self._shift,
+            Verb.WAIT_SHIFTED: self._wait_shifted,
+            Verb.SHIFT_GRADS: self._shift_grads,
+            Verb.WAIT_GRADS: self._wait_grads,
+        }
 
-    def program(self) -> Program:
-        costs, trained = self.costs, [b for b in self.buffers if b.costs.trainable]
-        yield self._compute(costs.device.step_seconds, "step", "other")
-        for buffer in trained:
-            yield from self._update(self.buffers.index(buffer))
-            yield from self._gather_updated(self.buffers.index(buffer))
-        for index in range(costs.num_micro_batches):
-            yield from self._micro_batch(last=index + 1 == costs.num_micro_batches)
-        for buffer in trained:
-            yield from self._wait_reduced(self.buffers.index(buffer))
-        yield from self._norm(0)
+    # Compute #
 
-    def _micro_batch(self, *, last: bool) -> Program:
-        for buffer in self.norms:
-            yield from self._wait_for_updated(buffer)
-        for part in self.parts:
-            yield from self._forward_part(part, "forward", part.seconds.forward)
-        for index in reversed(range(self.first, len(self.parts))):
-            part = self.parts[index]
-            yield from self._recompute_part(part, index)
-            for half in reversed(part.halves):
-                yield from self._backward_part(part, half)
-                if index == self.lowest_norm and half == part.halves[0]:
-                    yield from self._collect_norms(last=last)
-                if last and self.lowest_user[half] == part.name:
-                    yield from self._reduce_all_for_step(self.of_unit[half])
+    def _forward(self, index: int, half: int = 0) -> Program:
+        name, seconds, share = self._slice(index, half)
+        yield self._compute(seconds.forward * share, f"forward {name}", "forward")
 
-    def _collect_norms(self, *, last: bool) -> Program:
-        collecting = self.costs.collect_seconds(self.num_norms)
+    def _recompute(self, index: int, half: int = 0) -> Program:
+        name, seconds, share = self._slice(index, half)
+        yield self._compute(seconds.recompute * share, f"recompute {name}", "recompute")
+
+    def _backward(self, index: int, half: int = 0) -> Program:
+        name, seconds, share = self._slice(index, half)
+        until_first = seconds.until_first_gradient * share
+        yield self._compute(until_first, f"backward {name}", "backward")
+
+    def _gradients(self, index: int, half: int = 0) -> Program:
+        name, seconds, share = self._slice(index, half)
+        buffers = self.costs.computing.rotation.parts[index].halves[half]
+        numel = self.buffers[buffers[0]].size.trainable_numel
+        collecting = self.costs.collect_seconds(numel) / self.costs.computing.degree
+        rest = seconds.rest_of_backward * share + collecting
+        yield self._compute(rest, f"backward {name}", "backward")
+
+    def _slice(self, index: int, half: int) -> tuple[str, UnitSeconds, float]:
+        """A slice's unit, the times of its part, and the slice's share of them."""
+        computing = self.costs.computing
+        halves = computing.rotation.parts[index].halves
+        share = 1 / (computing.degree * len(halves))
+        return self.buffers[halves[half][0]].size.name, computing.per_part[index], share
+
+    def _reduce(self, number: int) -> Program:
+        """Collects the gradients of replicated parameters."""
+        collecting = self.costs.collect_seconds(self.buffers[number].size.trainable_numel)
         yield self._compute(collecting, "backward norms", "backward")
-        if last:
-            yield from self._reduce_all_for_step(self.norms)
 
-    def _recompute_part(self, part: RotatedPart, index: int) -> Program:
-        if part.recomputed_from is not None:
-            for other in self.parts[part.recomputed_from : index + 1]:
-                yield from self._forward_part(other, "recompute", other.seconds.recompute)
+    # Slices #
 
-    def _forward_part(self, part: RotatedPart, kind: str, seconds: float) -> Program:
-        of_slice = seconds / self.degree / len(part.halves)
-        for half in part.halves:
-            for buffer in self.of_unit[half]:
-                yield from self._wait_for_updated(buffer)
-            arriving: Works = ()
-            for left in reversed(range(self.degree)):
-                yield Wait(arriving)
-                if left and not self.costs.in_place:
-                    arriving = yield from self._shift(half, "gather")
-                yield self._compute(of_slice, f"{kind} {half}", kind)
-                if left and self.costs.in_place:
-                    yield from self._shift_in_place(half, "gather")
+    def _shift(self, number: int, source: int, to: int) -> Program:
+        buffer = self.buffers[number]
+        name, phases = f"gather {buffer.name}", buffer.costs.gather[:1]
+        buffer.gathered = self._queue("rotate", "gather", name, phases)
+        landing = self.costs.landing_seconds(number, of_grads=False)
+        self._landings[Verb.SHIFT] = landing if source == to else 0.0
+        yield from self._wait_unless_overlapped(buffer.gathered)
 
-    def _backward_part(self, part: RotatedPart, half: str) -> Program:
-        slices = self.degree * len(part.halves)
-        collecting = self.costs.collect_seconds(self.sizes[half].trainable_numel) / self.degree
-        weights: Works = ()
-        gradients: Works = ()
-        for left in reversed(range(self.degree)):
-            yield Wait(weights)
-            if left and part.returns and not self.costs.in_place:
-                weights = yield from self._shift(half, "gather")
-            until_first = part.seconds.until_first_gradient / slices
-            yield self._compute(until_first, f"backward {half}", "backward")
-            yield Wait(gradients)
-            rest = part.seconds.rest_of_backward / slices + collecting
-            yield self._compute(rest, f"backward {half}", "backward")
-            if left and self.costs.in_place:
-                if part.returns:
-                    yield from self._shift_in_place(half, "gather")
-                yield from self._shift_in_place(half, "reduce")
-            elif left:
-                gradients = yield from self._shift(half, "reduce")
+    def _wait_shifted(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        yield Wait(buffer.gathered)
+        buffer.gathered = ()
+        yield self._compute(self._landings[Verb.SHIFT], f"copy {buffer.name}", "copy")
 
-    def _wait_for_updated(self, buffer: Buffer) -> Program:
-        yield Wait(buffer.updated)
-        buffer.updated = ()
-
-    def _reduce_all_for_step(self, buffers: Iterable[Buffer]) -> Program:
-        for buffer in buffers:
-            if buffer.costs.trainable:
-                yield from self._step_reduce(self.buffers.index(buffer))
-
-    def _shift(self, half: str, payload: _Payload) -> Generator[Compute | Wait, None, Works]:
-        """Sends a slice to the next rank; waits for it if nothing overlaps; returns its work."""
+    def _shift_grads(self, number: int, source: int, to: int, _scratch: int) -> Program:
         # On CPU ranks messages of weights and of gradients do not wait for each other.
-        own_stream = self.costs.device.cores is not None
-        use = "gradients" if own_stream and payload == "reduce" else "rotate"
-        works: Works = ()
-        for buffer in self.of_unit[half]:
-            phases = buffer.costs.gather if payload == "gather" else buffer.costs.reduce
-            works += self._queue(use, payload, f"{payload} {buffer.name}", phases[:1])
-        yield from self._wait_unless_overlapped(works)
-        return works
+        use = "gradients" if self.costs.device.cores is not None else "rotate"
+        buffer = self.buffers[number]
+        name, phases = f"reduce {buffer.name}", buffer.costs.reduce[:1]
+        buffer.read = self._queue(use, "reduce", name, phases)
+        landing = self.costs.landing_seconds(number, of_grads=True)
+        self._landings[Verb.SHIFT_GRADS] = landing if source == to else 0.0
+        yield from self._wait_unless_overlapped(buffer.read)
 
-    def _shift_in_place(self, half: str, payload: _Payload) -> Program:
-        yield Wait((yield from self._shift(half, payload)))
-        unit, precision = self.sizes[half], self.costs.comm_costs.precision
-        landed = unit.numel * BYTES_OF[precision.compute]
-        if payload == "reduce":
-            landed = unit.trainable_numel * BYTES_OF[precision.wire]
-        yield self._compute(self.costs.copy_seconds(landed), f"copy {half}", "copy")
+    def _wait_grads(self, number: int) -> Program:
+        buffer = self.buffers[number]
+        yield Wait(buffer.read)
+        buffer.read = ()
+        yield self._compute(self._landings[Verb.SHIFT_GRADS], f"copy {buffer.name}", "copy")

@@ -49,7 +49,7 @@ class StepThread:
             for unit, parts in zip(costs.comm_costs.units, costs.comm_costs.per_unit, strict=True)
             for own in parts
         ]
-        self._carried_out: dict[Verb, Callable[[int], Program]] = {
+        self._carried_out: dict[Verb, Callable[..., Program]] = {
             Verb.GATHER: self._gather,
             Verb.WAIT: self._wait,
             Verb.RELEASE: self._release,
@@ -69,10 +69,10 @@ class StepThread:
 
     def program(self) -> Program:
         yield self._compute(self.costs.device.step_seconds, "step", "other")
-        for verb, number in self.costs.plan.actions():
-            carried_out = self._carried_out.get(verb)
+        for action in self.costs.plan.actions():
+            carried_out = self._carried_out.get(action[0])
             if carried_out is not None:
-                yield from carried_out(number)
+                yield from carried_out(*action[1:])
 
     # Compute #
 
@@ -84,7 +84,7 @@ class StepThread:
 
     def _forward(self, index: int) -> Program:
         name, seconds = self._unit(index)
-        rest = seconds.loss if index in self.costs.pass_loads.shape.early else 0.0
+        rest = seconds.loss if index in self.costs.shape.early else 0.0
         yield self._compute(seconds.forward - rest, f"forward {name}", "forward")
 
     def _loss(self, index: int) -> Program:

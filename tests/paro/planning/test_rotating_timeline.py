@@ -1,9 +1,8 @@
-"""The simulated step with rotation: the order of paro/rotation/, its bytes, bounds on its time."""
+"""The simulated step with rotation: its bytes, and bounds on its time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,27 +14,20 @@ from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.rotating import RotatingCosts
-from paro.planning.step.simulation import Simulation
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
-from paro.rotation.rotating_unit import RotatingUnit
-from paro.sharding.shards import UnitShards
 from paro.topology import make_topology
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import (
     BF16,
     DEVICE,
     EACH,
-    ORDERS,
     PAIRS,
     TINY,
     machine,
-    order_case,
     speed,
     workload,
 )
-from tests.paro.planning.lone_rank import lone_rotating_rank, silence
-from tests.paro.planning.on_ranks import on_ranks
 
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
@@ -44,87 +36,6 @@ def costs(given: Workload, strategy: str) -> RotatingCosts:
     found = Estimator(given).costs(given.candidate(given.strategy(strategy)))
     assert isinstance(found, RotatingCosts)
     return found
-
-
-def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The communication of every later simulation, in order of submission: kind and unit.
-
-    All operations that complete a unit's gradients for the step count as one.
-    """
-    planned: list[tuple[str, str]] = []
-    submit = Simulation.submit
-
-    def note(self: Simulation, actor: Any, work: Any, number: int) -> Any:
-        if work.name.startswith(("add", "convert")):
-            return submit(self, actor, work, number)
-        move = (work.kind, work.name.split(" ", 1)[-1])
-        finishes = work.kind == "finish" and planned[-1:] != [move]
-        if finishes or work.kind in ("gather", "reduce", "publish"):
-            planned.append(move)
-        return submit(self, actor, work, number)
-
-    monkeypatch.setattr(Simulation, "submit", note)
-    return planned
-
-
-def note_finishing(done: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Appends the once-a-step reduction of a unit's gradients to `done`, if it has any."""
-    finish = UnitShards._sum_over_world
-
-    def finishing(self: UnitShards, event: Any) -> Any:
-        if self.context.comm_plan.step_reduce or self.context.comm_plan.replicas:
-            done.append(("finish", self.name))
-        return finish(self, event)
-
-    monkeypatch.setattr(UnitShards, "_sum_over_world", finishing)
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", ["IIG", "III"])
-def test_slices_come_in_the_order_of_the_engine(
-    name: str, way: Materialize, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = order_case(name, materialize=way)
-    config = given.model
-    planned = submitted(monkeypatch)
-    simulate(costs(given, strategy))
-
-    done: list[tuple[str, str]] = []
-    parsed, topology = on_ranks(strategy, world_size=4, group_size=2)
-    trained = {u.name for u in given.trainable.units(config, world_size=4) if u.trainable_numel}
-    lone = lone_rotating_rank(
-        config,
-        parsed,
-        topology,
-        given.precision,
-        in_place=way.in_place,
-        is_trained=lambda name: name.rpartition(".")[0] in trained,
-    )
-    for method_name in ("_shift", "_shift_in_place"):
-        method = getattr(RotatingUnit, method_name)
-
-        def shift(self: RotatingUnit, kind: Any, *args: Any, method: Any = method) -> Any:
-            done.append((kind.value, self.name))
-            return method(self, kind, *args)
-
-        monkeypatch.setattr(RotatingUnit, method_name, shift)
-    publish = UnitShards.gather_updated
-
-    def publishing(self: UnitShards) -> None:
-        done.extend([("publish", self.name)] * len(self.context.comm_plan.gather_updated))
-        publish(self)
-
-    monkeypatch.setattr(UnitShards, "gather_updated", publishing)
-    note_finishing(done, monkeypatch)
-    silence(monkeypatch)
-    lone.step(2)  # its updated parameters are gathered in the next step
-    second_ends = len(done)
-    lone.step(2)
-    published = [move for move in done[:second_ends] if move[0] == "publish"]
-    expected = published + [move for move in done[second_ends:] if move[0] != "publish"]
-    assert planned == expected
-    assert planned
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -245,17 +156,16 @@ def test_a_part_costs_what_its_slices_do() -> None:
     of_attention = seconds(4 * query * hidden, 2 * given.seq_length * query)
     of_mlp = seconds(3 * config.ffn_hidden_size * hidden)
     of_logits = seconds(config.vocab_size * hidden)
-    embedding, attention, mlp, *_, head = costs(given, "4,4,8").computing.parts
+    embedding, attention, mlp, *_, head = costs(given, "4,4,8").computing.per_part
     for part, forward, backward in (
         (embedding, 2 * residual, 3 * residual),
         (attention, of_attention, 2 * of_attention),
         (mlp, of_mlp, 2 * of_mlp),
         (head, of_logits, 3 * of_logits),  # recomputed for the loss's gradients
     ):
-        found = part.seconds
-        assert found.forward == pytest.approx(forward + forward_slices), part.name
-        both = found.until_first_gradient + found.rest_of_backward
-        assert both == pytest.approx(backward + backward_slices), part.name
+        assert part.forward == pytest.approx(forward + forward_slices)
+        both = part.until_first_gradient + part.rest_of_backward
+        assert both == pytest.approx(backward + backward_slices)
 
 
 @pytest.mark.parametrize(

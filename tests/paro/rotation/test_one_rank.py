@@ -193,11 +193,18 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
 
 FP32, BF16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
 EACH = RecomputeConfig(granularity="full")
+GROUPS = RecomputeConfig(granularity="full", num_layers=3)
 PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, type, batch, moment
     "activations": (replace(SMALL, hidden_size=64, kv_channels=16), FP32, 32, "backward"),
     "activations in bf16": (replace(SMALL, hidden_size=64, kv_channels=16), BF16, 32, "backward"),
     "recomputed": (
         replace(SMALL, num_layers=8, hidden_size=64, kv_channels=16, recompute=EACH),
+        FP32,
+        32,
+        "backward",
+    ),
+    "recomputed in groups": (
+        replace(SMALL, num_layers=6, hidden_size=64, kv_channels=16, recompute=GROUPS),
         FP32,
         32,
         "backward",

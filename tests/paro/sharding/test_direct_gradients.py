@@ -23,6 +23,7 @@ from paro.distributed.world import World
 from paro.precision import PrecisionConfig
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.step.rotating import Slot
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import Training
 from tests.helpers.training import TINY
@@ -214,7 +215,7 @@ def test_sums_that_rotate_are_written_by_matmuls(
         (name, buffer)
         for name, unit in units.items()
         if unit.trainable
-        for buffer in (unit._X.values, unit._Y.values, unit.grad_shard)
+        for buffer in (unit._slots[Slot.X], unit._slots[Slot.Y], unit.grad_shard)
     ]
     written = lone_passes(rank, buffers)
     parts = [name for name, unit in units.items() if unit.trainable and name != "embedding"]

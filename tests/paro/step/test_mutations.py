@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 
 from paro.planning.search.estimator import Estimator
-from paro.planning.step import passes
 from paro.planning.step.timeline import simulate
 from paro.step import plan
 from paro.step.gathering import GatheringPolicy
@@ -56,7 +55,6 @@ def test_predictions_and_engine_follow_the_policy(
 
     def found() -> tuple[int, float, list[tuple[int, int]]]:
         plan.step_plan.cache_clear()
-        passes._ends_within.cache_clear()
         estimator = Estimator(GIVEN)
         candidate = GIVEN.candidate(GIVEN.strategy(strategy))
         rank = engine(GIVEN, strategy)
@@ -69,7 +67,6 @@ def test_predictions_and_engine_follow_the_policy(
     with Mutation(GatheringPolicy, method, old, new, strategy).removed():
         after = found()
     plan.step_plan.cache_clear()
-    passes._ends_within.cache_clear()
     same_memory, same_time, same_record = (a == b for a, b in zip(before, after, strict=True))
     assert not same_memory
     assert same_time == ("three" in name), "a third gains nothing: reductions follow one another"

@@ -162,7 +162,7 @@ def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixtur
 def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     given = order_case(name)
     costs = Estimator(given).costs(given.candidate(given.strategy(strategy)))
-    comm, shape = costs.comm_costs, costs.pass_loads.shape
+    comm, shape = costs.comm_costs, costs.shape
     of_buffer = {
         buffer: (index, buffer in unit.trainable)
         for index, unit in enumerate(shape.units)

@@ -1,0 +1,149 @@
+"""The list of a step's actions where weights rotate, in the order in which events come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paro.step.actions import Move, SliceMove, Verb
+from paro.step.plan import StepPlan, updates
+from paro.step.rotating import RingShape, SlicePolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartShape:
+    """A part of the model that computes one slice of its weights after another."""
+
+    halves: tuple[tuple[int, ...], ...]  # buffers with whole slices, or with either half of them
+    returns: bool  # backward reads the weights
+    recomputed: bool
+    completes: bool  # no other part adds gradients to its buffers after it in backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotationShape:
+    """What the actions of a step depend on where weights rotate; parts are in forward order."""
+
+    ring: RingShape
+    parts: tuple[PartShape, ...]
+    trainable: tuple[int, ...]  # buffers
+    replicated: tuple[int, ...]  # buffers that are whole on every rank (norms)
+    first_trained: int  # the first part that backward reaches; the number of parts if none
+    first_replicated: int  # the first part with replicated parameters that train
+    recomputed: tuple[range, ...] = ()  # indices of parts that backward recomputes together
+
+
+@lru_cache(maxsize=64)
+def rotation_plan(shape: RotationShape, num_micro_batches: int) -> StepPlan:
+    """The actions of a step of `num_micro_batches` micro-batches."""
+    walk = _Walk(shape)
+    return StepPlan(
+        update=tuple(updates(shape.trainable)),
+        micro_batches=tuple(
+            (
+                tuple(map(tuple, walk.forward())),
+                tuple(map(tuple, walk.backward(last=number + 1 == num_micro_batches))),
+            )
+            for number in range(num_micro_batches)
+        ),
+        finish=(*(((Verb.WAIT_REDUCED, buffer),) for buffer in shape.trainable), ((Verb.NORM, 0),)),
+    )
+
+
+def passes_per_micro_batch(shape: RotationShape) -> tuple[Counter[int], Counter[int]]:
+    """How often the slices of each buffer, and of its gradients, are sent round the ring."""
+    shifts: Counter[int] = Counter()
+    of_grads: Counter[int] = Counter()
+    for action in rotation_plan(shape, 1).actions():
+        if action[0] in (Verb.SHIFT, Verb.SHIFT_BACK):
+            shifts[action[1]] += 1
+        elif action[0] is Verb.SHIFT_GRADS:
+            of_grads[action[1]] += 1
+    for counts in (shifts, of_grads):
+        for buffer in counts:
+            counts[buffer] //= shape.ring.num_steps - 1
+    return shifts, of_grads
+
+
+class _Walk:
+    def __init__(self, shape: RotationShape) -> None:
+        self._shape = shape
+        self._num_steps = shape.ring.num_steps
+        self._trainable = frozenset(shape.trainable)
+        self._together = {group[-1]: group for group in shape.recomputed}
+        self._policies = {
+            buffer: SlicePolicy(shape.ring, trainable=buffer in self._trainable)
+            for part in shape.parts
+            for half in part.halves
+            for buffer in half
+        }
+
+    def forward(self) -> Iterator[Iterable[Move]]:
+        """The actions of every part."""
+        yield ((Verb.WAIT, buffer) for buffer in self._shape.replicated)
+        for index, part in enumerate(self._shape.parts):
+            returns = part.returns and index >= self._shape.first_trained and not part.recomputed
+            yield self._forward(index, Verb.FORWARD, moves_home=returns)
+
+    def backward(self, *, last: bool) -> Iterator[Iterable[Move]]:
+        """The actions of every part that backward reaches."""
+        for index in reversed(range(self._shape.first_trained, len(self._shape.parts))):
+            yield self._backward(index, last=last)
+
+    def _backward(self, index: int, *, last: bool) -> Iterator[Move]:
+        shape = self._shape
+        for other in self._together.get(index, ()):
+            returns = other >= shape.first_trained
+            yield from self._forward(
+                other, Verb.RECOMPUTE, moves_home=returns, stops_early=other == index
+            )
+        for half in reversed(range(len(shape.parts[index].halves))):
+            yield from self._backward_half(index, half, last=last)
+        for buffer in shape.replicated if index == shape.first_replicated else ():
+            if buffer in self._trainable:
+                yield Verb.REDUCE, buffer
+                if last:
+                    yield Verb.STEP_REDUCE, buffer
+
+    def _forward(
+        self, index: int, verb: Verb, *, moves_home: bool, stops_early: bool = False
+    ) -> Iterator[Move]:
+        """`stops_early`: once all is there that backward needs."""
+        part = self._shape.parts[index]
+        for number, half in enumerate(part.halves):
+            policies = [(buffer, self._policies[buffer]) for buffer in half]
+            for step in range(self._num_steps):
+                for buffer, policy in policies:
+                    if step == 0:
+                        yield from _of(buffer, policy.begin(moves_home=moves_home))
+                    yield from _of(buffer, policy.arrive(step))
+                yield verb, index, number
+                if stops_early and (number, step) == (len(part.halves) - 1, self._num_steps - 1):
+                    return
+                for buffer, policy in policies:
+                    yield from _of(buffer, policy.depart(step))
+                    if step + 1 == self._num_steps:
+                        yield from _of(buffer, policy.end())
+
+    def _backward_half(self, index: int, number: int, *, last: bool) -> Iterator[Move]:
+        part = self._shape.parts[index]
+        policies = [(buffer, self._policies[buffer]) for buffer in part.halves[number]]
+        for step in reversed(range(self._num_steps)):
+            for buffer, policy in policies if part.returns else ():
+                yield from _of(buffer, policy.return_to(step))
+            yield Verb.BACKWARD, index, number
+            for buffer, policy in policies:
+                if buffer in self._trainable:
+                    yield from _of(buffer, policy.first_gradient(step))
+            yield Verb.GRADIENTS, index, number
+            for buffer, policy in policies:
+                yield from _of(buffer, policy.leave(step))
+                if step == 0 and last and part.completes and buffer in self._trainable:
+                    yield Verb.STEP_REDUCE, buffer
+
+
+def _of(buffer: int, moves: Iterable[SliceMove]) -> Iterator[Move]:
+    for move in moves:
+        yield move[0], buffer, *move[1:]

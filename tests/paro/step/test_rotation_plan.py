@@ -1,0 +1,116 @@
+"""The list of actions where weights rotate is what the engine does, buffer by buffer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.lora_config import LoraConfig, targets_of
+from paro.planning.search.search_space import Materialize, Workload
+from paro.rotation.rotating_unit import RotatingUnit
+from paro.step.actions import Move, Verb
+from tests.paro.planning.cases import ORDERS, machine, order_case
+from tests.paro.planning.lone_rank import LoneRank, lone_rotating_rank, silence
+from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.step.test_plan import planned
+
+WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
+
+
+def engine(given: Workload, strategy: str) -> LoneRank:
+    world_size = given.machine.world_size
+    parsed, topology = on_ranks(strategy, world_size=world_size, group_size=given.group_size)
+    return lone_rotating_rank(
+        given.model,
+        parsed,
+        topology,
+        given.precision,
+        in_place=given.materialize.in_place,
+        is_trained=given.trainable.names(given.model).__contains__,
+    )
+
+
+def recorded(rank: LoneRank) -> list[Move]:
+    """What all rotating units do from now on; buffers have the planner's numbers."""
+    record: list[Move] = []
+    first = sum(not isinstance(unit, RotatingUnit) for unit in rank.model.units)
+    rotating = (unit for unit in rank.model.units if isinstance(unit, RotatingUnit))
+    for number, unit in enumerate(rotating, first):
+        unit.number, unit.record = number, record
+    return record
+
+
+def by_buffer(moves: list[Move]) -> dict[int, list[Move]]:
+    found: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        found[move[1]].append(move)
+    return dict(found)
+
+
+OF_SLICES = {Verb.WAIT, *(verb for verb in Verb if Verb.WAIT_REDUCED < verb < Verb.FORWARD)}
+OF_SLICES -= {Verb.NORM, Verb.UPDATE, Verb.GATHER_UPDATED}
+
+
+def check(given: Workload, strategy: str) -> None:
+    rank = engine(given, strategy)
+    for num_micro_batches in (1, 2):
+        record = recorded(rank)
+        rank.step(num_micro_batches)
+        size = given.machine.world_size * num_micro_batches
+        plan = planned(replace(given, global_batch_size=size), strategy)
+        first = min(move[1] for move in record)
+        wanted = [move for move in plan.actions() if move[0] in OF_SLICES and move[1] >= first]
+        assert by_buffer(record) == by_buffer(wanted)
+        shifts = [move for move in record if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
+        assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engine_does_what_the_plan_lists(
+    name: str, way: Materialize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    check(order_case(name, materialize=way), "IIG")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [3, 4])
+def test_larger_rings(size: int, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    config, _ = ORDERS["recomputed in pairs"]
+    config = replace(config, num_attention_heads=12, num_query_groups=12)
+    given = order_case("plain", materialize=way)
+    given = replace(
+        given,
+        model=config,
+        machine=machine(world_size=2 * size, group_size=size),
+        group_size=size,
+        global_batch_size=2 * size,
+    )
+    check(given, "IIG")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("targets", ["all-linear", "o_proj"])
+def test_adapters(targets: str, way: Materialize, monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    config, _ = ORDERS["recomputed"]
+    adapted = replace(config, lora=LoraConfig(rank=2, targets=targets_of(targets)))
+    check(replace(order_case("plain", materialize=way), model=adapted), "IIG")
+
+
+def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    for way in WAYS:
+        rank = engine(order_case("tied", materialize=way), "IIG")
+        record = recorded(rank)
+        tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
+        rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
+        verbs = {move[0] for move in record}
+        moves = {Verb.WAIT, Verb.ALLOCATE_SLOT, Verb.FREE_SLOT, Verb.SHIFT, Verb.WAIT_SHIFTED}
+        assert verbs == moves
+        assert all(to != 0 for verb, _, *slots in record if verb is Verb.SHIFT for to in slots[1:])
