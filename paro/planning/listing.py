@@ -3,13 +3,14 @@
 # The list is that of the engine (paro/step/plan.py), followed by the tally of what is allocated.
 # What has no effect under a strategy is left out: a wait for nothing, a collective along no axis.
 # Neighbouring stretches that differ only in the unit, as those of equal blocks do, are one entry.
+# Where weights rotate, so are the steps of a part.
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import (
@@ -19,16 +20,15 @@ from paro.planning.cost_model import (
     sent_spans,
     strategy_of,
 )
-from paro.planning.memory.gathering import MOST_MICRO_BATCHES, PeakMemory, Point, Tally
-from paro.quantities import size_text
-from paro.step.actions import WAITED_BY, Action, Move, Verb
-from paro.step.plan import Pass, StepPlan, Stretch, step_plan
-from paro.strategy import Strategy
+from paro.planning.memory.gathering import Point, Tally
+from paro.planning.memory.rotating import SliceTally
+from paro.quantities import count_text, size_text
+from paro.step.actions import WAITED_BY, Move, Verb
+from paro.step.plan import Pass, StepPlan
 from paro.topology import Axis, Link, Topology, Use
 
 _WORDS = {
     Verb.WAIT: "wait for {}",
-    Verb.KEEP: "keep fp8 casts of {}",
     Verb.DROP: "free fp8 casts of {}",
     Verb.RELEASE: "free {}",
     Verb.ALLOCATE: "allocate gradients of {}",
@@ -36,6 +36,12 @@ _WORDS = {
     Verb.WAIT_REDUCED: "wait for gradients of {}",
     Verb.NORM: "all-reduce the norm",
     Verb.UPDATE: "UPDATE {}",
+    Verb.ALLOCATE_SLOT: "allocate a slot of {}",
+    Verb.FREE_SLOT: "free a slot of {}",
+    Verb.COPY: "copy the slice of {}",
+    Verb.WAIT_SHIFTED: "wait for the next slice of {}",
+    Verb.WAIT_GRADS: "wait for the slice's gradients of {}",
+    Verb.ACCUMULATE: "accumulate gradients of {}",
     Verb.FORWARD: "FORWARD {}",
     Verb.LOSS: "FORWARD {}: gradients of the loss",
     Verb.RECOMPUTE: "RECOMPUTE {}",
@@ -51,7 +57,12 @@ _SENT = {
         (Use.REDUCE, "replica all-reduce of {}"),
     ),
     Verb.GATHER_UPDATED: ((Use.GATHER, "all-gather updated {}"),),
+    Verb.SHIFT: ((Use.ROTATE, "send the slice of {} on"),),
+    Verb.SHIFT_BACK: ((Use.ROTATE, "send the slice of {} back"),),
+    Verb.SHIFT_GRADS: ((Use.ROTATE, "send the slice's gradients of {} back"),),
 }
+# Of a pass round the ring, which sends what these would, an action is one shift.
+_PASS = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
 # The same of what is sent as codes.
 _CODED = {
     Verb.STEP_REDUCE: (
@@ -62,54 +73,52 @@ _CODED = {
     Verb.GATHER_UPDATED: ((Use.GATHER, "all-gather codes of updated {}"),),
 }
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
-_COLUMNS = ("inside", "between", "stream", "params", "grads", "activations", "total")
-
+_COLUMNS = ("inside", "between", "stream")  # before what is alive
+_WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)
 
 Cells = tuple[str, ...]
 
 
 class _Row(NamedTuple):
-    """A line of the listing; lines with equal words and keys differ only in the unit."""
+    """A line of the listing; lines with equal keys differ only in the unit."""
 
-    words: str
     key: tuple[object, ...]
+    unit: int  # relative to that of its entry
+    words: str
     cells: Cells
 
 
 class _Entry(NamedTuple):
-    """A stretch of the list: the number of its unit, and the bytes that were alive before it."""
+    """A stretch of the list: its lines, its unit, and the bytes that were alive before it."""
 
+    key: tuple[object, ...]
     unit: int
+    name: str
     alive: int
     rows: list[_Row]
 
-    def repeats(self, other: _Entry, step: int) -> bool:
-        """Whether it does what `other` does, for the unit `step` units further."""
-        same = [row[:2] for row in self.rows] == [row[:2] for row in other.rows]
-        return same and self.unit - other.unit == step
-
 
 def step_lines(
-    peak: PeakMemory,
-    strategy: Strategy,
+    tally: Tally | SliceTally,
     topology: Topology,
     num_micro_batches: int,
     *,
+    overlaps: bool,
     other_bytes: int,
 ) -> Iterator[str]:
     """The last micro-batch of a step, its end and the update; then what the others do otherwise.
 
     `other_bytes` are alive throughout, in addition to the model states.
     """
-    follower = _Follower(peak, strategy, topology, other_bytes)
-    plan = step_plan(follower.tally.shape, min(num_micro_batches, MOST_MICRO_BATCHES))
+    plan = tally.plan(num_micro_batches)
+    follower = _Follower(tally, topology, overlaps=overlaps, other_bytes=other_bytes)
     follower.follow(plan.update)
     *_, (forward, backward) = [
         [follower.follow(stretches) for stretches in both] for both in plan.micro_batches
     ]
-    lines: list[Cells] = [("", *_COLUMNS)]
-    for what, entries in (("forward of", forward), ("backward of", backward)):
-        lines += follower.lines_of(what, entries)
+    names = (*_COLUMNS, *tally.columns)
+    lines: list[Cells] = [("", *names), *follower.lines_of("forward of", forward)]
+    lines += follower.lines_of("backward of", backward)
     lines.append(("the end of the step",))
     lines += follower.lines_of("", follower.follow(plan.finish))
     lines += follower.lines_of("update of", follower.follow(plan.update))
@@ -118,31 +127,48 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that a rank sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
-    if not peak.prefetch_units:
+    if not overlaps:
         yield "    nothing overlaps: every collective is waited for where it is queued"
     widths = [max(map(len, c)) for c in zip(*(cells for cells in lines if cells[1:]), strict=True)]
     for text, *cells in lines:
         columns = (
             cell.ljust(width) if name == "stream" else cell.rjust(width)
-            for name, cell, width in zip(_COLUMNS, cells, widths[1:], strict=False)
+            for name, cell, width in zip(names, cells, widths[1:], strict=False)
         )
         yield "  ".join(("", text.ljust(widths[0]) if cells else text, *columns)).rstrip()
     yield from follower.differences(plan)
 
 
-def _merged(entries: Sequence[_Entry]) -> Iterator[tuple[Sequence[_Entry], Sequence[_Entry]]]:
-    """Entries to list, each time with those that repeat them."""
-    while entries:
-        period, stop = _repetition(entries)
-        yield entries[:period], entries[period:stop]
-        entries = entries[stop:]
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
 
 
-def _repetition(entries: Sequence[_Entry]) -> tuple[int, int]:
-    """How many of the first entries repeat, and where the repetition stops."""
-    for period in range(1, len(entries) // 2 + 1):
-        step, stop = entries[period].unit - entries[0].unit, period
-        while stop < len(entries) and entries[stop].repeats(entries[stop - period], step):
+_Listed = TypeVar("_Listed", _Row, _Entry)
+
+
+def _range(entries: Sequence[_Entry]) -> str:
+    return " to ".join(dict.fromkeys((entries[0].name, entries[-1].name)))
+
+
+def _merged(
+    found: Sequence[_Listed], *, within: bool = False
+) -> Iterator[tuple[Sequence[_Listed], Sequence[_Listed]]]:
+    """What to list, each time with what repeats it; `within` one unit alone."""
+    while found:
+        period, stop = _repetition(found, within=within)
+        yield found[:period], found[period:stop]
+        found = found[stop:]
+
+
+def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
+    """How many of the first repeat, and where the repetition stops."""
+    for period in range(1, len(found) // 2 + 1):
+        step = 0 if within else found[period].unit - found[0].unit
+        stop = period
+        while stop < len(found):
+            one, before = found[stop], found[stop - period]
+            if one.key != before.key or one.unit - before.unit != step:
+                break
             stop += 1
         if stop >= 2 * period:
             return period, stop - stop % period
@@ -153,82 +179,84 @@ class _Follower:
     """Follows the actions of a step from its beginning."""
 
     def __init__(
-        self, peak: PeakMemory, strategy: Strategy, topology: Topology, other_bytes: int
+        self, tally: Tally | SliceTally, topology: Topology, *, overlaps: bool, other_bytes: int
     ) -> None:
-        self.peak, self.strategy, self.topology = peak, strategy, topology
-        self.other_bytes = other_bytes
-        self.tally = Tally(peak, gathers=strategy.params > 1, reduces=strategy.grads > 1)
-        self._buffers = {
-            buffer: (index, trains)
-            for index, unit in enumerate(self.tally.shape.units)
-            for trains, own in ((True, unit.trainable), (False, unit.frozen))
-            for buffer in own
-        }
-        self._spans = [sent_spans(u, strategy, topology, peak.precision) for u in peak.units]
-        self._in_flight: set[Action] = set()
+        self.tally, self.topology = tally, topology
+        self.overlaps, self.other_bytes = overlaps, other_bytes
+        self._buffers = [
+            (index, trains) for index, unit in enumerate(tally.units) for trains in unit.kind.trains
+        ]
+        given = tally.strategy, topology, tally.precision
+        self._spans = [sent_spans(unit, *given) for unit in tally.units]
+        self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, stretches: Pass) -> list[_Entry]:
         """The stretches of a pass, without those that have no effect."""
         entries = []
         for stretch in filter(None, stretches):
-            index, alive = self._unit_of(stretch), self.tally.point("").total
-            rows = [row for action in stretch for row in self._rows(action, index, alive)]
-            entries += [_Entry(index, alive, rows)] if rows else []
+            computing = [action for action in stretch if action[0] >= Verb.FORWARD]
+            unit, name, _ = self._of(computing[-1] if computing else stretch[0])
+            alive = self.tally.point("").total
+            rows = [row for action in stretch for row in self._rows(action, unit, alive)]
+            key = tuple((row.key, row.unit) for row in rows)
+            whole, _, _ = name.partition(" ")  # not a half of its slices, nor what is frozen
+            entries += [_Entry(key, unit, whole, alive, rows)] if rows else []
         return entries
 
-    def _unit_of(self, stretch: Stretch) -> int:
-        computing = [action[1] for action in stretch if action[0] >= Verb.FORWARD]
-        return computing[-1] if computing else self._buffers[stretch[0][1]][0]
+    def _of(self, action: Move) -> tuple[int, str, bool]:
+        """The unit of an action, the name of what it is about, and whether that trains."""
+        if action[0] >= Verb.FORWARD:
+            buffer, name = self.tally.computing(action)
+            return self._buffers[buffer][0], name, True
+        unit, trains = self._buffers[action[1]]
+        return unit, self.tally.units[unit].name + ("" if trains else " (frozen)"), trains
 
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
-        verb, number = action[:2]
+        verb, number = action[0], action[1]
+        before = self.tally.point("")
         point = self.tally.carry_out(action) or Point(self.tally.point(""))
-        unit, trains = (number, True) if verb >= Verb.FORWARD else self._buffers[number]
+        unit, name, trains = self._of(action)
         waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
         self._in_flight -= waited
         sent = [*self._sent(action)]
-        if verb not in _SENT:
+        if verb in _WORDS:
             sent = [(_WORDS[verb], "", Sent())]
-        elif sent and self.peak.prefetch_units:
+        elif sent and self.overlaps:
             self._in_flight.add((verb, number))
-        if verb in (Verb.WAIT, Verb.WAIT_REDUCED) and not waited:
+        if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == point.snapshot):
             return
-        if verb in (Verb.KEEP, Verb.DROP) and not self.tally.activations[unit].casts:
-            return
-        (now,) = self.peak.under(self.strategy, [point])
-        alive = (now.whole_params + now.casts, now.whole_grads, now.activations)
-        held = [f"{size / 1e6:,.1f}" for size in (*alive, now.total + self.other_bytes)]
+        *held, total = self.tally.alive(point)
         for words, stream, size in sent:
-            key = (
-                unit - index,
-                trains,
-                size,
-                *alive[:2],
-                point.snapshot.total - alive_before,
-            )
-            moved = (f"{part / 1e6:,.1f}" if part else "" for part in (size.intra, size.inter))
-            text = f"  {words.format(self._name(unit, trains))}"
-            yield _Row(words, key, (text, *moved, stream, *held))
+            moved = (_megabytes(part) if part else "" for part in (size.intra, size.inter))
+            text = f"  {words.format(name)}"
+            alive = map(_megabytes, (*held, total + self.other_bytes))
+            key = (words, trains, size, held[:-1], point.snapshot.total - alive_before)
+            yield _Row(key, unit - index, words, (text, *moved, stream, *alive))
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
         """The collectives of an action: words, comm stream, and what a rank sends."""
-        verb, number = action[:2]
+        verb = action[0]
         if verb not in _SENT:
             return
-        index, trains = self._buffers[number]
-        unit, codes = self.peak.units[index], None
-        given = unit, strategy_of(unit, self.strategy), self.topology, self.peak.precision
+        index, trains = self._buffers[action[1]]
+        unit, codes = self.tally.units[index], None
+        strategy = strategy_of(unit, self.tally.strategy)
+        given = unit, strategy, self.topology, self.tally.precision
         if verb is Verb.STEP_REDUCE:
             codes = gradient_codes_of(*given)
         elif verb is Verb.GATHER_UPDATED:
             codes = codes_of(*given)
         collectives = _SENT[verb] if codes is None else _CODED[verb]
         for (use, words), (span, size) in zip(
-            collectives, self._spans[index][verb, trains], strict=True
+            collectives, self._spans[index][_PASS.get(verb, verb), trains], strict=True
         ):
             if span:
                 axes = ", ".join(map(self._axis_text, span))
-                yield words, f"{use.value} {axes}", sent_along(((span, size),))
+                sent = sent_along(((span, size),))
+                if verb in _PASS:
+                    shifts = self.tally.strategy.params - 1
+                    sent = Sent(sent.intra // shifts, sent.inter // shifts)
+                yield words, f"{use.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """An axis by its links, and by its degrees if others have such links too."""
@@ -236,40 +264,39 @@ class _Follower:
         degrees = f" {axis.inner}-{axis.outer}" if len(alike) > 1 else ""
         return f"{_WHERE[axis.link]}{degrees}"
 
-    def _name(self, unit: int, trains: bool) -> str:
-        return self.peak.units[unit].name + ("" if trains else " (frozen)")
-
     def lines_of(self, what: str, entries: Sequence[_Entry]) -> Iterator[Cells]:
         """The lines of a pass; an action alone has no heading."""
         for first, same in _merged(entries):
             rows = [row for entry in first for row in entry.rows]
             more = same[0].alive - first[0].alive if same else 0
             if len(rows) == 1 and not more:
-                named = rows[0].words.format(self._range([*first, *same]))
+                named = rows[0].words.format(_range([*first, *same]))
                 yield (f"  {named}", *rows[0].cells[1:])
                 continue
-            heading = f"{what} {self._range(first)}"
+            heading = f"{what} {_range(first)}"
             if same:
-                heading += f", and the same for {self._range(same)}"
+                heading += f", and the same for {_range(same)}"
             if more:
                 heading += f", each time {size_text(abs(more))} {'more' if more > 0 else 'less'}"
             yield (heading,)
-            yield from (row.cells for row in rows)
-
-    def _range(self, entries: Sequence[_Entry]) -> str:
-        ends = dict.fromkeys((entries[0].unit, entries[-1].unit))
-        return " to ".join(self._name(index, True) for index in ends)
+            for entry in first:
+                for listed, again in _merged(entry.rows, within=True):
+                    yield from (row.cells for row in listed)
+                    if again:
+                        times = count_text(len(again) // len(listed), "time")
+                        yield (f"    the last {count_text(len(listed), 'action')}, {times} more",)
 
     def differences(self, plan: StepPlan) -> Iterator[str]:
         """What the first micro-batch, and those after it, send in addition to the last, or not."""
         *others, last = (
             Counter(
-                (words, self._name(*self._buffers[action[1]]))
+                (words, self._of(action)[1])
                 for action in chain.from_iterable(chain(*both))
                 for words, _, _ in self._sent(action)
             )
             for both in plan.micro_batches
         )
+        trained = {self.tally.units[unit].name for unit, trains in self._buffers if trains}
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):
             for how, found in (("also", sent - last), ("not", last - sent)):
@@ -279,6 +306,6 @@ class _Follower:
                         for (own, unit), count in found.items()
                         if own == words
                     ]
-                    all_train = len(units) == len(self.tally.shape.trainable)
-                    listed = "all that trains" if all_train else ", ".join(units)
+                    all_of_them = {*units} == trained
+                    listed = "all that trains" if all_of_them else ", ".join(units)
                     yield f"  {name}, {how}: {words.format(listed)}"

@@ -47,6 +47,8 @@ WAITED_BY = {
     Verb.WAIT: (Verb.GATHER, Verb.GATHER_UPDATED),
     Verb.FREE: (Verb.REDUCE,),
     Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.STEP_REDUCE),
+    Verb.WAIT_SHIFTED: (Verb.SHIFT, Verb.SHIFT_BACK),
+    Verb.WAIT_GRADS: (Verb.SHIFT_GRADS,),
 }
 
 Action = tuple[Verb, int]  # and the number of a buffer or a unit

@@ -361,18 +361,15 @@ def _step(plan: PlannedRun) -> Iterator[str]:
     config, memory = plan.config, plan.memory
     if not config.launch.show_step:
         return
-    if config.sharding.materialize == "rotate":
-        raise UserError(
-            "--show-step lists gathered parameters: leave it or --paro-materialize rotate out"
-        )
     if not config.trained:
-        raise UserError("--show-step lists a training step: leave it or --skip-train out")
+        yield "> no step to show: --skip-train trains nothing"
+        return
     run = plan_of(config, plan.training.device.type)
     yield from step_lines(
-        RunMemory(config.sharding.machine).peaks(run),
-        config.strategy,
+        RunMemory(config.sharding.machine).tally(run),
         plan.training.model.context.topology,
         plan.num_micro_batches,
+        overlaps=config.sharding.prefetch_units > 0,
         other_bytes=memory.allocated - memory.allocations.total,
     )
 

@@ -33,7 +33,7 @@ from paro.planning.units import (
 )
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import Move, Verb
-from paro.step.plan import step_plan
+from paro.step.plan import StepPlan, step_plan
 from paro.strategy import Strategy
 
 
@@ -102,7 +102,7 @@ class PeakMemory:
         """The memory snapshot of a step with the largest total."""
         kind = strategy.params > 1, strategy.grads > 1
         if kind not in self._largest:
-            self._largest[kind] = self._largest_of(*kind)
+            self._largest[kind] = self._largest_of(strategy)
         found = self.under(strategy, self._largest[kind])
         return max(found, key=lambda snapshot: snapshot.total)
 
@@ -131,19 +131,18 @@ class PeakMemory:
     def _merged(self) -> tuple[UnitSize, ...]:
         return merged(self.units)
 
-    def _largest_of(self, gathers: bool, reduces: bool) -> list[Point]:
+    def _largest_of(self, strategy: Strategy) -> list[Point]:
         """The largest point for each pair of copies."""
         largest: dict[tuple[int, int], Point] = {}
-        for point in self._points(gathers, reduces):
+        for point in self._points(strategy):
             key = point.converted, point.updated
             if key not in largest or point.snapshot.total > largest[key].snapshot.total:
                 largest[key] = point
         return list(largest.values())
 
-    def _points(self, gathers: bool, reduces: bool) -> Iterator[Point]:
-        tally = Tally(self, gathers=gathers, reduces=reduces)
-        plan = step_plan(tally.shape, min(self.num_micro_batches, MOST_MICRO_BATCHES))
-        for action in plan.actions():
+    def _points(self, strategy: Strategy) -> Iterator[Point]:
+        tally = Tally(self, strategy)
+        for action in tally.plan(self.num_micro_batches).actions():
             point = tally.carry_out(action)
             if point is not None:
                 yield point
@@ -162,13 +161,16 @@ MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the m
 class Tally:
     """What is allocated while the actions of a step are carried out, from no whole buffers on."""
 
-    def __init__(self, peak: PeakMemory, *, gathers: bool, reduces: bool) -> None:
+    columns = ("params", "grads", "activations", "total")
+
+    def __init__(self, peak: PeakMemory, strategy: Strategy) -> None:
+        self.peak, self.strategy, self.precision = peak, strategy, peak.precision
         self.units, self.activations = peak.units, peak.activations
         self.shape = shape = shape_of(
             peak.model,
             peak.units,
-            gathers=gathers,
-            reduces=reduces,
+            gathers=strategy.params > 1,
+            reduces=strategy.grads > 1,
             prefetch_units=peak.prefetch_units,
         )
         compute, frozen, wire = (
@@ -192,6 +194,19 @@ class Tally:
         self.whole_params = self.whole_grads = self.activation_bytes = self.recomputed = 0
         self.keeps: set[int] = set()  # buffers whose weights' casts stay
         self.cast: set[int] = set()  # units whose weights' casts exist
+
+    def plan(self, num_micro_batches: int) -> StepPlan:
+        """The actions of a step, of three micro-batches at most."""
+        return step_plan(self.shape, min(num_micro_batches, MOST_MICRO_BATCHES))
+
+    def computing(self, action: Move) -> tuple[int, str]:
+        """What a computing action is about: a buffer of its unit, and the name."""
+        return self.shape.units[action[1]].needed[0], self.units[action[1]].name
+
+    def alive(self, point: Point) -> tuple[int, ...]:
+        """Bytes at a point, by column; the total with the model states and what computes."""
+        (now,) = self.peak.under(self.strategy, [point])
+        return now.whole_params + now.casts, now.whole_grads, now.activations, now.total
 
     def carry_out(self, action: Move) -> Point | None:
         """The point at which something computes or a gradient is converted."""

@@ -20,7 +20,12 @@ from functools import lru_cache
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from paro.layout import chunk_numel
 from paro.planning.cost_model import UnitSize, model_state_bytes
-from paro.planning.memory.gathering import MemorySnapshot, fp32_copy_bytes
+from paro.planning.memory.gathering import (
+    MOST_MICRO_BATCHES,
+    MemorySnapshot,
+    Point,
+    fp32_copy_bytes,
+)
 from paro.planning.rotation import parts_of, ring_of, rotation_shape
 from paro.planning.units import (
     MicroBatch,
@@ -30,8 +35,9 @@ from paro.planning.units import (
     norm_backward,
 )
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Verb
-from paro.step.rotating import Slot
+from paro.step.actions import Move, Verb
+from paro.step.plan import StepPlan
+from paro.step.rotating import RingShape, Slot
 from paro.step.rotation_plan import RotationShape, rotation_plan
 from paro.strategy import Strategy
 
@@ -63,22 +69,8 @@ def rotating_peak(
     in_place: bool,
 ) -> MemorySnapshot:
     """The snapshot of a step with the largest total; `units` are those of planning/rotation.py."""
-    shape = rotation_shape(config, tuple(units), ring_of(strategy, precision, in_place=in_place))
-    direct = matmuls_write(precision.wire, precision, batch.device_type)
-    sizes = [
-        (numel, kind)
-        for unit in units
-        for numel, kind in (
-            (unit.trainable_numel, precision.compute),
-            (unit.frozen_numel, precision.frozen),
-        )
-        if numel
-    ]
-    by_size = {
-        size: _slot_bytes(*size, strategy.params, precision, batch.device_type) for size in {*sizes}
-    }
-    slot_bytes = [by_size[size] for size in sizes]
-    parts = tuple(_parts(config, batch, shape, direct=direct))
+    in_ring = ring_of(strategy, precision, in_place=in_place)
+    shape, parts, slot_bytes = _counted(in_ring, units, precision, config, batch)
     copied = max(unit.trainable_numel for unit in units) // strategy.optim
     update = "the update", 0, 0, copied * fp32_copy_bytes(precision)
     computed = _computed(shape, parts, slot_bytes)
@@ -90,6 +82,111 @@ def rotating_peak(
         activations=activations,
         transient=transient,
     )
+
+
+_Counted = tuple[RotationShape, tuple[tuple[str, _Part], ...], list[dict[int, int]]]
+
+
+def _counted(
+    ring: RingShape,
+    units: Sequence[UnitSize],
+    precision: PrecisionConfig,
+    config: LlamaConfig,
+    batch: MicroBatch,
+) -> _Counted:
+    """What actions depend on, the parts with their bytes, and every buffer's bytes by slot."""
+    shape = rotation_shape(config, tuple(units), ring)
+    direct = matmuls_write(precision.wire, precision, batch.device_type)
+    sizes = [
+        (numel, kind)
+        for unit in units
+        for numel, kind in (
+            (unit.trainable_numel, precision.compute),
+            (unit.frozen_numel, precision.frozen),
+        )
+        if numel
+    ]
+    by_size = {
+        size: _slot_bytes(*size, ring.num_steps, precision, batch.device_type) for size in {*sizes}
+    }
+    parts = tuple(_parts(config, batch, shape, direct=direct))
+    return shape, parts, [by_size[size] for size in sizes]
+
+
+class SliceTally:
+    """What is allocated while the actions of a step are carried out, from no slices on."""
+
+    columns = ("slices", "activations", "total")
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        units: Sequence[UnitSize],
+        precision: PrecisionConfig,
+        config: LlamaConfig,
+        batch: MicroBatch,
+        *,
+        in_place: bool,
+    ) -> None:
+        self.strategy, self.units, self.precision = strategy, units, precision
+        ring = ring_of(strategy, precision, in_place=in_place)
+        self.shape, self._parts, self._slot_bytes = _counted(ring, units, precision, config, batch)
+        self._states = model_state_bytes(strategy, units, precision).total
+        self._unit_of = [unit for unit in units for _ in unit.kind.trains]
+        self._slices = 0
+        self._kept = [0] * len(self._parts)
+        self._done = [0] * len(self._parts)  # slices whose backward has run
+
+    def plan(self, num_micro_batches: int) -> StepPlan:
+        """The actions of a step, of three micro-batches at most."""
+        return rotation_plan(self.shape, min(num_micro_batches, MOST_MICRO_BATCHES))
+
+    def computing(self, action: Move) -> tuple[int, str]:
+        """What a computing action is about: a buffer of its part, and the part's name."""
+        _, number, *(half,) = action
+        halves = self.shape.parts[number].halves
+        which = f" {half + 1}/2" if len(halves) > 1 else ""
+        return halves[half][0], f"{self._parts[number][0]}{which}"
+
+    def alive(self, point: Point) -> tuple[int, ...]:
+        """Bytes at a point, by column; the total with the model states and what computes."""
+        now, copied = point.snapshot, point.updated // self.strategy.optim
+        total = self._states + now.total + copied * fp32_copy_bytes(self.precision)
+        return now.slices, now.activations, total
+
+    def carry_out(self, action: Move) -> Point | None:
+        """The point at which something computes."""
+        verb, number, *slots = action
+        if verb is Verb.ALLOCATE_SLOT:
+            self._slices += self._slot_bytes[number][slots[0]]
+        elif verb is Verb.FREE_SLOT:
+            self._slices -= self._slot_bytes[number][slots[0]]
+        elif verb is Verb.UPDATE:
+            return Point(self.point("the update"), updated=self._unit_of[number].trainable_numel)
+        elif verb in (Verb.FORWARD, Verb.RECOMPUTE):
+            name, part = self._parts[number]
+            again = verb is Verb.RECOMPUTE
+            self._kept[number] = part.kept + (part.again if again else 0)
+            return Point(self.point(f"the forward of {name}", 0 if again else part.in_forward))
+        elif verb is Verb.GRADIENTS:
+            name, part = self._parts[number]
+            point = self.point(f"the backward of {name}", part.in_backward)
+            halves = len(self.shape.parts[number].halves)
+            self._done[number] += 1
+            if self._done[number] == self.shape.ring.num_steps * halves:
+                self._done[number] = self._kept[number] = 0
+            return Point(point)
+        return None
+
+    def point(self, name: str, transient: int = 0) -> MemorySnapshot:
+        """What is alive now, without model states."""
+        return MemorySnapshot(
+            name=name,
+            states=0,
+            slices=self._slices,
+            activations=sum(self._kept),
+            transient=transient,
+        )
 
 
 def _slot_bytes(

@@ -16,8 +16,8 @@ from paro.planning.memory.device import (
     algorithms_of,
     nccl_communication,
 )
-from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
-from paro.planning.memory.rotating import rotating_peak
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory, Tally
+from paro.planning.memory.rotating import SliceTally, rotating_peak
 from paro.planning.search.search_space import Materialize
 from paro.planning.units import MicroBatch, units_of
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -112,10 +112,17 @@ class RunMemory:
                 plan.batch,
                 in_place=plan.materialize.in_place,
             )
-        return self.peaks(plan).of(plan.strategy)
+        return self._peak(plan).of(plan.strategy)
 
-    def peaks(self, plan: RunPlan) -> PeakMemory:
-        """What is alive in a step of a plan that gathers parameters."""
+    def tally(self, plan: RunPlan) -> Tally | SliceTally:
+        """What is allocated while the actions of a step are carried out."""
+        if not plan.materialize.rotates:
+            return Tally(self._peak(plan), plan.strategy)
+        in_place = plan.materialize.in_place
+        given = plan.strategy, self.units(plan), plan.precision, plan.config, plan.batch
+        return SliceTally(*given, in_place=in_place)
+
+    def _peak(self, plan: RunPlan) -> PeakMemory:
         key = (plan.trained, plan.micro_batch_size, plan.recompute)
         if key not in self._peaks:
             self._peaks[key] = PeakMemory(

@@ -15,12 +15,13 @@ from tests.paro.planning.cases import ORDERS, order_case
 from tests.paro.training.test_dry_run import planned, printed
 
 SIZES = (
-    "--hidden-size 512 --num-attention-heads 4 --seq-length 256 --vocab-size 8000 --mock-data "
+    "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8000 --mock-data "
     "--micro-batch-size 1 --lr 0.1 --train-iters 10 --bf16"
 )
 SHOW = "--dry-run --world-size 16 --show-step"
 IIG = f"{SIZES} --num-layers 8 --paro-strategy IIG --global-batch-size 64 {SHOW}"
 PAIRS = "--recompute-granularity full --recompute-num-layers 2"
+ROTATE = "--paro-materialize rotate"
 BITS = "--paro-inter-param-bits 4 --paro-inter-grad-bits 4"
 
 
@@ -114,6 +115,30 @@ CASES = {
         "update of embedding",
         "wait for gradients of embedding to head | all-reduce the norm",
     ),
+    "weights rotate": (
+        ROTATE,
+        "forward of blocks.0.attention to blocks.0.mlp, and the same for blocks.1.attention to "
+        "blocks.7.mlp, each time",
+        "allocate a slot of blocks.0.mlp",
+        "allocate a slot of blocks.0.attention | copy the slice of blocks.0.attention "
+        "| send the slice of blocks.0.attention on | FORWARD blocks.0.attention "
+        "| wait for the next slice of blocks.0.attention "
+        "| send the slice of blocks.0.attention on | the last 3 actions, 5 times more "
+        "| FORWARD blocks.0.attention | wait for the next slice of blocks.0.attention "
+        "| FORWARD blocks.0.attention | free a slot of blocks.0.attention",
+    ),
+    "weights rotate in place": (
+        f"{ROTATE} --paro-rotate-in-place",
+        "backward of blocks.7.mlp",
+        "free a slot",
+        "allocate a slot of blocks.7.mlp 2/2 | BACKWARD blocks.7.mlp 2/2: to its first gradient "
+        "| allocate a slot of blocks.7.mlp 2/2 | BACKWARD blocks.7.mlp 2/2: the rest "
+        "| send the slice of blocks.7.mlp 2/2 back | wait for the next slice of blocks.7.mlp 2/2 "
+        "| send the slice's gradients of blocks.7.mlp 2/2 back "
+        "| wait for the slice's gradients of blocks.7.mlp 2/2 "
+        "| BACKWARD blocks.7.mlp 2/2: to its first gradient | the last 6 actions, 6 times more "
+        "| BACKWARD blocks.7.mlp 2/2: the rest",
+    ),
     "nothing overlaps": (
         "--paro-prefetch-units 0",
         "forward of blocks.0, and the same for blocks.1 to blocks.7, each time",
@@ -140,7 +165,18 @@ def test_what_other_micro_batches_do_differently(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     "words",
-    ["", "--trainable last-blocks:0.5", PAIRS, "--lora-rank 4", BITS, "--paro-strategy GGG"],
+    [
+        "",
+        "--trainable last-blocks:0.5",
+        PAIRS,
+        "--lora-rank 4",
+        BITS,
+        "--paro-strategy GGG",
+        ROTATE,
+        f"{ROTATE} --paro-rotate-in-place",
+        f"{ROTATE} {PAIRS}",
+        f"{ROTATE} --lora-rank 4",
+    ],
 )
 def test_the_largest_total_is_what_a_rank_needs(
     words: str, capsys: pytest.CaptureFixture[str]
@@ -162,16 +198,12 @@ def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixtur
 def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     given = order_case(name)
     costs = Estimator(given).costs(given.candidate(given.strategy(strategy)))
-    comm, shape = costs.comm_costs, costs.shape
-    of_buffer = {
-        buffer: (index, buffer in unit.trainable)
-        for index, unit in enumerate(shape.units)
-        for buffer in (*unit.trainable, *unit.frozen)
-    }
+    comm = costs.comm_costs
+    buffers = [(n, trains) for n, unit in enumerate(comm.units) for trains in unit.kind.trains]
     spans = [sent_spans(u, comm.strategy, comm.topology, comm.precision) for u in comm.units]
     sent = [
-        sent_along(spans[of_buffer[number][0]].get((verb, of_buffer[number][1]), ()))
-        for verb, number in costs.plan.actions()
+        sent_along(spans[buffers[number][0]].get((verb, buffers[number][1]), ()))
+        for verb, number, *_ in costs.plan.actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]
     step = traffic_per_step(
@@ -179,3 +211,9 @@ def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     )
     assert sum(one.intra for one in sent) == step.intra
     assert sum(one.inter for one in sent) == step.inter
+
+
+def test_without_training_there_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(f"{IIG} --skip-train", capsys)
+    assert "> no step to show: --skip-train trains nothing\n" in out
+    assert "FORWARD" not in out
