@@ -235,8 +235,9 @@ def _collectives(
         updated = updated_bytes(unit, own, topology, precision) // own.params
         has_codes = codes_of(unit, own, topology, precision) is not None
         if not rotates:
-            for gathered in (numel, unit.frozen_numel):
-                yield Use.GATHER, Op.ALL_GATHER, plan.gather, gathered * compute, compute
+            frozen = BYTES_OF[precision.frozen]
+            for gathered, size in ((numel, compute), (unit.frozen_numel, frozen)):
+                yield Use.GATHER, Op.ALL_GATHER, plan.gather, gathered * size, size
             yield Use.REDUCE, Op.REDUCE_SCATTER, plan.reduce, numel * wire, wire
         if gradient_codes_of(unit, own, topology, precision) is None:
             yield Use.REDUCE, Op.REDUCE_SCATTER, plan.step_reduce, reduced, wire

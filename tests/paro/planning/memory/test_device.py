@@ -93,11 +93,14 @@ def communication(
     *,
     rotates: bool = False,
     is_trained: Callable[[str], bool] = lambda _name: True,
+    precision: PrecisionConfig = BF16,
 ) -> Communication:
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
     rotated_over = strategy.params if rotates else 1
     units = units_of(TINY, world_size=8, is_trained=is_trained, rotated_over=rotated_over)
-    return nccl_communication(strategy, topology, units, BF16, names, lambda *_: 3, rotates=rotates)
+    return nccl_communication(
+        strategy, topology, units, precision, names, lambda *_: 3, rotates=rotates
+    )
 
 
 @pytest.mark.parametrize("names", [("native",), ("ho-ring",), ("flat",), ("native", "ho-ring")])
@@ -111,16 +114,26 @@ def test_groups_are_counted_as_they_are_made(names: Sequence[str], *, rotates: b
 
 
 @pytest.mark.parametrize(
-    ("text", "trained"), [("GGG", ""), ("GGG", "norm"), ("IIG", ""), ("NNN", ""), ("NGG", "")]
+    ("text", "trained", "precision"),
+    [
+        ("GGG", "", BF16),
+        ("GGG", "norm", BF16),
+        ("GGG", "norm", PrecisionConfig(compute="fp32", lora_base_dtype="bf16")),
+        ("IIG", "", BF16),
+        ("NNN", "", BF16),
+        ("NGG", "", BF16),
+    ],
 )
 def test_the_pipeline_s_buffers_are_predicted(
-    monkeypatch: pytest.MonkeyPatch, text: str, trained: str
+    monkeypatch: pytest.MonkeyPatch, text: str, trained: str, precision: PrecisionConfig
 ) -> None:
     def is_trained(name: str) -> bool:
         return trained in name
 
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_pipelining_rank(TINY, strategy, topology, BF16, lambda *_: 3, is_trained=is_trained)
+    rank = lone_pipelining_rank(
+        TINY, strategy, topology, precision, lambda *_: 3, is_trained=is_trained
+    )
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
@@ -131,7 +144,7 @@ def test_the_pipeline_s_buffers_are_predicted(
         for buffers in collectives._buffers.values()
         for slot in buffers.scratch._slots.values()
     )
-    predicted = communication(text, ("ho-ring",), is_trained=is_trained)
+    predicted = communication(text, ("ho-ring",), is_trained=is_trained, precision=precision)
     assert held == predicted.buffer_bytes
     assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
 
