@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -185,12 +185,3 @@ def rotation_shape(
             for group in recomputed_groups(specs, first_unit)
         ),
     )
-
-
-def units_by_part(units: Iterable[UnitSize]) -> dict[str, list[UnitSize]]:
-    """The units of every part: one, or one for each half of its slices."""
-    parts: dict[str, list[UnitSize]] = {}
-    for unit in units:
-        if not unit.replicated:
-            parts.setdefault(unit.part, []).append(unit)
-    return parts

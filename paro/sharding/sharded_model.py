@@ -19,8 +19,8 @@ from paro.step.gathering import GatheringPolicy
 class ShardedModel(DistributedModel):
     """A model whose unit modules have whole parameters only while they run.
 
-    When what is gathered, released and reduced is up to `GatheringPolicy`. `record`, if it is a
-    list, gets every action that is carried out.
+    `GatheringPolicy` decides when units are gathered and released and gradients reduced. `record`,
+    if it is a list, gets every action that is carried out.
     """
 
     def __init__(
