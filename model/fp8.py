@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -98,10 +99,23 @@ class Casts(Protocol):
 
 
 def casts_of(weight: Tensor) -> Casts | None:
-    if torch.compiler.is_compiling():
-        return None
     casts: Casts | None = getattr(weight, "casts", None)
     return casts
+
+
+def kept_cast(weight: Tensor) -> tuple[Tensor, ...]:
+    """Data, transpose and scale of the weight's cast if it is kept: inputs of a compiled graph."""
+    casts = casts_of(weight)
+    return () if casts is None or casts.kept is None else casts.kept[:3]
+
+
+def make_kept_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None:
+    """Casts those whose values stay until backward, before a graph that cannot keep anything."""
+    with torch.no_grad():
+        for weight in weights:
+            casts = casts_of(weight)
+            if casts is not None and casts.keeps:
+                weight_operand(weight, dtype, fp8, casts, transposed=False)
 
 
 def weight_operand(

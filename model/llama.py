@@ -27,18 +27,11 @@ from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
-from model.fp8 import Fp8
-from model.layers import (
-    SharedInput,
-    gated,
-    gated_linear,
-    linear,
-    normed_linears,
-    rms_norm,
-    shared_norm,
-)
+from model.fp8 import Fp8, make_kept_casts
+from model.layers import gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, Drops, checkpointed
 from model.matmul import number_weights
+from model.norm import SharedInput, rms_norm, shared_norm
 from model.rotary import rotate, rotations
 from model.slices import Slices, add_slices_after
 from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
@@ -94,6 +87,9 @@ class Block(AdaptedBlock):
             return self._plain(x_BSD, places, attend)
         plain, project, finish = _compiled_block(backend)
         number_weights(self.parameters())
+        if self.fp8 is not None:
+            projections = (self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down)
+            make_kept_casts(projections, x_BSD.dtype, self.fp8)
         if not (places.apart or attend or self.recomputes_core or self.config.keeps_scores):
             return plain(self, x_BSD, places)
         q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, places.cos, places.sin)

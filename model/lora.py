@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.config import LlamaConfig
-from model.layers import SharedInput
 from model.lora_config import LoraConfig, down_name, up_name
 from model.matmul import sink_of, weight_grad
+from model.norm import SharedInput
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 _MIX = (-4658895280553007687, -7723592293110705685)  # of SplitMix64

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from model.layers import shared_norm
+from model.norm import shared_norm
 
 Slices = Iterable[Callable[..., Tensor]]
 

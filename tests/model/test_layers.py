@@ -13,7 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.layers import gated_linear, normed_linears, rms_norm, shared_norm
+from model.layers import gated_linear, normed_linears
+from model.norm import rms_norm, shared_norm
 from tests.model.values import assert_rounded
 
 B, S, D, FFN = 2, 5, 6, 7

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.config import LlamaConfig
 from model.flops import flops_per_token
 from model.initialization import initial_values, initialize_whole, parameter_initializers
-from model.layers import SharedInput
 from model.llama import Llama
 from model.lora import AdaptedBlock, Columns, Drops, keep_mask
 from model.lora_config import LoraConfig, down_name, is_adapter, targets_of, up_name
+from model.norm import SharedInput
 from model.units import parameter_shapes
 from tests.helpers.refusals import refused
 

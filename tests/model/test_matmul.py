@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from model.config import FP8_CAPABILITY
 from model.fp8 import Fp8, Operand, Scaled, operand
-from model.layers import gated_linear, linear, normed_linears, rms_norm, shared_norm
+from model.layers import gated_linear, linear, normed_linears
 from model.matmul import (
     check_matmul_types,
     input_grads,
@@ -19,6 +19,7 @@ from model.matmul import (
     outputs,
     weight_grad,
 )
+from model.norm import rms_norm, shared_norm
 from tests.helpers.refusals import refused
 from tests.model.values import Sink, all_near, assert_near, normal
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,8 @@ def casts_of_weights() -> Iterator[list[str]]:
         yield made
 
 
-def in_fp8(strategy: str, recompute: RecomputeConfig | None = None) -> LoneRank:
-    config = replace(SMALL, fp8_format="hybrid", recompute=recompute)
+def in_fp8(strategy: str, recompute: RecomputeConfig | None = None, **more: Any) -> LoneRank:
+    config = replace(SMALL, fp8_format="hybrid", recompute=recompute, **more)
     placed = on_ranks(strategy, world_size=8, group_size=4)
     return lone_rank(config, *placed, PrecisionConfig(compute="fp32"))
 
@@ -78,6 +79,20 @@ def test_a_weight_is_cast_once_while_its_values_stay(monkeypatch: pytest.MonkeyP
                 assert {form: 2 * made.count(form) for form in made} == wanted_of_one
             else:
                 assert {form: made.count(form) for form in made} == wanted
+
+
+@pytest.mark.slow("traces a model")
+def test_a_kept_cast_is_an_input_of_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence(monkeypatch)
+    for recompute in (None, RecomputeConfig(granularity="full")):
+        rank = in_fp8("NNG", recompute, torch_compile="aot_eager")
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for _ in range(2):
+            with casts_of_weights() as made:
+                rank.step(2)
+            assert made == ["data and transposed"] * WEIGHTS
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "for all blocks"
 
 
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
@@ -131,12 +146,20 @@ def trained(more: str) -> list[Tensor]:
 @pytest.mark.slow("trains several times")
 @pytest.mark.parametrize(
     "more",
-    ["", f"--bf16 {FULL}", "--lora-rank 2 --lora-target-modules all-linear --lora-base-dtype bf16"],
+    [
+        "",
+        f"--bf16 {FULL}",
+        "--lora-rank 2 --lora-target-modules all-linear --lora-base-dtype bf16",
+        "--bf16 --torch-compile aot_eager",
+        f"--torch-compile aot_eager {FULL}",
+    ],
 )
 def test_results_are_those_of_casts_at_every_use(
     more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = trained(more)
-    monkeypatch.setattr(layers, "casts_of", lambda _: None)
+    for module in (fp8, layers):
+        monkeypatch.setattr(module, "casts_of", lambda _: None)
+    torch._dynamo.reset()
     for found, wanted in zip(kept, trained(more), strict=True):
         assert torch.equal(found, wanted)

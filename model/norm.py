@@ -1,0 +1,170 @@
+"""RMSNorm, and a norm that several matmuls read, whose output backward makes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from model.fp8 import Operand
+from model.matmul import input_grads
+
+
+def _norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 / the root mean square [B, S, 1] in fp32.
+
+    Written out for the CPU, where torch's own runs several operations and saves their results.
+    """
+    x = x_BSD.float()
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    rstd_BS1 = mean_square.add_(epsilon).rsqrt_()
+    return (x * rstd_BS1).mul_(scale_D).to(x_BSD.dtype), rstd_BS1
+
+
+def _norm_backward(
+    grad_BSD: Tensor,
+    x_BSD: Tensor,
+    scale_D: Tensor,
+    rstd_BS1: Tensor,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and scale that are `needed`."""
+    needs_x, needs_scale = needed
+    hidden, rstd_T = scale_D.numel(), rstd_BS1.flatten()
+    product_TD = (grad_BSD.float() * x_BSD).view(-1, hidden)
+    along_T = torch.mv(product_TD, scale_D.float()).mul_(rstd_T**3).div_(-hidden)
+    grad_x = grad_scale = None
+    if needs_scale:
+        grad_scale = torch.mv(product_TD.t(), rstd_T).to(scale_D.dtype)
+    del product_TD  # before another tensor of its size is allocated
+    if needs_x:
+        grad_x = (grad_BSD * scale_D.float()).mul_(rstd_BS1)
+        grad_x = grad_x.addcmul_(x_BSD, along_T.view_as(rstd_BS1)).to(x_BSD.dtype)
+    return grad_x, grad_scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm for the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
+        y_BSD, rstd_BS1 = _norm(x_BSD, scale_D, epsilon)
+        ctx.save_for_backward(x_BSD, scale_D, rstd_BS1)
+        return y_BSD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_BSD, scale_D, rstd_BS1 = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        return *_norm_backward(grads[0], x_BSD, scale_D, rstd_BS1, needed), None
+
+
+def rms_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> Tensor:
+    """`x` divided by its root mean square, times `scale`; computed in fp32."""
+    if x_BSD.device.type == "cpu" and not torch.compiler.is_compiling():
+        out: Tensor = _RMSNorm.apply(x_BSD, scale_D, epsilon)
+        return out
+    return F.rms_norm(x_BSD, (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype), epsilon)  # one kernel
+
+
+class SharedInput:
+    """What several matmuls read, for example slices of weights, and backward makes again.
+
+    It is computed once for all of them, and once more in backward, which sums the gradients of all
+    readers before it passes them on. Between `release` and backward this object keeps nothing.
+    """
+
+    def __init__(self, make: Callable[..., Tensor], *sources: Tensor) -> None:
+        self.make = make
+        self._y_BSD: Tensor | None = make(*(source.detach() for source in sources))
+        self._leaves: tuple[Tensor, ...] = ()  # what y is made from, in backward
+        self._grad_y_TD: Tensor | None = None
+        self._readers_left = 0  # whose backward has not run yet
+
+    @property
+    def num_columns(self) -> int:
+        """D, before `release`."""
+        assert self._y_BSD is not None, "released"
+        return self._y_BSD.shape[-1]
+
+    def release(self) -> None:
+        """Frees the input; call it after the forward of every reader has finished."""
+        self._y_BSD = None
+
+    def in_forward(self, *, backward_follows: bool) -> Tensor:
+        assert self._y_BSD is not None, "a reader after the last"
+        self._readers_left += backward_follows
+        return self._y_BSD
+
+    def in_backward(self, sources: Sequence[Tensor], needs_grads: Sequence[bool]) -> Tensor:
+        """The input [T, D], made again if this is the first reader."""
+        if not self._leaves:
+            pairs = zip(sources, needs_grads, strict=True)
+            self._leaves = tuple(source.detach().requires_grad_(needed) for source, needed in pairs)
+            self._y_BSD = self._make_again(self._leaves)
+        assert self._y_BSD is not None
+        return self._y_BSD.detach().flatten(0, -2)
+
+    def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:
+        with torch.enable_grad():
+            return self.make(*leaves)
+
+    def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
+        """The gradients of the leaves that need one."""
+        needed = [leaf for leaf in leaves if leaf.requires_grad]
+        return iter(torch.autograd.grad(y_BSD, needed, grad_BSD))
+
+    def add_products(self, grads: Sequence[Operand], weights: Iterator[Operand]) -> None:
+        """Accumulates one reader's gradient of the input; weights live one at a time."""
+        for grad in grads:
+            self._grad_y_TD = input_grads(grad, next(weights), total_TD=self._grad_y_TD)
+
+    def add(self, grad_TD: Tensor) -> None:
+        """Accumulates one reader's gradient of the input, which is this object's from now on."""
+        total_TD = self._grad_y_TD
+        self._grad_y_TD = grad_TD if total_TD is None else total_TD.add_(grad_TD)
+
+    def source_grads(self) -> tuple[Tensor | None, ...]:
+        """Gradients of the sources, as far as needed, after the last reader; None before."""
+        self._readers_left -= 1
+        leaves, y_BSD, grad_TD = self._leaves, self._y_BSD, self._grad_y_TD
+        if self._readers_left or not leaves:
+            return (None,) * len(leaves)
+        self._leaves, self._y_BSD, self._grad_y_TD = (), None, None
+        if not any(leaf.requires_grad for leaf in leaves):
+            return (None,) * len(leaves)
+        assert y_BSD is not None
+        assert grad_TD is not None
+        found = self._grads(y_BSD, leaves, grad_TD.view_as(y_BSD))
+        return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+
+class _SharedNorm(SharedInput):
+    """A norm on the CPU, whose gradients need no graph of their own."""
+
+    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> None:
+        self._epsilon = epsilon
+        self._rstd_BS1: Tensor | None = None
+        super().__init__(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
+
+    def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:
+        y_BSD, self._rstd_BS1 = _norm(leaves[0], leaves[1], self._epsilon)
+        return y_BSD
+
+    def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
+        rstd_BS1, self._rstd_BS1 = self._rstd_BS1, None
+        assert rstd_BS1 is not None, "not made again"
+        needed = [leaf.requires_grad for leaf in leaves]
+        found = _norm_backward(grad_BSD, leaves[0], leaves[1], rstd_BS1, needed)
+        return (grad for grad in found if grad is not None)
+
+
+def shared_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> SharedInput:
+    """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale."""
+    if x_BSD.device.type == "cpu":
+        return _SharedNorm(x_BSD, scale_D, epsilon)
+    return SharedInput(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
