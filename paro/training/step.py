@@ -26,6 +26,7 @@ from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import ParoOptimizer
 from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
+from paro.training.token_weights import TokenWeights
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +151,12 @@ def train_step(
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
-    weigh = _Weights(training, num_micro_batches, scale=state.loss_scale.scale)
+    weigh = TokenWeights(
+        training.control.world,
+        num_micro_batches,
+        scale=state.loss_scale.scale,
+        per_token=training.config.calculate_per_token_loss,
+    )
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
@@ -266,7 +272,7 @@ def _warms_up(training: Training, state: TrainState) -> bool:
 def _forward_backward(
     training: Training,
     micro_batches: Iterator[Batch],
-    weigh: _Weights,
+    weigh: TokenWeights,
     num_micro_batches: int,
     iteration: int,
 ) -> Tensor:
@@ -322,51 +328,6 @@ class _TimedBatches(Iterator[Batch]):
         return batch.to(self._device, non_blocking=True)
 
 
-class _Weights:
-    """The weight of every token in the loss that backward starts from (Note: gradient scaling).
-
-    Megatron's loss is the mean over micro-batches of their token means. With
-    --calculate-per-token-loss it is the mean over all tokens of the global batch, whose number is
-    known only at the end of the step: until then a full batch is assumed; `unscale` corrects it.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        num_micro_batches: int,
-        *,
-        scale: float,
-        per_token: bool | None = None,
-    ) -> None:
-        if per_token is None:
-            per_token = training.config.calculate_per_token_loss
-        self._per_token = per_token
-        self._num_parts = num_micro_batches * training.control.world.data_parallel_size
-        self._factor = scale / self._num_parts
-        self._scale = scale
-        self._nominal_tokens = 0
-        self._masks: list[Tensor] = []
-
-    def __call__(self, mask_BS: Tensor) -> Tensor:
-        self._nominal_tokens = mask_BS.numel()
-        self._masks.append(mask_BS.sum())
-        tokens = float(mask_BS.numel()) if self._per_token else mask_BS.sum().clamp(min=1.0)
-        return mask_BS * (self._factor / tokens)
-
-    def num_tokens(self) -> Tensor:
-        """Unmasked tokens of this rank in this step so far, a fp64 scalar."""
-        return torch.stack(self._masks).double().sum()
-
-    def unscale(self, num_tokens: float) -> float:
-        """The factor from the accumulated loss and gradients to the true ones.
-
-        `num_tokens` is the number of unmasked tokens over all ranks.
-        """
-        if not self._per_token:
-            return 1.0 / self._scale
-        return self._num_parts * self._nominal_tokens / max(num_tokens, 1.0) / self._scale
-
-
 def evaluate(
     training: Training,
     micro_batches: Iterator[Batch],
@@ -380,7 +341,9 @@ def evaluate(
     """
     model = training.model
     model.wait_for_updated_params()
-    weigh = _Weights(training, num_micro_batches, scale=1.0, per_token=per_token)
+    if per_token is None:
+        per_token = training.config.calculate_per_token_loss
+    weigh = TokenWeights(training.control.world, num_micro_batches, scale=1.0, per_token=per_token)
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
     batches = _TimedBatches(micro_batches, training.device, Timers())
     with training.traffic.paused():
