@@ -54,7 +54,7 @@ class AutoCollectives(Collectives):
 
     def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
         # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
-        return self._streams.submit((Use.REDUCE, run[-1].index), job, after=after)
+        return self._streams.submit((Use.REDUCE, run[-1]), job, after=after)
 
     def _best(self, op: Op, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
         if not run:

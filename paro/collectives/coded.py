@@ -80,8 +80,7 @@ class CodedReduction:
             else:
                 _write(result, hadamard(total) / PAD, exact)
 
-        key = (Use.EXCHANGE, *(axis.index for axis in self._inter))
-        return self._streams.submit(key, job, after=after)
+        return self._streams.submit((Use.EXCHANGE, *self._inter), job, after=after)
 
     def close(self) -> None:
         """Closes the process groups; the comm stream is closed with the others."""

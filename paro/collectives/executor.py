@@ -142,7 +142,7 @@ class ScheduledCollectives(Collectives):
 
 def stream_of(use: Use, part: AxisSpan) -> tuple[object, ...]:
     """The key of the comm stream of the process group for `use` along an axis span."""
-    return (use, *(axis.index for axis in part))
+    return (use, *part)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -65,7 +65,7 @@ class FlatCollectives(Collectives):
     def _submit(self, use: Use, run: AxisSpan, job: Job, after: Event | None) -> Event:
         if not run:
             return after or DONE
-        return self._streams.submit((use, *(axis.index for axis in run)), job, after=after)
+        return self._streams.submit((use, *run), job, after=after)
 
 
 def _nested(whole: Tensor, run: AxisSpan) -> Tensor:

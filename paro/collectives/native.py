@@ -71,7 +71,7 @@ class NativeCollectives(Collectives):
         return self._submit(Use.REDUCE, run[-1], job, after)
 
     def _submit(self, use: Use, axis: Axis, job: Job, after: Event) -> Event:
-        return self._streams.submit((use, axis.index), job, after=after)
+        return self._streams.submit((use, axis), job, after=after)
 
     # Each job converts to the communication dtype and back, so that intermediate results between
     # two axes need no second buffer.

@@ -22,7 +22,7 @@ import torch
 
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.profile_range import profile_range
-from paro.topology import Link, Topology
+from paro.topology import AxisSpan, Link
 
 
 class WaitKind(Enum):
@@ -54,8 +54,7 @@ class Exposure:
     `on_streams` measures on the device instead of the host, and not by kind of link.
     """
 
-    def __init__(self, topology: Topology, *, on_streams: bool = False) -> None:
-        self._topology = topology
+    def __init__(self, *, on_streams: bool = False) -> None:
         self._on_streams = on_streams
         self._by_kind = dict.fromkeys(WaitKind, 0.0)
         self._by_link = dict.fromkeys(Link, 0.0)
@@ -92,15 +91,15 @@ class Exposure:
             self._by_kind[kind] += time.perf_counter() - begin
 
     def note(self, stream: Hashable, seconds: float) -> None:
-        """Adds to the links of comm stream `(use, axis index, ...)`; if it has both, to inter."""
+        """Adds to the links of comm stream `(use, axis, ...)`; if it has both, to inter."""
         if not self._on_streams:
-            self._by_link[_link(self._topology, _axes(stream))] += seconds
+            self._by_link[_link(_axes(stream))] += seconds
 
     def name(self, stream: Hashable) -> str:
         """The name of a comm stream: its use, axes and links, such as "gather 0 intra"."""
         axes = _axes(stream)
-        numbers = "+".join(map(str, axes))
-        return f"{stream[0].value} {numbers} {_link(self._topology, axes).value}"  # type: ignore[index]
+        numbers = "+".join(str(axis.index) for axis in axes)
+        return f"{stream[0].value} {numbers} {_link(axes).value}"  # type: ignore[index]
 
     def take(self) -> Exposed:
         """The exposed time since the last call, without CUDA events still pending."""
@@ -123,11 +122,10 @@ class Exposure:
         )
 
 
-def _axes(stream: Hashable) -> tuple[int, ...]:
+def _axes(stream: Hashable) -> AxisSpan:
     assert isinstance(stream, tuple), f"a comm stream {stream!r} without axes"
     return stream[1:]
 
 
-def _link(topology: Topology, axes: tuple[int, ...]) -> Link:
-    links = {topology.axes[index].link for index in axes}
-    return Link.INTER if Link.INTER in links else Link.INTRA
+def _link(axes: AxisSpan) -> Link:
+    return Link.INTER if any(axis.link is Link.INTER for axis in axes) else Link.INTRA

@@ -64,7 +64,7 @@ class Ring:
         self._run = (axis,)
         self._groups = groups
         self._streams = streams
-        self._stream = (Use.ROTATE, axis.index)
+        self._stream = (Use.ROTATE, axis)
         self._wire = Wire(groups, traffic)
         self._members = groups.topology.members(self._run, groups.rank)
         self._next_tag = 0

@@ -108,7 +108,7 @@ def _spread(
     comm_plan = make_comm_plan(strategy, topology)
     is_planned = device.type == "meta"
     runs = _runs(config, topology, is_planned=is_planned)
-    exposure = Exposure(topology, on_streams=device.type == "cuda" and backend == "nccl")
+    exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
     overlap = sharding.prefetch_units > 0
     streams = make_comm_streams(
         device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name

@@ -13,7 +13,7 @@ from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
 from paro.topology import Use, make_topology
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
-INTRA, INTER = (Use.GATHER, 0), (Use.GATHER, 1)
+INTRA, INTER = ((Use.GATHER, axis) for axis in TOPOLOGY.axes)
 SECONDS = 0.05
 
 
@@ -22,7 +22,7 @@ def nap() -> None:
 
 
 def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure(TOPOLOGY)
+    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
     gate = threading.Event()
     between = streams.submit(INTER, gate.wait)
     inside = streams.submit(INTRA, nap, after=between)
@@ -40,7 +40,7 @@ def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None
 
 
 def test_what_overlaps_costs_nothing() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure(TOPOLOGY)
+    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
     ended = threading.Event()
     event = streams.submit(INTER, lambda: (nap(), ended.set())[0])
     ended.wait()
@@ -52,7 +52,7 @@ def test_what_overlaps_costs_nothing() -> None:
 
 
 def test_without_overlap_a_job_costs_what_it_takes() -> None:
-    exposure = Exposure(TOPOLOGY)
+    exposure = Exposure()
     streams = InlineStreams(exposure.note)
     with exposure.submitting(WaitKind.GATHER_UPDATED):
         streams.submit(INTER, nap)
@@ -64,25 +64,25 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
 
 
 def test_a_lane_of_both_kinds_of_links_counts_for_the_slow_ones() -> None:
-    exposure = Exposure(TOPOLOGY)
-    exposure.note((Use.GATHER, 0, 1), 2.0)
+    exposure = Exposure()
+    exposure.note((Use.GATHER, *TOPOLOGY.axes), 2.0)
     assert exposure.take() == Exposed(intra=0.0, inter=2.0)
 
 
 def test_a_lane_is_named_by_its_use_axes_and_links() -> None:
-    exposure = Exposure(TOPOLOGY)
+    exposure = Exposure()
     assert exposure.name(INTRA) == "gather 0 intra"
-    assert exposure.name((Use.REDUCE, 0, 1)) == "reduce 0+1 inter"
+    assert exposure.name((Use.REDUCE, *TOPOLOGY.axes)) == "reduce 0+1 inter"
 
 
 def test_on_streams_links_are_not_told_apart() -> None:
-    exposure = Exposure(TOPOLOGY, on_streams=True)
+    exposure = Exposure(on_streams=True)
     exposure.note(INTRA, 1.0)
     assert exposure.take() == Exposed(intra=None, inter=None)
 
 
 def test_a_failed_job_is_raised_at_the_wait() -> None:
-    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure(TOPOLOGY)
+    streams, exposure = ThreadStreams(torch.device("cpu")), Exposure()
 
     def fail() -> None:
         raise OSError("peer is gone")
@@ -94,7 +94,7 @@ def test_a_failed_job_is_raised_at_the_wait() -> None:
 
 @pytest.mark.gpu
 def test_streams_are_measured_on_the_device() -> None:
-    streams, exposure = CudaStreams(), Exposure(TOPOLOGY, on_streams=True)
+    streams, exposure = CudaStreams(), Exposure(on_streams=True)
     matrix = torch.randn(4096, 4096, device="cuda")
 
     def work() -> None:

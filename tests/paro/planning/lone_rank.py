@@ -182,7 +182,7 @@ def _context(
         accumulate_dtype=TYPES[precision.accumulate],
         inter_param_bits=precision.inter_param_bits,
         ledger=Ledger(),
-        exposure=Exposure(topology),
+        exposure=Exposure(),
     )
 
 
