@@ -49,6 +49,10 @@ class Documents(NamedTuple):
     bounds_N: Tensor | None = None  # noqa: N815  int32, with 0 and the end; only for one call
 
 
+# Causal attention within documents, of rotated q_BSNH and k_BSKH, and v_BSKH; returns [B, S, N, H].
+Core = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+
+
 def documents_of(
     lengths: tuple[int, ...] | None, num_samples: int, device: torch.device
 ) -> Documents | None:

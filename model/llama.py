@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.attention import Documents, attend, documents_of
+from model.attention import Core, Documents, attend, documents_of
 from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
@@ -47,6 +47,7 @@ class Places(NamedTuple):
     documents: Documents | None = None  # None: one per sample
     drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
     apart: bool = False  # whether documents are kept apart, here or in other micro-batches
+    core: Core | None = None  # causal attention where other tokens of the samples are elsewhere
 
 
 class Block(AdaptedBlock):
@@ -90,10 +91,11 @@ class Block(AdaptedBlock):
         if self.fp8 is not None:
             projections = (self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down)
             make_kept_casts(projections, x_BSD.dtype, self.fp8)
-        if not (places.apart or attend or self.recomputes_core or self.config.keeps_scores):
+        whole = not (self.recomputes_core or self.config.keeps_scores)
+        if whole and not (places.apart or attend or places.core):
             return plain(self, x_BSD, places)
         q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, places.cos, places.sin)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places.documents, attend)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places, attend)
         return finish(self, x_BSD, out_BSNH)
 
     def _plain(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
@@ -106,7 +108,7 @@ class Block(AdaptedBlock):
         """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
         drops = places.drops
         q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, places.cos, places.sin, drops, norm)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places.documents, attend)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places, attend)
         return self._output(out_BSNH, drops)
 
     def join_attention(self, slices: Slices, *args: Any) -> Tensor:
@@ -145,15 +147,16 @@ class Block(AdaptedBlock):
         q_BSNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
-        documents: Documents | None,
+        places: Places,
         attend: Attend | None,
     ) -> Tensor:
         if attend is not None:
             return attend(q_BSNH, k_BSKH, v_BSKH)
+        core = places.core or self.attend
         if self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH: Tensor = checkpointed(self.attend, q_BSNH, k_BSKH, v_BSKH, documents)
+            out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, places.documents)
             return out_BSNH
-        return self.attend(q_BSNH, k_BSKH, v_BSKH, documents)
+        return core(q_BSNH, k_BSKH, v_BSKH, places.documents)
 
     def _output(self, out_BSNH: Tensor, drops: Drops | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
@@ -261,6 +264,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.core: Core | None = None  # of all blocks, instead of attention within `x`
         specs = self.units()
         # Larger groups of blocks are recomputed together: in `forward`.
         together = config.recompute is not None and config.recompute.group_size > 1
@@ -301,6 +305,7 @@ class Llama(nn.Module):
         *,
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
+        seq_length: int | None = None,
         drops: Drops | None = None,
     ) -> Tensor:
         """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of token weight times loss.
@@ -310,15 +315,18 @@ class Llama(nn.Module):
 
         By default a sample is one document. `positions_BS` gives each token's position within its
         document; `document_lengths` (all documents of all samples) also keeps attention within it.
+        Where `tokens_BS` are only some of each sample's, `seq_length` is that of a whole one, all
+        of whose documents have lengths, and `core` attends to the others.
         """
         x_BSD = self.embedding(tokens_BS)
         if self._activations is not None:
             x_BSD = x_BSD.to(self._activations)
-        cos, sin = rotations(self.config, tokens_BS.shape[1], x_BSD.dtype, x_BSD.device)
+        length = tokens_BS.shape[1] if seq_length is None else seq_length
+        cos, sin = rotations(self.config, length, x_BSD.dtype, x_BSD.device)
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
         documents = documents_of(document_lengths, len(tokens_BS), tokens_BS.device)
-        places = Places(cos, sin, documents, drops, document_lengths is not None)
+        places = Places(cos, sin, documents, drops, document_lengths is not None, self.core)
         blocks, plain = list(self.blocks), 0
         for group in self._groups if torch.is_grad_enabled() else ():
             first, stop = group.start - 1, group.stop - 1  # the embedding is unit 0

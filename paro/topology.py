@@ -47,12 +47,16 @@ AxisSpan = tuple[Axis, ...]
 
 
 class Use(Enum):
-    """Uses have separate comm streams, so separate groups; exchanges are of encoded gradients."""
+    """Uses have separate comm streams, so separate groups.
+
+    Exchanges are of encoded gradients, contexts are samples that several ranks share.
+    """
 
     GATHER = "gather"
     REDUCE = "reduce"
     ROTATE = "rotate"
     EXCHANGE = "exchange"
+    CONTEXT = "context"
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class CodedReduction:
             begin, end = nested_range(self._inter, member, whole.numel())
             error = None if errors is None else errors[index]
             self._encode(whole[begin:end], start + begin, codes, sent[index], error)
-        received = self._wire.all_to_all(Use.EXCHANGE, self._inter, sent)
+        received = torch.empty_like(sent)
+        self._wire.all_to_all(Use.EXCHANGE, self._inter, sent, received)
         place = start + nested_range(self._inter, rank, whole.numel())[0]
         coded = codes.num_coded(place)
         total = torch.zeros(-(-coded // PAD) * PAD, device=whole.device)

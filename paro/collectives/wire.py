@@ -79,35 +79,34 @@ class Wire:
             return own
         step = max(1, _STAGED_BYTES // (len(members) * whole.element_size()))
         for begin in range(0, own.numel(), step):
-            received = self._trade(use, run, parts[:, begin : begin + step])
+            sent = parts[:, begin : begin + step]
+            received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
+            self._trade(use, run, sent, received)
             # Summed in rank order, in fp32: bitwise reproducible.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
-    def all_to_all(self, use: Use, run: AxisSpan, parts: Tensor) -> Tensor:
-        """Sends every member its row of `parts`; returns the rows received, in rank order."""
+    def all_to_all(self, use: Use, run: AxisSpan, parts: Tensor, received: Tensor) -> None:
+        """Sends every member its row of `parts`; fills `received` with theirs, in rank order."""
         group = self._groups.of(use, run)
         if dist.get_backend(group) == "gloo":
-            return self._trade(use, run, parts)
+            self._trade(use, run, parts, received)
+            return
         for member in self._members(run):
             if member != self._rank:
                 self._traffic.add(self._link_to(member), parts[0].nbytes)
-        received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
-        return received
 
-    def _trade(self, use: Use, run: AxisSpan, parts: Tensor) -> Tensor:
-        """An all-to-all: sends every member its row; returns the rows received, in rank order."""
+    def _trade(self, use: Use, run: AxisSpan, parts: Tensor, received: Tensor) -> None:
+        """The same by one message to every member."""
         members = self._members(run)
         own = members.index(self._rank)
         others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
-        received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
         pending = [self.receive(use, run, received[row], rank, 0) for row, rank in others]
         pending += [self.send(use, run, parts[row], rank, 0) for row, rank in others]
         received[own] = parts[own]
         for message in pending:
             message.wait()
-        return received
 
     def send(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which must not change until the message is complete."""

@@ -31,6 +31,7 @@ class WaitKind(Enum):
     GATHER = "gather"  # parameters, before a unit runs
     REDUCE = "reduce"  # gradients, before the update and before their buffers are reused
     GATHER_UPDATED = "publish"  # updated parameters, before they are read
+    CONTEXT = "context"  # what attention needs of the ranks that share its sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +41,13 @@ class Exposed:
     gather: float = 0.0
     reduce: float = 0.0
     gather_updated: float = 0.0
+    context: float = 0.0
     intra: float | None = None
     inter: float | None = None
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.gather_updated
+        return self.gather + self.reduce + self.gather_updated + self.context
 
 
 class Exposure:
@@ -117,6 +119,7 @@ class Exposure:
             gather=by_kind[WaitKind.GATHER],
             reduce=by_kind[WaitKind.REDUCE],
             gather_updated=by_kind[WaitKind.GATHER_UPDATED],
+            context=by_kind[WaitKind.CONTEXT],
             intra=by_link[Link.INTRA] if knows_links else None,
             inter=by_link[Link.INTER] if knows_links else None,
         )

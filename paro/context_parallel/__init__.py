@@ -1,0 +1,1 @@
+"""Attention of samples that several ranks share, each with a part of their tokens."""

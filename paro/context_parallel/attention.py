@@ -1,0 +1,124 @@
+"""Attention of samples that several ranks share: heads are exchanged, keys and values travel."""
+
+# Letters as in model/llama.py and, for the ranks, in layout.py. The heads that a rank
+# attends with are exchanged in pieces: while one is computed with, the next travels.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.attention import Core, Documents, attend
+from model.config import AttentionBackend
+from paro.context_parallel.exchange import Exchange, Trip
+from paro.context_parallel.layout import ContextLayout
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import CommStreams
+from paro.distributed.exposed_time import Exposure
+from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
+from paro.topology import Topology, Use
+
+_MOST_PIECES = 4
+
+
+class ContextAttention:
+    """The model's attention where ranks share samples; every rank calls it with its tokens.
+
+    Queries [B, T, N, H], keys and values [B, T, K, H] of the positions of `layout.ranges`, and the
+    documents of whole samples; returns [B, T, N, H]. `within` attends where heads are no longer
+    exchanged: to all tokens of a sample, or along the ring of the ranks that share it.
+    """
+
+    def __init__(self, groups: Groups, exchange: Exchange | None, within: Core) -> None:
+        self._groups = groups
+        self._exchange = exchange
+        self._within = within
+        self._abandoned: list[Trip] = []
+
+    def __call__(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents | None
+    ) -> Tensor:
+        if self._exchange is None:
+            return self._within(q_BTNH, k_BTKH, v_BTKH, documents)
+        for trip in self._abandoned:
+            trip.receive()
+        num_ranks = self._exchange.num_ranks
+        repeats = max(1, num_ranks // k_BTKH.shape[2])
+        if repeats > 1:  # every rank gets the one head that its queries need
+            k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
+        pieces = num_pieces(q_BTNH.shape[2], k_BTKH.shape[2], num_ranks)
+        queries = _by_piece(q_BTNH, num_ranks, pieces)
+        # One head of keys and values a rank goes with the first piece of queries.
+        apart = k_BTKH.shape[2] > num_ranks
+        keys, values = (_by_piece(x, num_ranks, pieces if apart else 1) for x in (k_BTKH, v_BTKH))
+        going = []
+        for number, query in enumerate(queries):
+            trip = Trip(self._exchange, for_heads=True)
+            tensors = (query, *(part[number] for part in (keys, values) if number < len(part)))
+            going.append((trip, trip.start(*tensors)))
+        coming: list[tuple[Trip, Tensor]] = []
+        # A recomputation ends with the last tensor that backward needs, in `within`: what it leaves
+        # under way must arrive before its memory is used again.
+        self._abandoned = []
+        key = value = None
+        for trip, token in going:
+            query, *new = trip.finish(token)
+            key, value = new or (key, value)
+            assert key is not None, "they come with the first queries"
+            assert value is not None, "and so do values"
+            back = Trip(self._exchange, for_heads=False)
+            out = self._within(query, key, value, documents)
+            coming.append((back, back.start(out)))
+            self._abandoned.append(back)
+        self._abandoned = []
+        outs = [trip.finish(token)[0].unflatten(2, (num_ranks, -1)) for trip, token in coming]
+        return torch.cat(outs, dim=3).flatten(2, 3)
+
+    def close(self) -> None:
+        """Destroys the process groups; comm streams are closed with the engine's."""
+        self._groups.close()
+
+
+def num_pieces(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """In how many pieces heads are exchanged: each has whole groups of queries, or one is shared.
+
+    The keys' and values' heads are those that are sent, repeated where ranks are more.
+    """
+    queries, keys = num_heads // num_ranks, num_kv_heads // num_ranks
+    fitting = (pieces for pieces in (_MOST_PIECES, 2) if queries % pieces == 0)
+    return next((pieces for pieces in fitting if keys == 1 or keys % pieces == 0), 1)
+
+
+def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
+    """Of every rank's heads, which are neighbours, the first ones, the next, and so on."""
+    parts = x_BTNH.unflatten(2, (num_ranks, pieces, -1)).unbind(3)
+    return [part.flatten(2, 3) for part in parts]
+
+
+def make_context_attention(
+    layout: ContextLayout,
+    *,
+    topology: Topology,
+    rank: int,
+    backend: AttentionBackend,
+    streams: CommStreams,
+    traffic: ByteCounter,
+    exposure: Exposure,
+    group_config: GroupConfig | None,
+) -> ContextAttention:
+    """The attention of a `layout`, whose axes `topology` has; collective over the world.
+
+    With `group_config` None no process group is created: for planning a rank that never runs.
+    """
+    heads = layout.heads_span(topology)
+    runs = {Use.CONTEXT: frozenset(run for run in (heads, layout.ring_span(topology)) if run)}
+    groups = no_groups(topology, rank)
+    if group_config is not None:
+        groups = make_groups(topology, rank, runs, group_config)
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        return attend(q, k, v, backend, documents)
+
+    assert layout.ring == 1, "rings of keys and values are refused before"
+    exchange = Exchange(heads, groups, streams, traffic, exposure)
+    return ContextAttention(groups, exchange, whole)

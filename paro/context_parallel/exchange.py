@@ -1,0 +1,132 @@
+"""Exchanges tokens for heads among ranks that share a sample, and back, under computation."""
+
+# Outside attention a rank has T tokens and all heads, inside it the T of each of the U ranks and
+# 1/U of the heads. Letters as in model/llama.py. A message has a part for every rank:
+#
+#     tokens for heads    [B, T, U h, H] -> [U, B, T, h, H] -> sent -> [B, U T, h, H]
+#     heads for tokens    [B, U T, h, H] -> [U, B, T, h, H] -> sent -> [B, T, U h, H]
+#
+# One is the backward of the other. An exchange is two nodes of autograd's graph, since it is to
+# travel while something else is computed: one starts it, the other waits for it. In backward the
+# latter starts the gradients' way back, and the former waits for them.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paro.collectives.wire import Wire
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import CommStreams, Event
+from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.groups import Groups
+from paro.topology import AxisSpan, Use
+
+
+class Flight(NamedTuple):
+    """A message to all ranks of an exchange that is under way."""
+
+    sent: Tensor  # kept alive until it has arrived
+    event: Event
+    received: Tensor
+
+
+class Exchange:
+    """This rank's end of the exchanges along `span`, on a comm stream of their own.
+
+    All ranks must start the same exchanges in the same order.
+    """
+
+    def __init__(
+        self,
+        span: AxisSpan,
+        groups: Groups,
+        streams: CommStreams,
+        traffic: ByteCounter,
+        exposure: Exposure,
+    ) -> None:
+        self._span = span
+        self._streams = streams
+        self._wire = Wire(groups, traffic)
+        self._exposure = exposure
+        self.num_ranks = len(groups.topology.members(span, groups.rank))
+
+    def start(self, sent: Tensor) -> Flight:
+        """Sends row r to the rank at place r."""
+        received = torch.empty_like(sent)
+        with self._exposure.submitting(WaitKind.CONTEXT):
+            event = self._streams.submit(
+                (Use.CONTEXT, *self._span),
+                lambda: self._wire.all_to_all(Use.CONTEXT, self._span, sent, received),
+            )
+        return Flight(sent, event, received)
+
+    def finish(self, flight: Flight) -> Tensor:
+        """The rows received, in rank order."""
+        self._exposure.wait(WaitKind.CONTEXT, flight.event)
+        return flight.received
+
+
+class Trip:
+    """One exchange and, in backward, that of the gradients: tokens `for_heads`, or the reverse."""
+
+    def __init__(self, exchange: Exchange, *, for_heads: bool) -> None:
+        self._exchange = exchange
+        self._for_heads = for_heads
+        self._flight: Flight | None = None
+        self._widths: list[int] = []  # heads of each tensor in a message
+
+    def start(self, *tensors: Tensor) -> Tensor:
+        """Starts to exchange tensors in one message; returns what `finish` asks for."""
+        token: Tensor = _Start.apply(self, *tensors)
+        return token
+
+    def finish(self, token: Tensor) -> tuple[Tensor, ...]:
+        """The exchanged tensors."""
+        found: tuple[Tensor, ...] = _Finish.apply(self, token)
+        return found
+
+    def send(self, tensors: Sequence[Tensor], *, back: bool = False) -> None:
+        by_rank = self._exchange.num_ranks, -1
+        if self._for_heads is not back:
+            split = [tensor.unflatten(2, by_rank).permute(2, 0, 1, 3, 4) for tensor in tensors]
+        else:
+            split = [tensor.unflatten(1, by_rank).transpose(0, 1) for tensor in tensors]
+        self._widths = [part.shape[3] for part in split]
+        self._flight = self._exchange.start(torch.cat(split, dim=3))
+
+    def receive(self, *, back: bool = False) -> tuple[Tensor, ...]:
+        assert self._flight is not None, "nothing is under way"
+        received = self._exchange.finish(self._flight)
+        self._flight = None
+        parts = received.split(self._widths, dim=3)
+        if self._for_heads is not back:
+            return tuple(part.transpose(0, 1).flatten(1, 2) for part in parts)
+        return tuple(part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trip: Trip, *tensors: Tensor) -> Tensor:
+        ctx.trip = trip
+        trip.send(tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_token: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.trip.receive(back=True))
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trip: Trip, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.trip = trip
+        return trip.receive()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        ctx.trip.send(grads, back=True)
+        return None, grads[0].new_zeros(())

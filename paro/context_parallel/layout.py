@@ -1,0 +1,64 @@
+"""Which tokens and heads of a sample each of the ranks that share it has."""
+
+# C = U x R neighbouring ranks share a sample of S tokens. U of them exchange heads: outside
+# attention each has a share of their tokens, inside it all of their tokens and 1/U of the heads.
+# R such sets form a ring. Each place of the ring owns two chunks of 2 R, one from either end, so
+# that all have equally much causal attention. With C = 4, by chunk of S / 8 tokens:
+#
+#     U 1, R 4 (p2p)        rank 0: 0 7   1: 1 6   2: 2 5   3: 3 4
+#     U 4, R 1 (a2a)        rank 0: 0 1   1: 2 3   2: 4 5   3: 6 7
+#     U 2, R 2 (a2a+p2p)    rank 0: 0 1   1: 6 7   2: 2 3   3: 4 5
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paro.topology import AxisSpan, Topology, make_topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextLayout:
+    """`size` neighbouring ranks share a sample; of them, `heads` neighbours exchange heads."""
+
+    size: int = 1
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.size % self.heads == 0, f"{self.heads} ranks do not divide {self.size}"
+
+    @property
+    def ring(self) -> int:
+        """The number of places of the ring."""
+        return self.size // self.heads
+
+    def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
+        """The positions of a sample's tokens on `rank`, in the order in which it has them.
+
+        `seq_length` must be a multiple of 2 `size`.
+        """
+        assert seq_length % (2 * self.size) == 0, f"{seq_length} tokens on {self.size} ranks"
+        share, chunk = seq_length // self.size, seq_length // (2 * self.ring)
+        place = rank % self.size // self.heads
+        begin = rank % self.heads * share
+        found = []
+        for number, first in enumerate((place * chunk, (2 * self.ring - 1 - place) * chunk)):
+            # The chunk's part of this rank's share of the two chunks, which follow each other.
+            low = max(begin - number * chunk, 0)
+            high = min(begin + share - number * chunk, chunk)
+            if low < high:
+                found.append(range(first + low, first + high))
+        return tuple(found)
+
+    def topology(self, *, world_size: int, group_size: int) -> Topology:
+        """The axes of exchange and ring, in the groups of a run."""
+        return make_topology(
+            world_size=world_size, group_size=group_size, degrees=(self.heads, self.size)
+        )
+
+    def heads_span(self, topology: Topology) -> AxisSpan:
+        """The axes, of `topology`, along which ranks exchange heads."""
+        return topology.axes_between(1, self.heads)
+
+    def ring_span(self, topology: Topology) -> AxisSpan:
+        """The axes along which ranks form a ring: maybe one inside groups and one between them."""
+        return topology.axes_between(self.heads, self.size)

@@ -1,0 +1,52 @@
+"""Each rank's tokens of a sample that several ranks share."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import pytest
+
+from paro.context_parallel.layout import ContextLayout
+
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
+
+
+@pytest.mark.parametrize(("size", "heads"), LAYOUTS)
+def test_the_ranks_that_share_a_sample_have_equal_parts_that_make_up_the_whole(
+    size: int, heads: int
+) -> None:
+    layout, length = ContextLayout(size=size, heads=heads), 2 * size * 3
+    parts = [[*chain(*layout.ranges(rank, length))] for rank in range(size)]
+    assert {len(part) for part in parts} == {length // size}
+    assert sorted(chain(*parts)) == list(range(length))
+    assert layout.ranges(size + 1, length) == layout.ranges(1 % size, length)
+    if heads == size:  # without a ring in order
+        assert [*chain(*parts)] == list(range(length))
+
+
+@pytest.mark.parametrize(("size", "heads"), LAYOUTS)
+def test_every_place_of_the_ring_owns_as_much_causal_attention(size: int, heads: int) -> None:
+    layout, length = ContextLayout(size=size, heads=heads), 2 * size * 2
+    pairs = [0] * layout.ring
+    for rank in range(size):
+        for position in chain(*layout.ranges(rank, length)):
+            pairs[rank // heads] += position + 1
+    assert len(set(pairs)) == 1
+
+
+def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
+    layout = ContextLayout(size=6, heads=3)  # the second of three ranks has the border
+    parts = [layout.ranges(rank, 24) for rank in range(6)]
+    assert parts[:3] == [(range(4),), (range(4, 6), range(18, 20)), (range(20, 24),)]
+    assert [*chain(*chain(*parts[3:]))] == list(range(6, 18))
+
+
+def test_axes_are_those_of_exchange_and_ring() -> None:
+    layout = ContextLayout(size=4, heads=2)
+    topology = layout.topology(world_size=8, group_size=2)
+    assert topology.members(layout.heads_span(topology), 5) == (4, 5)
+    assert topology.members(layout.ring_span(topology), 5) == (5, 7)
+    alone = ContextLayout(size=4, heads=4).topology(world_size=8, group_size=2)
+    assert ContextLayout(size=4, heads=4).ring_span(alone) == ()
+    for inner, outer in pairwise(topology.axes):
+        assert inner.outer == outer.inner
