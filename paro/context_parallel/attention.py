@@ -16,7 +16,8 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
-from paro.topology import Topology, Use
+from paro.distributed.world import World
+from paro.topology import Use
 
 _MOST_PIECES = 4
 
@@ -97,28 +98,31 @@ def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
 
 def make_context_attention(
     layout: ContextLayout,
+    groups: Groups,
     *,
-    topology: Topology,
-    rank: int,
     backend: AttentionBackend,
     streams: CommStreams,
     traffic: ByteCounter,
     exposure: Exposure,
-    group_config: GroupConfig | None,
 ) -> ContextAttention:
-    """The attention of a `layout`, whose axes `topology` has; collective over the world.
-
-    With `group_config` None no process group is created: for planning a rank that never runs.
-    """
-    heads = layout.heads_span(topology)
-    runs = {Use.CONTEXT: frozenset(run for run in (heads, layout.ring_span(topology)) if run)}
-    groups = no_groups(topology, rank)
-    if group_config is not None:
-        groups = make_groups(topology, rank, runs, group_config)
+    """The attention of a `layout` with its `context_groups`."""
 
     def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         return attend(q, k, v, backend, documents)
 
     assert layout.ring == 1, "rings of keys and values are refused before"
-    exchange = Exchange(heads, groups, streams, traffic, exposure)
-    return ContextAttention(groups, exchange, whole)
+    span = layout.heads_span(groups.topology)
+    return ContextAttention(groups, Exchange(span, groups, streams, traffic, exposure), whole)
+
+
+def context_groups(layout: ContextLayout, world: World, group_config: GroupConfig | None) -> Groups:
+    """The process groups of exchange and ring; collective over the world.
+
+    With `group_config` None none is created: for planning a rank that never runs.
+    """
+    topology = layout.topology(world_size=world.size, group_size=world.group_size)
+    if group_config is None:
+        return no_groups(topology, world.rank)
+    spans = layout.heads_span(topology), layout.ring_span(topology)
+    runs = {Use.CONTEXT: frozenset(span for span in spans if span)}
+    return make_groups(topology, world.rank, runs, group_config)

@@ -151,12 +151,7 @@ def train_step(
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
-    weigh = TokenWeights(
-        training.control.world,
-        num_micro_batches,
-        scale=state.loss_scale.scale,
-        per_token=training.config.calculate_per_token_loss,
-    )
+    weigh = _weights(training, num_micro_batches, scale=state.loss_scale.scale)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
@@ -328,6 +323,15 @@ class _TimedBatches(Iterator[Batch]):
         return batch.to(self._device, non_blocking=True)
 
 
+def _weights(
+    training: Training, num_micro_batches: int, *, scale: float, per_token: bool | None = None
+) -> TokenWeights:
+    if per_token is None:
+        per_token = training.config.calculate_per_token_loss
+    world = training.control.world
+    return TokenWeights(world, num_micro_batches, scale=scale, per_token=per_token)
+
+
 def evaluate(
     training: Training,
     micro_batches: Iterator[Batch],
@@ -341,9 +345,7 @@ def evaluate(
     """
     model = training.model
     model.wait_for_updated_params()
-    if per_token is None:
-        per_token = training.config.calculate_per_token_loss
-    weigh = TokenWeights(training.control.world, num_micro_batches, scale=1.0, per_token=per_token)
+    weigh = _weights(training, num_micro_batches, scale=1.0, per_token=per_token)
     loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
     batches = _TimedBatches(micro_batches, training.device, Timers())
     with training.traffic.paused():

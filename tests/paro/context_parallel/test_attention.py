@@ -13,12 +13,13 @@ from torch import Tensor
 
 from model.attention import Documents, attend
 from model.lora import checkpointed
-from paro.context_parallel.attention import make_context_attention, num_pieces
+from paro.context_parallel.attention import context_groups, make_context_attention, num_pieces
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig
+from paro.distributed.world import World
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -67,20 +68,19 @@ CASES = {
 
 def attention_on_ranks(cases: Sequence[Case], group_size: int) -> list[tuple[list[Tensor], Sent]]:
     """The output and the gradients of queries, keys and values of this rank's tokens."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = World(rank=rank, size=dist.get_world_size(), group=group_size)
     found = []
     for case in cases:
         layout, traffic = ContextLayout(size=case.size, heads=case.heads), ByteCounter()
         streams = make_comm_streams(CPU, overlap=case.overlap, backend="gloo")
         core = make_context_attention(
             layout,
-            topology=layout.topology(world_size=world_size, group_size=group_size),
-            rank=rank,
+            context_groups(layout, world, GroupConfig(timeout=timedelta(seconds=60))),
             backend="auto",
             streams=streams,
             traffic=traffic,
             exposure=Exposure(),
-            group_config=GroupConfig(timeout=timedelta(seconds=60)),
         )
         *parts, grad = (
             torch.cat([whole[:, own.start : own.stop] for own in ranges], 1)
