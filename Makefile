@@ -45,8 +45,8 @@ quickstart: $(FOR_TRAINING)  ## train a small LLaMA on real text, from nothing t
 check: lint  ## style, types and the tests that start no process, in 2 minutes
 	$(PYTEST) -m "not ($(STARTS_PROCESSES))" --most-seconds 1
 
-test: lint  ## style, types and all tests
-	$(PYTEST)
+test: lint  ## style, types and all tests; names the 25 slowest
+	$(PYTEST) --durations 25
 
 lint: setup  ## style and types alone
 	$(BIN)/python -m ruff check

@@ -6,26 +6,22 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from model.config import LLAMA_PRESETS
 from model.units import num_parameters
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig, take_world
+from paro.config.run import RunConfig
 from paro.distributed.world import World
-from paro.training.dry_run import PlannedRun, plan_run
 from tests.end_to_end.test_training import run_main
+from tests.helpers.launch_scripts import BIN, EXAMPLES, Started, bash, planned, start
 from tests.helpers.ranks import ROOT
 from tools.train_tokenizer import main as train_tokenizer
 
 pytestmark = pytest.mark.process
 
-EXAMPLES = ROOT / "examples"
-BIN = Path(sys.executable).parent
 # On nodes of 8 GPUs; the other scripts are small.
 CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
 CORE = "pretrain_llama.sh"  # which those source
@@ -34,63 +30,6 @@ ADAPTERS = "finetune_llama_65b_lora_dgx.sh"
 SCRIPTS = [*CLUSTER, ADAPTERS, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
 NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
-
-# Replaces a launcher: prints its arguments and the variables that scripts set.
-RECORDER = """#!/bin/sh
-for word in "${0##*/}" "$@"; do echo "word $word"; done
-env | grep -E '^(NCCL|CUDA|SRUN|MASTER|OMP|PYTORCH)_' | sed 's/^/set /'
-"""
-
-
-class Started(NamedTuple):
-    """The command and environment that a script would have started."""
-
-    words: list[str]
-    environment: dict[str, str]
-
-    @property
-    def launcher(self) -> list[str]:
-        return self.words[: self.words.index("pretrain_llama.py")]
-
-    @property
-    def flags(self) -> list[str]:
-        return self.words[self.words.index("pretrain_llama.py") + 1 :]
-
-
-@pytest.fixture(scope="session")
-def recorders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of launchers that start nothing."""
-    folder = tmp_path_factory.mktemp("bin")
-    for name in ("python", "torchrun", "srun"):
-        (folder / name).write_text(RECORDER)
-        (folder / name).chmod(0o755)
-    (folder / "scontrol").write_text('#!/bin/sh\nprintf "first\\nsecond\\n"\n')
-    (folder / "scontrol").chmod(0o755)
-    return folder
-
-
-def bash(script: str | Path, *args: object, path: str, **environment: object) -> str:
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / script), *map(str, args)],
-        cwd=ROOT,
-        env={"PATH": f"{path}:{os.environ['PATH']}"} | {k: str(v) for k, v in environment.items()},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
-
-
-def start(recorders: Path, script: str | Path, *args: object, **environment: object) -> Started:
-    lines = bash(script, *args, path=str(recorders), **environment).splitlines()
-    words = [line.removeprefix("word ") for line in lines if line.startswith("word ")]
-    settings = [line.removeprefix("set ") for line in lines if line.startswith("set ")]
-    return Started(words, dict(setting.split("=", 1) for setting in settings))
-
-
-def planned(started: Started) -> PlannedRun:
-    args = parse_args(started.flags)
-    return plan_run(RunConfig.from_args(args, take_world(args)))
 
 
 def size_of(script: str) -> str:
@@ -349,14 +288,14 @@ def test_a_script_says_what_it_takes_and_starts_nothing(recorders: Path, script:
 
 
 def test_the_shell_finds_nothing_to_say() -> None:
-    scripts = sorted(EXAMPLES.glob("*.sh"))
+    scripts = sorted(EXAMPLES.rglob("*.sh"))
     done = subprocess.run(
         [BIN / "shellcheck", "--enable", "quote-safe-variables", *scripts],
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert len(scripts) == len([*SCRIPTS, CORE, ONE_MACHINE])
+    assert {path.name for path in scripts} > {*SCRIPTS, CORE, ONE_MACHINE}
 
 
 def test_the_container_holds_what_a_run_needs() -> None:
