@@ -19,9 +19,10 @@ pytestmark = pytest.mark.process
 FOLDER = EXAMPLES / "recipes"
 NARROW = shlex.split(
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 8 "
-    "--group-query-attention --num-query-groups 4 --seq-length 16 "
-    "--vocab-size 64 --make-vocab-size-divisible-by 8 --micro-batch-size 1 --global-batch-size 4 --train-iters 10 "
-    "--lr-warmup-iters 2 --lr-wsd-decay-iters 4 --eval-iters 1 --distributed-backend gloo"
+    "--group-query-attention --num-query-groups 4 --seq-length 16 --vocab-size 64 "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 1 --global-batch-size 4 "
+    "--train-iters 10 --lr-warmup-iters 2 --lr-wsd-decay-iters 4 --eval-iters 1 "
+    "--distributed-backend gloo"
 )
 
 
