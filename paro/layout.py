@@ -65,7 +65,7 @@ def slice_box(name: str, shape: Shape, *, dim: int, index: int, number: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PlacedBox:
     """A box and its offset in the flat buffer."""
 
     box: Box
@@ -93,7 +93,7 @@ class UnitLayout:
     A unit that is laid out slice by slice has this order in each of its equal slices.
     """
 
-    spans: tuple[Span, ...]
+    boxes: tuple[PlacedBox, ...]
     decayed_stop: int  # weight decay applies to the elements of a slice before this one
     numel: int  # a multiple of ALIGN times the world size
     num_slices: int = 1
@@ -106,10 +106,10 @@ class UnitLayout:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The pieces stored in the elements [start, stop) of the buffer, without padding."""
-        for span in self.spans:
-            low, high = max(start, span.offset), min(stop, span.stop)
+        for placed in self.boxes:
+            low, high = max(start, placed.offset), min(stop, placed.stop)
             if low < high:
-                yield Piece(span.box, low - span.offset, high - span.offset, low)
+                yield Piece(placed.box, low - placed.offset, high - placed.offset, low)
 
     def gaps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """The ranges within [start, stop) of the buffer that are padding."""
@@ -125,13 +125,13 @@ class UnitLayout:
 def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -> UnitLayout:
     """The layout of `boxes` for any degree that divides `world_size`."""
     in_order = sorted(boxes, key=lambda box: box.name not in decayed)  # stable: decayed ones first
-    spans, position, decayed_stop = [], 0, 0
+    placed, position, decayed_stop = [], 0, 0
     for box in in_order:
-        spans.append(Span(box, position))
+        placed.append(PlacedBox(box, position))
         position = _round_up(position + box.numel, ALIGN)
         if box.name in decayed:
             decayed_stop = position
-    return UnitLayout(tuple(spans), decayed_stop, _round_up(position, ALIGN * world_size))
+    return UnitLayout(tuple(placed), decayed_stop, _round_up(position, ALIGN * world_size))
 
 
 def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:
@@ -176,14 +176,14 @@ def make_sliced_layout(
     )
     assert world_size % number == 0, f"{number} slices on {world_size} ranks"
     length = _round_up(decayed_stop + longest_of_others, ALIGN * (world_size // number))
-    spans = []
+    placed = []
     for index in range(number):
         for boxes, start in ((decayed[index], 0), (others[index], decayed_stop)):
             position = index * length + start
             for box in boxes:
-                spans.append(Span(box, position))
+                placed.append(PlacedBox(box, position))
                 position = _round_up(position + box.numel, ALIGN)
-    return UnitLayout(tuple(spans), decayed_stop, number * length, num_slices=number)
+    return UnitLayout(tuple(placed), decayed_stop, number * length, num_slices=number)
 
 
 def halves_of(

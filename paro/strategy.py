@@ -205,13 +205,13 @@ def exchange_groups(comm_plan: CommPlan) -> frozenset[AxisSpan]:
     return frozenset({inter, *((axis,) for axis in comm_plan.replicas)} if inter else ())
 
 
-def rotation_runs(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
+def rotation_spans(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
     """The axis spans of the collectives of a rotated model: only those that run once a step."""
-    runs: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
+    spans: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
     for comm_plan in (
         make_comm_plan(strategy, topology),
         make_comm_plan(replicated(strategy), topology),
     ):
-        runs[Use.GATHER] |= {comm_plan.gather_updated}
-        runs[Use.REDUCE] |= {comm_plan.step_reduce, comm_plan.replicas}
-    return runs
+        spans[Use.GATHER] |= {comm_plan.gather_updated}
+        spans[Use.REDUCE] |= {comm_plan.step_reduce, comm_plan.replicas}
+    return spans

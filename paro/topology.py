@@ -73,10 +73,10 @@ class Topology:
 
     def axes_between(self, coarse: int, fine: int) -> tuple[Axis, ...]:
         """The axis span from degree `coarse` to degree `fine`, which is at least as large."""
-        run = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
-        ends = (run[0].inner, run[-1].outer) if run else (coarse, coarse)
+        span = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
+        ends = (span[0].inner, span[-1].outer) if span else (coarse, coarse)
         assert ends == (coarse, fine), f"degrees {coarse} and {fine} are not cuts of {self.axes}"
-        return run
+        return span
 
     def members(self, axes: tuple[Axis, ...], rank: int) -> tuple[int, ...]:
         """`rank` and the ranks that differ from it only along an axis span, ascending."""
@@ -94,11 +94,11 @@ class Topology:
         return nested_range(self.axes_between(1, degree), rank, numel)[0]
 
 
-def nested_range(run: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, int]:
-    """(start, stop) of `rank`'s shard at `run`'s fine degree in its buffer at the coarse degree."""
+def nested_range(span: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, int]:
+    """(start, stop) of `rank`'s shard at `span`'s fine degree in its buffer at the coarse one."""
     start, size = 0, numel
-    for axis in run:
-        assert size % axis.size == 0, f"{numel} elements cannot be cut along {run}"
+    for axis in span:
+        assert size % axis.size == 0, f"{numel} elements cannot be cut along {span}"
         size //= axis.size
         start += axis.digit(rank) * size
     return start, start + size
@@ -123,14 +123,14 @@ class Axes(Enum):
     BOTH = "both"
 
 
-def axes_of(run: Sequence[Axis]) -> Axes:
+def axes_of(span: Sequence[Axis]) -> Axes:
     """The kinds of links of an axis span, which must not be empty."""
-    kinds = {axis.link for axis in run}
-    assert kinds, "an empty run moves nothing"
+    kinds = {axis.link for axis in span}
+    assert kinds, "an empty span moves nothing"
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
 
 
-def split_by_link(run: Sequence[Axis]) -> tuple[AxisSpan, AxisSpan]:
+def split_by_link(span: Sequence[Axis]) -> tuple[AxisSpan, AxisSpan]:
     """The axes of a span inside groups, and those between them."""
-    intra = tuple(axis for axis in run if axis.link is Link.INTRA)
-    return intra, tuple(axis for axis in run if axis.link is Link.INTER)
+    intra = tuple(axis for axis in span if axis.link is Link.INTRA)
+    return intra, tuple(axis for axis in span if axis.link is Link.INTER)

@@ -80,11 +80,11 @@ class Settings:
     plot: Path | None
     trained: RunConfig | None = None  # the training that times the device of a machine file
 
-    def moves(self, op: Op, run: AxisSpan) -> list[Move]:
+    def moves(self, op: Op, span: AxisSpan) -> list[Move]:
         """One collective per size, rounded up until every rank has equally many elements."""
         dtype, ranks = TYPES[self.dtype], self.topology.world_size
         numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in self.sizes)
-        return [Move(op=op, run=run, numel=numel, dtype=dtype) for numel in numels]
+        return [Move(op=op, span=span, numel=numel, dtype=dtype) for numel in numels]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -214,9 +214,9 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
     axes = settings.topology.axes
     alone = [(axis,) for axis in axes] if settings.machine_file and len(axes) > 1 else []
     outcomes: list[Outcome] = []
-    for run in (*alone, axes):
+    for span in (*alone, axes):
         for op in settings.ops:
-            finished = race.run(settings.moves(op, run))
+            finished = race.run(settings.moves(op, span))
             if control.world.rank == 0:
                 print_line(table([row_of(outcome, settings) for outcome in finished]))
             outcomes += finished
@@ -226,8 +226,8 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
 def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
     """One op, algorithm and size, as a row of --json."""
     move = outcome.move
-    axes = axes_of(move.run)
-    ranks = move.run[-1].outer // move.run[0].inner
+    axes = axes_of(move.span)
+    ranks = move.span[-1].outer // move.span[0].inner
     algorithm_bandwidth = move.num_bytes / outcome.seconds
     passes = 2 if move.op is Op.ALL_REDUCE else 1
     bound = least_seconds(settings.machine, move.op, axes, move.num_bytes)
@@ -292,7 +292,7 @@ def measured_machine(
         device=device,
         measured=tuple(
             Measured(
-                axes=axes_of(outcome.move.run),
+                axes=axes_of(outcome.move.span),
                 op=outcome.move.op,
                 algorithm=outcome.algorithm,
                 num_bytes=outcome.move.num_bytes,

@@ -44,12 +44,12 @@ def boxed_states(
     states: dict[str, BoxedState] = {}
     for shard in shards:
         assert shard.values.dim() == 1, f"a {shard.state} shard has shape {shard.values.shape}"
-        for span in shard.layout.spans:
-            name = f"{shard.state}.{span.box.name}"
+        for placed in shard.layout.boxes:
+            name = f"{shard.state}.{placed.box.name}"
             state = states.setdefault(
-                name, BoxedState(shape=span.box.shape, dtype=shard.values.dtype)
+                name, BoxedState(shape=placed.box.shape, dtype=shard.values.dtype)
             )
-            assert state.shape == span.box.shape, f"{name}: {state.shape} and {span.box.shape}"
+            assert state.shape == placed.box.shape, f"{name}: {state.shape} and {placed.box.shape}"
         low, high = shard.own_part(writers) if writers else (0, shard.values.numel())
         for piece in shard.layout.pieces(shard.start + low, shard.start + high):
             mine = states[f"{shard.state}.{piece.box.name}"].rectangles

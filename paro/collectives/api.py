@@ -21,16 +21,16 @@ def make_collectives(
     *,
     topology: Topology,
     rank: int,
-    runs: dict[Use, frozenset[AxisSpan]],
+    spans: dict[Use, frozenset[AxisSpan]],
     streams: CommStreams,
     traffic: ByteCounter,
     group_config: GroupConfig,
 ) -> Collectives:
-    """Collectives for the axis spans in `runs`; every rank must call it with the same arguments."""
+    """Collectives along `spans`; every rank must call it with the same arguments."""
     choice = (
         algorithm if isinstance(algorithm, AlgorithmChoice) else AlgorithmChoice(names=(algorithm,))
     )
-    needed = needed_groups(choice.names, runs, pipelined=choice.pieces is not None)
+    needed = needed_groups(choice.names, spans, pipelined=choice.pieces is not None)
     groups = make_groups(topology, rank, needed, group_config)
     ends = Ends()
 

@@ -32,32 +32,32 @@ class AutoCollectives(Collectives):
     def all_gather(
         self,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        best = self._best(Op.ALL_GATHER, whole, run, whole.dtype)
-        return best.all_gather(whole, run, shard=shard, after=after)
+        best = self._best(Op.ALL_GATHER, whole, span, whole.dtype)
+        return best.all_gather(whole, span, shard=shard, after=after)
 
     def reduce_scatter(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        best = self._best(Op.REDUCE_SCATTER, whole, run, comm_dtype)
-        return best.reduce_scatter(whole, run, comm_dtype, after=after)
+        best = self._best(Op.REDUCE_SCATTER, whole, span, comm_dtype)
+        return best.reduce_scatter(whole, span, comm_dtype, after=after)
 
     def all_reduce(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        best = self._best(Op.ALL_REDUCE, whole, run, comm_dtype)
-        return best.all_reduce(whole, run, comm_dtype, after=after)
+        best = self._best(Op.ALL_REDUCE, whole, span, comm_dtype)
+        return best.all_reduce(whole, span, comm_dtype, after=after)
 
-    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
-        return self._streams.submit((Use.REDUCE, run[-1]), job, after=after)
+        return self._streams.submit((Use.REDUCE, span[-1]), job, after=after)
 
-    def _best(self, op: Op, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
-        if not run:
+    def _best(self, op: Op, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
+        if not span:
             return next(iter(self._algorithms.values()))
         num_bytes = whole.numel() * comm_dtype.itemsize
-        return self._algorithms[self._best_of(op, axes_of(run), num_bytes)]
+        return self._algorithms[self._best_of(op, axes_of(span), num_bytes)]

@@ -23,7 +23,7 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event
 from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
 from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
-from paro.quantization.encoded import parts_of
+from paro.quantization.encoded import split_encoded
 from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
 from paro.strategy import CommPlan, exchange_groups, exchange_span
@@ -103,44 +103,46 @@ class CodedReduction:
         total = torch.zeros(-(-coded // PAD) * PAD, device=whole.device)
         exact = torch.zeros(codes.numel - coded, device=whole.device)
         for row in received:
-            octets, plain = parts_of(row, codes, place, self._exact_dtype)
-            decode(octets, codes.form, total, adds=True)
+            payload, plain = split_encoded(row, codes, place, self._exact_dtype)
+            decode(payload, codes.form, total, adds=True)
             exact += plain
         return total, exact, place
 
     def _encode(
         self, values: Tensor, start: int, codes: RangeCodes, out: Tensor, error: Tensor | None
     ) -> None:
-        octets, exact = parts_of(out, codes, start, self._exact_dtype)
+        payload, exact = split_encoded(out, codes, start, self._exact_dtype)
         coded = codes.num_coded(start)
         if error is None:
-            encode(values[:coded], codes.form, octets, transforms=True)
+            encode(values[:coded], codes.form, payload, transforms=True)
         else:
-            encode_with_feedback(values[:coded], codes.form, octets, error[: error_bytes(coded)])
+            encode_with_feedback(values[:coded], codes.form, payload, error[: error_bytes(coded)])
         exact.copy_(values[coded:])
 
     def _gather(
         self, total: Tensor, exact: Tensor, start: int, codes: RangeCodes, result: Tensor
     ) -> None:
         """Encodes a sum that is still transformed; all holders decode the same bytes."""
-        rank, run = self._groups.rank, self._replicas
+        rank, span = self._groups.rank, self._replicas
         ranges = result.view(-1, codes.numel)
         encoded = torch.zeros(
             len(ranges) * codes.range_bytes, dtype=torch.uint8, device=result.device
         )
-        octets, plain = parts_of(shard_in(encoded, run, rank), codes, start, self._exact_dtype)
-        encode(total, codes.form, octets)
+        payload, plain = split_encoded(
+            shard_in(encoded, span, rank), codes, start, self._exact_dtype
+        )
+        encode(total, codes.form, payload)
         plain.copy_(exact)
-        for depth in reversed(range(len(run))):
-            part, axis = shard_in(encoded, run[:depth], rank), (run[depth],)
+        for depth in reversed(range(len(span))):
+            part, axis = shard_in(encoded, span[:depth], rank), (span[depth],)
             self._wire.all_gather(Use.EXCHANGE, axis, part, shard_in(part, axis, rank))
-        own = nested_range(run, rank, result.numel())[0]
+        own = nested_range(span, rank, result.numel())[0]
         for index, values in enumerate(ranges):
             begin = start - own + index * codes.numel
             row = encoded[index * codes.range_bytes :]
-            octets, plain = parts_of(row, codes, begin, self._exact_dtype)
+            payload, plain = split_encoded(row, codes, begin, self._exact_dtype)
             sums = torch.zeros(-(-codes.num_coded(begin) // PAD) * PAD, device=result.device)
-            decode(octets, codes.form, sums)
+            decode(payload, codes.form, sums)
             _write(values, hadamard(sums) / PAD, plain)
 
 
@@ -167,8 +169,8 @@ def make_coded_reduction(
     if group_config is None:
         groups = no_groups(topology, rank)
     else:
-        runs = {Use.EXCHANGE: exchange_groups(comm_plan)}
-        groups = make_groups(topology, rank, runs, group_config)
+        spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
+        groups = make_groups(topology, rank, spans, group_config)
     return CodedReduction(
         groups,
         streams,

@@ -17,8 +17,8 @@ from torch import Tensor
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
-from paro.collectives.spans import parts_of
-from paro.collectives.transfer import Buffer, Level, Scratch, Transfer
+from paro.collectives.spans import ring_levels
+from paro.collectives.transfer import ChunkedBuffer, Level, Scratch, Transfer
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
@@ -39,12 +39,12 @@ class Ends:
         self._next_tags: dict[tuple[Use, AxisSpan], int] = {}
         self._scratch: dict[tuple[Use, AxisSpan], Scratch] = {}  # one job at a time per stream
 
-    def level(self, use: Use, run: AxisSpan, num_messages: int) -> Level:
+    def level(self, use: Use, span: AxisSpan, num_messages: int) -> Level:
         """The level of one collective that sends `num_messages` messages on it."""
-        first_tag = self._next_tags.get((use, run), 0)
-        self._next_tags[use, run] = first_tag + num_messages
-        scratch = self._scratch.setdefault((use, run), Scratch())
-        return Level(use=use, run=run, first_tag=first_tag, scratch=scratch)
+        first_tag = self._next_tags.get((use, span), 0)
+        self._next_tags[use, span] = first_tag + num_messages
+        scratch = self._scratch.setdefault((use, span), Scratch())
+        return Level(use=use, span=span, first_tag=first_tag, scratch=scratch)
 
 
 class ScheduledCollectives(Collectives):
@@ -61,54 +61,54 @@ class ScheduledCollectives(Collectives):
     def all_gather(
         self,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        own = shard_in(whole, run, self._rank)
-        if run and shard is not None and shard.data_ptr() != own.data_ptr():
-            stream = stream_of(Use.GATHER, parts_of(self._name, run)[-1])
+        own = shard_in(whole, span, self._rank)
+        if span and shard is not None and shard.data_ptr() != own.data_ptr():
+            stream = stream_of(Use.GATHER, ring_levels(self._name, span)[-1])
             after = self._streams.submit(stream, lambda: _copy(own, shard), after=after)
-        return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after)
+        return self._submit(Op.ALL_GATHER, whole, span, whole.dtype, after)
 
     def reduce_scatter(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        return self._submit(Op.REDUCE_SCATTER, whole, run, comm_dtype, after)
+        return self._submit(Op.REDUCE_SCATTER, whole, span, comm_dtype, after)
 
     def all_reduce(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        event = self._submit(Op.ALL_REDUCE, whole, run, comm_dtype, after)
-        if not run or whole.dtype == comm_dtype:
+        event = self._submit(Op.ALL_REDUCE, whole, span, comm_dtype, after)
+        if not span or whole.dtype == comm_dtype:
             return event
 
         def round_own() -> None:  # to the same values as the other ranks received
-            own = shard_in(whole, run, self._rank)
+            own = shard_in(whole, span, self._rank)
             own.copy_(own.to(comm_dtype))
 
-        return self.run_after(run, round_own, after=event)
+        return self.run_after(span, round_own, after=event)
 
-    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._streams.submit(
-            stream_of(Use.REDUCE, parts_of(self._name, run)[-1]), job, after=after
+            stream_of(Use.REDUCE, ring_levels(self._name, span)[-1]), job, after=after
         )
 
     def _submit(
         self,
         op: Op,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         comm_dtype: torch.dtype,
         after: Event | None,
     ) -> Event:
-        if not run:
+        if not span:
             return after or DONE
         use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
-        parts = parts_of(self._name, run)
+        parts = ring_levels(self._name, span)
         streams = [stream_of(use, part) for part in parts]
-        transfer = self._transfer(op, use, whole, run, comm_dtype)
+        transfer = self._transfer(op, use, whole, span, comm_dtype)
         if self._streams.runs_concurrently:
             jobs = [transfer.level_job(level) for level in range(len(parts))]
             pairs = zip(streams, jobs, strict=True)
@@ -121,22 +121,22 @@ class ScheduledCollectives(Collectives):
         return DONE
 
     def _transfer(
-        self, op: Op, use: Use, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype
+        self, op: Op, use: Use, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype
     ) -> Transfer:
-        parts = parts_of(self._name, run)
-        members = self._groups.topology.members(run, self._rank)
+        parts = ring_levels(self._name, span)
+        members = self._groups.topology.members(span, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
         shard_numel = whole.numel() // len(members)
         # The second bound keeps every piece of a small shard non-empty.
         pieces = min(count_pieces(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
         hops, place = ALGORITHMS[self._name], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
-        ranges = [cut(*nested_range(run, member, whole.numel()), pieces) for member in members]
+        ranges = [cut(*nested_range(span, member, whole.numel()), pieces) for member in members]
         levels = [
             self._ends.level(use, part, len(steps))
             for part, steps in zip(parts, schedule.of_level, strict=True)
         ]
-        buffer = Buffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
+        buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
         return Transfer(schedule, levels, members, buffer, self._wire)
 
 

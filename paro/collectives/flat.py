@@ -27,54 +27,54 @@ class FlatCollectives(Collectives):
     def all_gather(
         self,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
         def job() -> None:
-            own = shard_in(whole, run, self._rank) if shard is None else shard
+            own = shard_in(whole, span, self._rank) if shard is None else shard
             by_rank = torch.empty_like(whole)
-            self._wire.all_gather(Use.GATHER, run, by_rank, own)
-            _nested(whole, run).copy_(_by_rank_as_nested(by_rank, run))
+            self._wire.all_gather(Use.GATHER, span, by_rank, own)
+            _nested(whole, span).copy_(_by_rank_as_nested(by_rank, span))
 
-        return self._submit(Use.GATHER, run, job, after)
+        return self._submit(Use.GATHER, span, job, after)
 
     def reduce_scatter(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         def job() -> None:
             by_rank = torch.empty_like(whole, dtype=comm_dtype)
-            _by_rank_as_nested(by_rank, run).copy_(_nested(whole, run))
-            own = self._wire.reduce_scatter(Use.REDUCE, run, by_rank)
-            shard_in(whole, run, self._rank).copy_(own)
+            _by_rank_as_nested(by_rank, span).copy_(_nested(whole, span))
+            own = self._wire.reduce_scatter(Use.REDUCE, span, by_rank)
+            shard_in(whole, span, self._rank).copy_(own)
 
-        return self._submit(Use.REDUCE, run, job, after)
+        return self._submit(Use.REDUCE, span, job, after)
 
     def all_reduce(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         def job() -> None:
-            self._wire.all_reduce(Use.REDUCE, run, whole, comm_dtype)
+            self._wire.all_reduce(Use.REDUCE, span, whole, comm_dtype)
 
-        return self._submit(Use.REDUCE, run, job, after)
+        return self._submit(Use.REDUCE, span, job, after)
 
-    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        return self._submit(Use.REDUCE, run, job, after)
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
+        return self._submit(Use.REDUCE, span, job, after)
 
-    def _submit(self, use: Use, run: AxisSpan, job: Job, after: Event | None) -> Event:
-        if not run:
+    def _submit(self, use: Use, span: AxisSpan, job: Job, after: Event | None) -> Event:
+        if not span:
             return after or DONE
-        return self._streams.submit((use, *run), job, after=after)
+        return self._streams.submit((use, *span), job, after=after)
 
 
-def _nested(whole: Tensor, run: AxisSpan) -> Tensor:
+def _nested(whole: Tensor, span: AxisSpan) -> Tensor:
     """A nested buffer viewed with one dim per axis, innermost first, and one for shard elements."""
-    return whole.view(*(axis.size for axis in run), -1)
+    return whole.view(*(axis.size for axis in span), -1)
 
 
-def _by_rank_as_nested(by_rank: Tensor, run: AxisSpan) -> Tensor:
+def _by_rank_as_nested(by_rank: Tensor, span: AxisSpan) -> Tensor:
     """A buffer in rank order, viewed with the dims of `_nested`."""
-    num_axes = len(run)
-    seen = by_rank.view(*(axis.size for axis in reversed(run)), -1)
+    num_axes = len(span)
+    seen = by_rank.view(*(axis.size for axis in reversed(span)), -1)
     return seen.permute(*reversed(range(num_axes)), num_axes)

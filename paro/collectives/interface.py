@@ -13,7 +13,7 @@ from paro.topology import AxisSpan
 
 
 class Collectives(ABC):
-    """Collectives on flat buffers along `run`, an axis span ordered innermost first.
+    """Collectives on flat buffers along `span`, an axis span ordered innermost first.
 
     All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
     the span and contains this rank's shard at the fine degree. Every call queues jobs on comm
@@ -29,31 +29,31 @@ class Collectives(ABC):
     def all_gather(
         self,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        """Fills `whole` from the shards of the ranks along `run`.
+        """Fills `whole` from the shards of the ranks along `span`.
 
         This rank's shard is `shard`, or if that is None, already in its range of `whole`.
         """
 
     @abstractmethod
     def reduce_scatter(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        """Writes the sum over `run` to this rank's shard of `whole`; the rest is undefined."""
+        """Writes the sum over `span` to this rank's shard of `whole`; the rest is undefined."""
 
     @abstractmethod
     def all_reduce(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        """Writes the sum over `run` to all of `whole`."""
+        """Writes the sum over `span` to all of `whole`."""
 
     @abstractmethod
-    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        """Queues local work after a collective over `run`, on a comm stream of reductions."""
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
+        """Queues local work after a collective over `span`, on a comm stream of reductions."""
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""

@@ -23,36 +23,36 @@ class NativeCollectives(Collectives):
     def all_gather(
         self,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
         event = after or DONE
-        for depth in reversed(range(len(run))):
-            part = shard_in(whole, run[:depth], self._rank)
-            own = shard_in(part, (run[depth],), self._rank) if shard is None else shard
+        for depth in reversed(range(len(span))):
+            part = shard_in(whole, span[:depth], self._rank)
+            own = shard_in(part, (span[depth],), self._rank) if shard is None else shard
             event = self._submit(
-                Use.GATHER, run[depth], self._gather_job(part, run[depth], own), event
+                Use.GATHER, span[depth], self._gather_job(part, span[depth], own), event
             )
             shard = None
         return event
 
     def reduce_scatter(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         event = after or DONE
-        for depth, axis in enumerate(run):
-            part = shard_in(whole, run[:depth], self._rank)
+        for depth, axis in enumerate(span):
+            part = shard_in(whole, span[:depth], self._rank)
             event = self._submit(Use.REDUCE, axis, self._scatter_job(part, axis, comm_dtype), event)
         return event
 
     def all_reduce(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        if not run:
+        if not span:
             return after or DONE
-        inner, outermost = run[:-1], run[-1]
+        inner, outermost = span[:-1], span[-1]
         event = self.reduce_scatter(whole, inner, comm_dtype, after=after)
         part = shard_in(whole, inner, self._rank)
         event = self._submit(
@@ -67,8 +67,8 @@ class NativeCollectives(Collectives):
             event = self._submit(Use.REDUCE, inner[depth], job, event)
         return event
 
-    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        return self._submit(Use.REDUCE, run[-1], job, after)
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
+        return self._submit(Use.REDUCE, span[-1], job, after)
 
     def _submit(self, use: Use, axis: Axis, job: Job, after: Event) -> Event:
         return self._streams.submit((use, axis), job, after=after)

@@ -16,7 +16,7 @@ from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipeline import SLOTS, Stage, cut_evenly, make_pipeline
 from paro.collectives.schedule import Op
-from paro.collectives.spans import group_spans, has_both_links, parts_of
+from paro.collectives.spans import group_spans, has_both_links, ring_levels
 from paro.collectives.transfer import Scratch
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
@@ -36,56 +36,58 @@ class PipelinedCollectives(Collectives):
         self._native = NativeCollectives(groups, streams, traffic)
         self._wire = Wire(groups, traffic)
         self._pieces = pieces
-        self._buffers: dict[tuple[Use, AxisSpan], _Buffers] = {}
+        self._memory: dict[tuple[Use, AxisSpan], _Memory] = {}
 
     def all_gather(
         self,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        if not has_both_links(run):
-            return self._native.all_gather(whole, run, shard=shard, after=after)
-        return self._submit(Op.ALL_GATHER, whole, run, whole.dtype, after, shard=shard)
+        if not has_both_links(span):
+            return self._native.all_gather(whole, span, shard=shard, after=after)
+        return self._submit(Op.ALL_GATHER, whole, span, whole.dtype, after, shard=shard)
 
     def reduce_scatter(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        if not has_both_links(run):
-            return self._native.reduce_scatter(whole, run, comm_dtype, after=after)
-        return self._submit(Op.REDUCE_SCATTER, whole, run, comm_dtype, after)
+        if not has_both_links(span):
+            return self._native.reduce_scatter(whole, span, comm_dtype, after=after)
+        return self._submit(Op.REDUCE_SCATTER, whole, span, comm_dtype, after)
 
     def all_reduce(
-        self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
-        if not has_both_links(run):
-            return self._native.all_reduce(whole, run, comm_dtype, after=after)
-        return self._submit(Op.ALL_REDUCE, whole, run, comm_dtype, after)
+        if not has_both_links(span):
+            return self._native.all_reduce(whole, span, comm_dtype, after=after)
+        return self._submit(Op.ALL_REDUCE, whole, span, comm_dtype, after)
 
-    def run_after(self, run: AxisSpan, job: Job, *, after: Event) -> Event:
-        stream = stream_of(Use.REDUCE, group_spans("ho-ring", run, pipelined=True)[-1])
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
+        stream = stream_of(Use.REDUCE, group_spans("ho-ring", span, pipelined=True)[-1])
         return self._streams.submit(stream, job, after=after)
 
     def _submit(
         self,
         op: Op,
         whole: Tensor,
-        run: AxisSpan,
+        span: AxisSpan,
         comm_dtype: torch.dtype,
         after: Event | None,
         *,
         shard: Tensor | None = None,
     ) -> Event:
         use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
-        own = shard_in(whole, run, self._rank) if shard is None else shard
-        pieces = self._pieces(op, run, whole.numel() * comm_dtype.itemsize)
+        own = shard_in(whole, span, self._rank) if shard is None else shard
+        pieces = self._pieces(op, span, whole.numel() * comm_dtype.itemsize)
         ranges = cut_evenly(own.numel(), min(pieces, max(1, own.numel() // ALIGN)), ALIGN)
-        buffers = self._buffers.setdefault((use, run), _Buffers())
-        slots = [buffers.next_slot() for _ in ranges]
-        buffer = _Buffer(whole=whole, own=own, run=run, comm_dtype=comm_dtype, ranges=ranges)
-        transfer = _Transfer(self._wire, use, buffer, slots, buffers.scratch)
+        memory = self._memory.setdefault((use, span), _Memory())
+        slots = [memory.next_slot() for _ in ranges]
+        buffer = _PiecedBuffer(
+            whole=whole, own=own, span=span, comm_dtype=comm_dtype, ranges=ranges
+        )
+        jobs = _StageJobs(self._wire, use, buffer, slots, memory.scratch)
         ends: list[Event] = []
         for stage in make_pipeline(op, len(ranges)):
             slot = slots[stage.piece]
@@ -93,16 +95,16 @@ class PipelinedCollectives(Collectives):
                 ready = ends[stage.after]
             else:  # the pieces after the first follow it on the same comm stream
                 first = (after or DONE,) if stage.piece == 0 else ()
-                ready = AllEvents([*first, buffers.left[slot]])
-            stream = stream_of(use, transfer.levels[stage.level])
-            ends.append(self._streams.submit(stream, transfer.job(stage), after=ready))
+                ready = AllEvents([*first, memory.left[slot]])
+            stream = stream_of(use, jobs.levels[stage.level])
+            ends.append(self._streams.submit(stream, jobs.job(stage), after=ready))
             if stage.is_last:
-                buffers.left[slot] = ends[-1]
+                memory.left[slot] = ends[-1]
         return ends[-1]
 
 
 @dataclass(slots=True)
-class _Buffers:
+class _Memory:
     """The memory in which the collectives of a span hand pieces on, one slot after another."""
 
     scratch: Scratch = field(default_factory=Scratch)
@@ -114,12 +116,12 @@ class _Buffers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Buffer:
+class _PiecedBuffer:
     """What one collective works on: the whole, this rank's shard of it, and the pieces' ranges."""
 
     whole: Tensor
     own: Tensor
-    run: AxisSpan
+    span: AxisSpan
     comm_dtype: torch.dtype
     ranges: list[tuple[int, int]]  # of a piece, in every shard
 
@@ -128,7 +130,7 @@ class _Buffer:
 
     def piece(self, piece: int) -> Tensor:
         """A piece of all shards: a dim per axis, innermost first, and one for elements."""
-        nested = self.whole.view(*(axis.size for axis in self.run), -1)
+        nested = self.whole.view(*(axis.size for axis in self.span), -1)
         return nested[..., slice(*self.ranges[piece])]
 
     def as_nested(self, by_rank: Tensor, inner: AxisSpan, outer: AxisSpan) -> Tensor:
@@ -142,13 +144,13 @@ class _Buffer:
         return by_rank.view(*sizes, -1).permute(*dims, len(sizes))
 
 
-class _Transfer:
+class _StageJobs:
     """One pipeline in execution: a job for each stage."""
 
     def __init__(
-        self, wire: Wire, use: Use, buffer: _Buffer, slots: list[int], scratch: Scratch
+        self, wire: Wire, use: Use, buffer: _PiecedBuffer, slots: list[int], scratch: Scratch
     ) -> None:
-        self.levels = parts_of("ho-ring", buffer.run)
+        self.levels = ring_levels("ho-ring", buffer.span)
         self._wire = wire
         self._use = use
         self._buffer = buffer
@@ -156,12 +158,12 @@ class _Transfer:
         self._scratch = scratch
 
     def job(self, stage: Stage) -> Job:
-        run = {
+        carry_out = {
             Op.ALL_GATHER: self._gather,
             Op.REDUCE_SCATTER: self._reduce_scatter,
             Op.ALL_REDUCE: self._all_reduce,
         }[stage.op]
-        return lambda: run(stage.level, stage.piece)
+        return lambda: carry_out(stage.level, stage.piece)
 
     def _gather(self, level: int, piece: int) -> None:
         handed = self._handed(piece)

@@ -42,13 +42,13 @@ class Level(NamedTuple):
     """The process group, first message tag and scratch buffers of one level of a schedule."""
 
     use: Use
-    run: AxisSpan
+    span: AxisSpan
     first_tag: int
     scratch: Scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Buffer:
+class ChunkedBuffer:
     """The whole buffer, the communication dtype, and the range of every chunk."""
 
     whole: Tensor
@@ -86,7 +86,7 @@ class Transfer:
         schedule: Schedule,
         levels: Sequence[Level],
         members: Sequence[int],
-        buffer: Buffer,
+        buffer: ChunkedBuffer,
         wire: Wire,
     ) -> None:
         self.schedule = schedule
@@ -119,7 +119,7 @@ class Transfer:
                 landed = torch.empty_like(landed, dtype=self._buffer.comm_dtype)
             self._wire.exchange(
                 level.use,
-                level.run,
+                level.span,
                 (self._buffer.outgoing(send.chunks), self._members[send.peer]),
                 (landed, self._members[receive.peer]),
                 tag=self._tags[index],
@@ -181,7 +181,7 @@ class Transfer:
                 slot, landing.numel(), self._buffer.comm_dtype, landing.device
             )
         peer = self._members[receive.peer]
-        return landing, self._wire.receive(level.use, level.run, landing, peer, self._tags[index])
+        return landing, self._wire.receive(level.use, level.span, landing, peer, self._tags[index])
 
     def _arrive(self, index: int) -> None:
         """Records an arrival and sends the messages whose dependencies are now complete."""
@@ -197,7 +197,7 @@ class Transfer:
             step = self._steps[index]
             level, send = self._levels[step.level], step.send
             outgoing, peer = self._buffer.outgoing(send.chunks), self._members[send.peer]
-            pending = self._wire.send(level.use, level.run, outgoing, peer, self._tags[index])
+            pending = self._wire.send(level.use, level.span, outgoing, peer, self._tags[index])
             with self._changed:
                 self._sends[step.level].append(pending)
                 self._unsent[step.level] -= 1

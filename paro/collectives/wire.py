@@ -53,92 +53,92 @@ class Wire:
         self._traffic = traffic
         self._rank = groups.rank
 
-    def all_gather(self, use: Use, run: AxisSpan, whole: Tensor, shard: Tensor) -> None:
+    def all_gather(self, use: Use, span: AxisSpan, whole: Tensor, shard: Tensor) -> None:
         """Fills `whole` with every rank's `shard`, in rank order."""
-        self._count_ring(run, whole.nbytes - shard.nbytes)
-        _all_gather(whole, shard, group=self._groups.of(use, run))
+        self._count_ring(span, whole.nbytes - shard.nbytes)
+        _all_gather(whole, shard, group=self._groups.of(use, span))
 
-    def all_reduce(self, use: Use, run: AxisSpan, whole: Tensor, comm_dtype: torch.dtype) -> None:
+    def all_reduce(self, use: Use, span: AxisSpan, whole: Tensor, comm_dtype: torch.dtype) -> None:
         """Sums `whole` in place over the axis span."""
         moved = whole.to(comm_dtype)
-        size = len(self._members(run))
-        self._count_ring(run, 2 * moved.nbytes * (size - 1) // size)
-        dist.all_reduce(moved, group=self._groups.of(use, run))
+        size = len(self._members(span))
+        self._count_ring(span, 2 * moved.nbytes * (size - 1) // size)
+        dist.all_reduce(moved, group=self._groups.of(use, span))
         if moved is not whole:
             whole.copy_(moved)
 
-    def reduce_scatter(self, use: Use, run: AxisSpan, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, use: Use, span: AxisSpan, whole: Tensor) -> Tensor:
         """Splits `whole` by rank; returns this rank's part of it, which then holds the sum."""
-        members = self._members(run)
+        members = self._members(span)
         parts = whole.view(len(members), -1)
         own = parts[members.index(self._rank)]
-        group = self._groups.of(use, run)
+        group = self._groups.of(use, span)
         if dist.get_backend(group) != "gloo":
-            self._count_ring(run, whole.nbytes - own.nbytes)
+            self._count_ring(span, whole.nbytes - own.nbytes)
             _reduce_scatter(own, whole, group=group)
             return own
         step = max(1, _STAGED_BYTES // (len(members) * whole.element_size()))
         for begin in range(0, own.numel(), step):
             sent = parts[:, begin : begin + step]
             received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
-            self._trade(use, run, sent, received)
+            self._trade(use, span, sent, received)
             # Summed in rank order, in fp32: bitwise reproducible.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
-    def all_to_all(self, use: Use, run: AxisSpan, parts: Tensor, received: Tensor) -> None:
+    def all_to_all(self, use: Use, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
         """Sends every member its row of `parts`; fills `received` with theirs, in rank order."""
-        group = self._groups.of(use, run)
+        group = self._groups.of(use, span)
         if dist.get_backend(group) == "gloo":
-            self._trade(use, run, parts, received)
+            self._trade(use, span, parts, received)
             return
-        for member in self._members(run):
+        for member in self._members(span):
             if member != self._rank:
                 self._traffic.add(self._link_to(member), parts[0].nbytes)
         dist.all_to_all_single(received, parts, group=group)
 
-    def _trade(self, use: Use, run: AxisSpan, parts: Tensor, received: Tensor) -> None:
+    def _trade(self, use: Use, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
         """The same by one message to every member."""
-        members = self._members(run)
+        members = self._members(span)
         own = members.index(self._rank)
         others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
-        pending = [self.receive(use, run, received[row], rank, 0) for row, rank in others]
-        pending += [self.send(use, run, parts[row], rank, 0) for row, rank in others]
+        pending = [self.receive(use, span, received[row], rank, 0) for row, rank in others]
+        pending += [self.send(use, span, parts[row], rank, 0) for row, rank in others]
         received[own] = parts[own]
         for message in pending:
             message.wait()
 
-    def send(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def send(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which must not change until the message is complete."""
         self._traffic.add(self._link_to(peer), tensor.nbytes)
-        return self._start(dist.isend, "to", use, run, tensor, peer, tag)
+        return self._start(dist.isend, "to", use, span, tensor, peer, tag)
 
-    def receive(self, use: Use, run: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def receive(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to receive into `tensor`."""
-        return self._start(dist.irecv, "from", use, run, tensor, peer, tag)
+        return self._start(dist.irecv, "from", use, span, tensor, peer, tag)
 
     def _start(
         self,
         start: Callable[..., dist.Work | None],
         direction: str,
         use: Use,
-        run: AxisSpan,
+        span: AxisSpan,
         tensor: Tensor,
         peer: int,
         tag: int,
     ) -> Pending:
-        group, transfer = self._groups.of(use, run), self._describe(direction, peer)
+        group, transfer = self._groups.of(use, span), self._describe(direction, peer)
         try:
             work = start(tensor, peer, group=group, tag=tag % _TAGS)
         except RuntimeError as error:
             raise RuntimeError(f"{transfer} failed: {error}") from error
-        assert work is not None, f"rank {self._rank} is no member of the group along {run}"
+        assert work is not None, f"rank {self._rank} is no member of the group along {span}"
         return Pending(work, tensor, transfer)
 
     def exchange(
         self,
         use: Use,
-        run: AxisSpan,
+        span: AxisSpan,
         outgoing: tuple[Tensor, int],
         incoming: tuple[Tensor, int],
         *,
@@ -147,7 +147,7 @@ class Wire:
         """Sends to one peer and receives from another, as one grouped operation under NCCL."""
         (sent, to), (received, source) = outgoing, incoming
         self._traffic.add(self._link_to(to), sent.nbytes)
-        group = self._groups.of(use, run)
+        group = self._groups.of(use, span)
         transfer = f"{self._describe('to', to)}, or from rank {source},"
         try:
             works = dist.batch_isend_irecv(
@@ -165,20 +165,20 @@ class Wire:
         link = self._link_to(peer).value
         return f"rank {self._rank}: a message {direction} rank {peer} over {link}-group links"
 
-    def _members(self, run: AxisSpan) -> tuple[int, ...]:
-        return self._groups.topology.members(run, self._rank)
+    def _members(self, span: AxisSpan) -> tuple[int, ...]:
+        return self._groups.topology.members(span, self._rank)
 
     def _link_to(self, rank: int) -> Link:
         group_size = self._groups.topology.group_size
         return Link.INTRA if rank // group_size == self._rank // group_size else Link.INTER
 
-    def _count_ring(self, run: AxisSpan, num_bytes: int) -> None:
-        members = self._members(run)
+    def _count_ring(self, span: AxisSpan, num_bytes: int) -> None:
+        members = self._members(span)
         after = members[(members.index(self._rank) + 1) % len(members)]
         self._traffic.add(self._link_to(after), num_bytes)
 
 
-def shard_in(whole: Tensor, run: AxisSpan, rank: int) -> Tensor:
-    """This rank's shard at `run`'s fine degree, as a view of its buffer at the coarse degree."""
-    start, stop = nested_range(run, rank, whole.numel())
+def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
+    """This rank's shard at `span`'s fine degree, as a view of its buffer at the coarse degree."""
+    start, stop = nested_range(span, rank, whole.numel())
     return whole[start:stop]

@@ -38,21 +38,21 @@ class Groups:
 
     topology: Topology
     rank: int
-    _by_use_and_run: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
+    _by_use_and_span: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
 
-    def of(self, use: Use, run: AxisSpan) -> dist.ProcessGroup:
+    def of(self, use: Use, span: AxisSpan) -> dist.ProcessGroup:
         """This rank's group for `use` along an axis span."""
-        return self._by_use_and_run[use, run]
+        return self._by_use_and_span[use, span]
 
     def close(self) -> None:
         """Destroys the groups: threads of live gloo groups keep waking up."""
-        while self._by_use_and_run:  # popped: this object may be kept alive, the groups must not
-            dist.destroy_process_group(self._by_use_and_run.popitem()[1])
+        while self._by_use_and_span:  # popped: this object may be kept alive, the groups must not
+            dist.destroy_process_group(self._by_use_and_span.popitem()[1])
 
 
 def no_groups(topology: Topology, rank: int) -> Groups:
     """For a rank that is planned and never runs."""
-    return Groups(topology=topology, rank=rank, _by_use_and_run={})
+    return Groups(topology=topology, rank=rank, _by_use_and_span={})
 
 
 def make_save_groups(
@@ -72,16 +72,16 @@ def make_save_groups(
 
 
 def make_groups(
-    topology: Topology, rank: int, runs: dict[Use, frozenset[AxisSpan]], config: GroupConfig
+    topology: Topology, rank: int, spans: dict[Use, frozenset[AxisSpan]], config: GroupConfig
 ) -> Groups:
-    """Creates the groups for `runs`, in the same order on all ranks; collective over the world."""
+    """Creates the groups for `spans`, in the same order on all ranks; collective over the world."""
     device = config.device if config.backend == "nccl" else None
     mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
     for use in Use:
-        for run in sorted(runs.get(use, ()), key=lambda run: [axis.index for axis in run]):
+        for span in sorted(spans.get(use, ()), key=lambda span: [axis.index for axis in span]):
             seen: set[tuple[int, ...]] = set()
             for other in range(topology.world_size):
-                members = topology.members(run, other)
+                members = topology.members(span, other)
                 if members in seen:
                     continue
                 seen.add(members)
@@ -93,8 +93,8 @@ def make_groups(
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
-                    mine[use, run] = group
-    return Groups(topology=topology, rank=rank, _by_use_and_run=mine)
+                    mine[use, span] = group
+    return Groups(topology=topology, rank=rank, _by_use_and_span=mine)
 
 
 def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:

@@ -208,13 +208,13 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
 
 def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:
     """Writes whole numbers from -top to top to the bytes `out`; both signs are stored."""
-    octets = (levels + (form.top + 1)).to(torch.uint8)
+    packed = (levels + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
-        octets = octets[0::2] | octets[1::2] << 4
-    out.copy_(octets)
+        packed = packed[0::2] | packed[1::2] << 4
+    out.copy_(packed)
 
 
-def _unpack(octets: Tensor, form: BlockFormat) -> Tensor:
+def _unpack(packed: Tensor, form: BlockFormat) -> Tensor:
     if form.bits == 4:
-        octets = torch.stack((octets & 15, octets >> 4), dim=1).view(-1)
-    return octets.to(torch.float32) - (form.top + 1)
+        packed = torch.stack((packed & 15, packed >> 4), dim=1).view(-1)
+    return packed.to(torch.float32) - (form.top + 1)

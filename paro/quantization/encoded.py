@@ -8,12 +8,12 @@ from torch import Tensor
 from paro.quantization.ranges import RangeCodes
 
 
-def parts_of(
-    octets: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
+def split_encoded(
+    payload: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The scales and codes of the range at `start`, and its exact elements, of `dtype`."""
     assert dtype.itemsize == codes.exact_bytes, f"{dtype} is not of {codes.exact_bytes} bytes"
     coded = codes.num_coded(start)
     cut = codes.form.num_bytes(coded)
     stop = cut + (codes.numel - coded) * dtype.itemsize
-    return octets[:cut], octets[cut:stop].view(dtype)
+    return payload[:cut], payload[cut:stop].view(dtype)

@@ -46,14 +46,14 @@ def _store(
     levels, scale, codes, scales, program, num_codes, num_blocks,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    octets = tl.reshape(levels + (1 << (BITS - 1)), (SIZE,)).to(tl.uint8)
+    packed = tl.reshape(levels + (1 << (BITS - 1)), (SIZE,)).to(tl.uint8)
     if BITS == 4:
-        low, high = tl.split(tl.reshape(octets, (SIZE // 2, 2)))
+        low, high = tl.split(tl.reshape(packed, (SIZE // 2, 2)))
         at = program * (SIZE // 2) + tl.arange(0, SIZE // 2)
         tl.store(codes + at, low | (high << 4), mask=at < num_codes // 2)
     else:
         at = program * SIZE + tl.arange(0, SIZE)
-        tl.store(codes + at, octets, mask=at < num_codes)
+        tl.store(codes + at, packed, mask=at < num_codes)
     block = program * (SIZE // BLOCK) + tl.arange(0, SIZE // BLOCK)
     tl.store(scales + block, scale, mask=block < num_blocks)
 
@@ -65,8 +65,8 @@ def _load(
 ):  # fmt: skip
     if BITS == 4:
         at = program * (SIZE // 2) + tl.arange(0, SIZE // 2)
-        octets = tl.load(codes + at, mask=at < num_codes // 2, other=0x88)  # the codes of 0
-        levels = tl.reshape(tl.join(octets & 15, octets >> 4), (SIZE,)).to(tl.float32)
+        packed = tl.load(codes + at, mask=at < num_codes // 2, other=0x88)  # the codes of 0
+        levels = tl.reshape(tl.join(packed & 15, packed >> 4), (SIZE,)).to(tl.float32)
     else:
         at = program * SIZE + tl.arange(0, SIZE)
         levels = tl.load(codes + at, mask=at < num_codes, other=0x80).to(tl.float32)

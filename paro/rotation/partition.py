@@ -69,7 +69,7 @@ def cut_into_parts(
             module = model.get_submodule(spec.name)
             parts.append(RotatingPart(module, part, units[label], plan, state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
-    held = {span.box.name for unit in rotating for span in unit.layout.spans}
+    held = {placed.box.name for unit in rotating for placed in unit.layout.boxes}
     strategy = replicated(context.strategy)
     comm_plan = make_comm_plan(strategy, context.topology)
     others = {name: p for name, p in original.items() if name not in held}

@@ -61,12 +61,12 @@ class Ring:
     def __init__(
         self, axis: Axis, groups: Groups, streams: CommStreams, traffic: ByteCounter
     ) -> None:
-        self._run = (axis,)
+        self._span = (axis,)
         self._groups = groups
         self._streams = streams
         self._stream = (Use.ROTATE, axis)
         self._wire = Wire(groups, traffic)
-        self._members = groups.topology.members(self._run, groups.rank)
+        self._members = groups.topology.members(self._span, groups.rank)
         self._next_tag = 0
         self.size = axis.size
         self.position = axis.digit(groups.rank)
@@ -140,15 +140,15 @@ class Ring:
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         to, _ = self._neighbours(turn)
-        return self._wire.send(Use.ROTATE, self._run, tensor, to, tag)
+        return self._wire.send(Use.ROTATE, self._span, tensor, to, tag)
 
     def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         _, source = self._neighbours(turn)
-        return self._wire.receive(Use.ROTATE, self._run, tensor, source, tag)
+        return self._wire.receive(Use.ROTATE, self._span, tensor, source, tag)
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
         to, source = self._neighbours(turn)
-        self._wire.exchange(Use.ROTATE, self._run, (outgoing, to), (incoming, source), tag=tag)
+        self._wire.exchange(Use.ROTATE, self._span, (outgoing, to), (incoming, source), tag=tag)
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
         """The ranks to send to and to receive from."""
@@ -174,13 +174,13 @@ def make_ring(
 
     With `group_config` None no process group is created: for planning a rank that never runs.
     """
-    run = topology.axes_between(1, degree)
-    assert len(run) == 1, f"{degree} ranks are no axis of {topology}"
+    span = topology.axes_between(1, degree)
+    assert len(span) == 1, f"{degree} ranks are no axis of {topology}"
     if group_config is None:
         groups = no_groups(topology, rank)
     else:
-        groups = make_groups(topology, rank, {Use.ROTATE: frozenset({run})}, group_config)
-    return Ring(run[0], groups, streams, traffic)
+        groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, group_config)
+    return Ring(span[0], groups, streams, traffic)
 
 
 def scratch_numel(numel: int, dtype: torch.dtype, *, device_type: str) -> int:

@@ -31,8 +31,8 @@ class RotatedModel(DistributedModel):
         self._ring = ring
         parameters = dict(model.named_parameters())
         for unit in parts.replicated:
-            for span in unit.layout.spans if unit.trainable else ():
-                name = span.box.name
+            for placed in unit.layout.boxes if unit.trainable else ():
+                name = placed.box.name
                 self._on_gradient(parameters[name], partial(self._receive, unit, name))
 
     def close(self) -> None:

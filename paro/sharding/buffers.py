@@ -125,5 +125,6 @@ def store(gradient: Tensor, box: Tensor, *, adds: bool) -> None:
 def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
     """The boxes of a unit as views of its whole flat buffer, keyed by parameter name."""
     return {
-        span.box.name: whole[span.offset : span.stop].view(span.box.extent) for span in layout.spans
+        placed.box.name: whole[placed.offset : placed.stop].view(placed.box.extent)
+        for placed in layout.boxes
     }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paro.quantization.blocks import decode, encode
-from paro.quantization.encoded import parts_of
+from paro.quantization.encoded import split_encoded
 from paro.quantization.ranges import RangeCodes
 
 
@@ -59,6 +59,6 @@ class CodedUpdate:
     def _parts(self, place: int) -> tuple[Tensor, Tensor]:
         """The bytes of scales and codes of a range, and its exact elements."""
         size = self._codes.range_bytes
-        octets = self.encoded[place * size : (place + 1) * size]
+        payload = self.encoded[place * size : (place + 1) * size]
         start = self._range_start(place)
-        return parts_of(octets, self._codes, start, self._param_shard.dtype)
+        return split_encoded(payload, self._codes, start, self._param_shard.dtype)

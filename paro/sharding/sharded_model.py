@@ -110,8 +110,8 @@ class ShardedModel(DistributedModel):
         Not the gradients of parameters that two units read: they have two parts.
         """
         unit = self._sharded[number]
-        for span in unit.layout.spans:
-            name = span.box.name
+        for placed in unit.layout.boxes:
+            name = placed.box.name
             parameter, sink = parameters[name], _Sink(self, number, unit, name)
             self._on_gradient(parameter, sink.take)
             if by_matmuls:

@@ -49,7 +49,7 @@ class ShardedUnit(UnitShards):
     ) -> None:
         super().__init__(name, layout, context, trainable=trainable)
         strategy, numel, device = context.strategy, layout.numel, context.device
-        self._gather_run = context.comm_plan.gather
+        self._gather_span = context.comm_plan.gather
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
         self._param_U: ElasticBuffer | None = None
@@ -71,7 +71,7 @@ class ShardedUnit(UnitShards):
                 tally=context.ledger.whole_grads,
                 device=device,
             )
-        self._casts = [Casts() for _ in layout.spans]
+        self._casts = [Casts() for _ in layout.boxes]
         self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
         self.num_arrived = 0
 
@@ -99,7 +99,7 @@ class ShardedUnit(UnitShards):
         with self.context.exposure.submitting(WaitKind.GATHER):
             self._gathered = self.context.collectives.all_gather(
                 self._param_U.values,
-                self._gather_run,
+                self._gather_span,
                 shard=self.param_shard,
                 after=self._updated,
             )

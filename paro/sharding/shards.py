@@ -12,7 +12,7 @@ from paro.collectives.interface import Collectives
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.layout import Span, UnitLayout, whole_box
+from paro.layout import PlacedBox, UnitLayout, whole_box
 from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
@@ -121,7 +121,7 @@ class UnitShards:
         name = f"{self.name}@{world_size}x{group_size}@{degrees}"
         rows = whole_box(name, (world_size * num_pieces, length))
         return FlatShard(
-            layout=UnitLayout((Span(rows, 0),), decayed_stop=0, numel=rows.numel),
+            layout=UnitLayout((PlacedBox(rows, 0),), decayed_stop=0, numel=rows.numel),
             start=context.rank * self.grad_errors.numel(),
             values=self.grad_errors.view(-1),
             state=GRAD_ERRORS,
@@ -171,13 +171,13 @@ class UnitShards:
 
     def gather_differences(self, master: Tensor) -> None:
         """Queues the same as codes of what the master has and the parameters do not have yet."""
-        coded, run = self.coded_update, self.context.comm_plan.gather_updated
+        coded, span = self.coded_update, self.context.comm_plan.gather_updated
         assert coded is not None, f"{self.name} has no codes"
         place = (self.optim_start - self.param_start) // master.numel()
         coded.encode(master, self.optim_param, place)
         with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
-            gathered = self.context.collectives.all_gather(coded.encoded, run)
-            self._updated = self.context.collectives.run_after(run, coded.apply, after=gathered)
+            gathered = self.context.collectives.all_gather(coded.encoded, span)
+            self._updated = self.context.collectives.run_after(span, coded.apply, after=gathered)
 
     def wait_for_updated_params(self) -> None:
         self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)

@@ -43,7 +43,7 @@ from paro.sharding.wrap import make_unit_modules
 from paro.strategy import (
     exchange_span,
     make_comm_plan,
-    rotation_runs,
+    rotation_spans,
     spans_by_use,
 )
 from paro.topology import AxisSpan, Topology, Use
@@ -107,7 +107,7 @@ def _spread(
     rotates = sharding.materialize == "rotate"
     comm_plan = make_comm_plan(strategy, topology)
     is_planned = device.type == "meta"
-    runs = _runs(config, topology, is_planned=is_planned)
+    spans = _spans(config, topology, is_planned=is_planned)
     exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
     overlap = sharding.prefetch_units > 0
     streams = make_comm_streams(
@@ -118,7 +118,7 @@ def _spread(
         _algorithm(config, control),
         topology=topology,
         rank=rank,
-        runs=runs,
+        spans=spans,
         streams=streams,
         traffic=traffic,
         group_config=group_config,
@@ -157,14 +157,14 @@ def _spread(
     return RotatedModel(model, parts, ring, timers)
 
 
-def _runs(
+def _spans(
     config: RunConfig, topology: Topology, *, is_planned: bool
 ) -> dict[Use, frozenset[AxisSpan]]:
     """The axis spans that need process groups; a rank that never runs needs none."""
     if is_planned:
         return dict.fromkeys(Use, frozenset[AxisSpan]())
     if config.sharding.materialize == "rotate":
-        return rotation_runs(config.strategy, topology)
+        return rotation_spans(config.strategy, topology)
     has_codes = config.precision.inter_grad_bits != EXACT_BITS
     return spans_by_use(make_comm_plan(config.strategy, topology), coded_gradients=has_codes)
 

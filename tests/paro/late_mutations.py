@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         NativeCollectives,
         "all_gather",
-        "self._gather_job(part, run[depth], own), event",
-        "self._gather_job(part, run[depth], own), DONE",
+        "self._gather_job(part, span[depth], own), event",
+        "self._gather_job(part, span[depth], own), DONE",
         "GGG",
     ),
     Mutation(

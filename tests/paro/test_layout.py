@@ -26,8 +26,8 @@ def _layout(world_size: int = 6) -> UnitLayout:
 
 def test_decayed_first_aligned_and_padded_for_the_world() -> None:
     layout = _layout()
-    assert [span.box.name for span in layout.spans] == ["weight", "norm", "scalar"]
-    assert all(span.offset % ALIGN == 0 for span in layout.spans)
+    assert [placed.box.name for placed in layout.boxes] == ["weight", "norm", "scalar"]
+    assert all(placed.offset % ALIGN == 0 for placed in layout.boxes)
     assert layout.decayed_stop == 24
     assert layout.numel == 48
 

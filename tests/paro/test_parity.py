@@ -264,12 +264,12 @@ def delay_reductions(training: Training) -> None:
     collectives = training.model.context.collectives
     original = collectives.run_after
 
-    def run_after(run: AxisSpan, job: Job, *, after: Event) -> Event:
+    def run_after(span: AxisSpan, job: Job, *, after: Event) -> Event:
         def late() -> None:
             time.sleep(0.05)
             job()
 
-        return original(run, late, after=after)
+        return original(span, late, after=after)
 
     collectives.run_after = run_after  # type: ignore[method-assign]
 

@@ -57,8 +57,8 @@ def settings(*words: str, size: int = 8, group_size: int = 4) -> Settings:
 
 
 def outcome(seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool = True) -> Outcome:
-    run = settings().topology.axes
-    move = Move(op=op, run=run, numel=8_000_000, dtype=torch.float32)
+    span = settings().topology.axes
+    move = Move(op=op, span=span, numel=8_000_000, dtype=torch.float32)
     return Outcome(
         move=move, algorithm="ho-ring", repeats=1, seconds_by_round=tuple(seconds), correct=correct
     )
@@ -67,10 +67,10 @@ def outcome(seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool =
 # Communication and its check
 
 
-def trials(op: Op, dtype: torch.dtype, run: AxisSpan = TOPOLOGY.axes) -> list[Trial]:
+def trials(op: Op, dtype: torch.dtype, span: AxisSpan = TOPOLOGY.axes) -> list[Trial]:
     """One per rank of 2 groups of 2."""
-    move = Move(op=op, run=run, numel=4 * 64, dtype=dtype)
-    return [make_trial(move, TOPOLOGY.members(run, rank), rank, CPU) for rank in RANKS]
+    move = Move(op=op, span=span, numel=4 * 64, dtype=dtype)
+    return [make_trial(move, TOPOLOGY.members(span, rank), rank, CPU) for rank in RANKS]
 
 
 def carried_out(made: Sequence[Trial], comm_dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -124,7 +124,7 @@ def test_a_shard_at_a_wrong_place_is_wrong() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> None:
-    move = Move(op=Op.ALL_REDUCE, run=TOPOLOGY.axes, numel=4096, dtype=dtype)
+    move = Move(op=Op.ALL_REDUCE, span=TOPOLOGY.axes, numel=4096, dtype=dtype)
     drawn = torch.stack([draw(move, RANKS, rank, 0) for rank in RANKS]).abs()
     assert drawn.sum(0, dtype=torch.float64).max() <= 2 / torch.finfo(dtype).eps
     assert drawn.unique().numel() > 40
@@ -145,7 +145,7 @@ def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> No
     ],
 )
 def test_short_turns_are_repeated(numel: int, seconds: float, repeats: int) -> None:
-    move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=numel, dtype=torch.float32)
+    move = Move(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=numel, dtype=torch.float32)
     assert count_repeats(move, Turn(seconds, True)) == repeats
 
 
@@ -344,8 +344,8 @@ class OneElementOff:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._right, name)
 
-    def all_reduce(self, whole: Tensor, run: AxisSpan, comm_dtype: torch.dtype) -> Event:
-        event: Event = self._right.all_reduce(whole, run, comm_dtype)
+    def all_reduce(self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype) -> Event:
+        event: Event = self._right.all_reduce(whole, span, comm_dtype)
         event.wait()
         if os.environ["RANK"] == "3":
             whole[7] += 1

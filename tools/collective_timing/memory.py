@@ -88,7 +88,7 @@ def _make_and_use(
         "flat",  # one group for the whole span
         topology=topology,
         rank=control.world.rank,
-        runs={use: frozenset({span})},
+        spans={use: frozenset({span})},
         streams=make_comm_streams(device, overlap=True, backend=config.backend),
         traffic=ByteCounter(),
         group_config=config,

@@ -92,7 +92,7 @@ class Race:
         """
         rank = self.control.world.rank
         trials = [
-            make_trial(move, self.topology.members(move.run, rank), rank, self.control.device)
+            make_trial(move, self.topology.members(move.span, rank), rank, self.control.device)
             for move in moves
         ]
         names = self.algorithms
@@ -136,14 +136,14 @@ class Race:
         self, name: str, trials: Sequence[Trial], repeats: Sequence[int], *, busy_too: bool
     ) -> list[Turn]:
         """A turn of one algorithm at every trial; its process groups exist only during the turn."""
-        runs = frozenset(trial.move.run for trial in trials)
+        spans = frozenset(trial.move.span for trial in trials)
         device = self.control.device
         pieces = pieces_by(self.machine) if self.backend == "nccl" else None
         collectives = make_collectives(
             AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
-            runs=dict.fromkeys(Use, runs),
+            spans=dict.fromkeys(Use, spans),
             streams=make_comm_streams(device, overlap=True, backend=self.backend),
             traffic=ByteCounter(),
             group_config=GroupConfig(timeout=self.timeout, backend=self.backend, device=device),
@@ -220,11 +220,11 @@ def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:
     """Starts the collective; reductions communicate in the buffer's own type."""
     match move.op:
         case Op.ALL_GATHER:
-            return collectives.all_gather(buffer, move.run)
+            return collectives.all_gather(buffer, move.span)
         case Op.REDUCE_SCATTER:
-            return collectives.reduce_scatter(buffer, move.run, move.dtype)
+            return collectives.reduce_scatter(buffer, move.span, move.dtype)
         case Op.ALL_REDUCE:
-            return collectives.all_reduce(buffer, move.run, move.dtype)
+            return collectives.all_reduce(buffer, move.span, move.dtype)
 
 
 def count_repeats(move: Move, turn: Turn) -> int:

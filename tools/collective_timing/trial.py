@@ -25,7 +25,7 @@ class Move:
     """One collective on a whole buffer of `numel` elements along an axis span."""
 
     op: Op
-    run: AxisSpan
+    span: AxisSpan
     numel: int
     dtype: torch.dtype
 
@@ -34,7 +34,7 @@ class Move:
         return self.numel * self.dtype.itemsize
 
     def shard_of(self, rank: int) -> slice:
-        return slice(*nested_range(self.run, rank, self.numel))
+        return slice(*nested_range(self.span, rank, self.numel))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

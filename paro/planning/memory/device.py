@@ -30,7 +30,7 @@ from math import prod
 from paro.collectives.choice import Pieces
 from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
-from paro.collectives.spans import has_both_links, needed_groups, parts_of
+from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
 from paro.planning.cost_model import (
     UnitSize,
@@ -47,7 +47,7 @@ from paro.strategy import (
     Strategy,
     exchange_groups,
     make_comm_plan,
-    rotation_runs,
+    rotation_spans,
     spans_by_use,
 )
 from paro.topology import AxisSpan, Topology, Use
@@ -170,10 +170,10 @@ def nccl_communication(
     """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
     plan = make_comm_plan(strategy, topology)
     has_codes = precision.inter_grad_bits != EXACT_BITS
-    runs = spans_by_use(plan, coded_gradients=has_codes)
+    spans = spans_by_use(plan, coded_gradients=has_codes)
     if rotates:
-        runs = rotation_runs(strategy, topology)
-    groups = needed_groups(names, runs, pipelined=True)
+        spans = rotation_spans(strategy, topology)
+    groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for use, op, span, num_bytes, itemsize in _collectives(
@@ -199,7 +199,7 @@ def pipeline_bytes(span: AxisSpan, num_bytes: int, itemsize: int, pieces: int) -
     numel = num_bytes // itemsize // num_shards
     ranges = cut_evenly(numel, min(pieces, max(1, numel // ALIGN)), ALIGN)
     piece = max(stop - start for start, stop in ranges) * itemsize
-    between = prod(axis.size for level in parts_of("ho-ring", span)[1:] for axis in level)
+    between = prod(axis.size for level in ring_levels("ho-ring", span)[1:] for axis in level)
     return piece * (SLOTS * between + num_shards)
 
 

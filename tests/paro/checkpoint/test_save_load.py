@@ -247,7 +247,7 @@ def test_another_shape_is_told(
 
 def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:
     some = make_shards(ONE, 0, filled=False)
-    without_norm = [s for s in some if s.layout.spans[0].box.name != "norm.weight"]
+    without_norm = [s for s in some if s.layout.boxes[0].box.name != "norm.weight"]
     refused(lambda: load_checkpoint(one, without_norm), "only the checkpoint has norm.weight")
     save_checkpoint(tmp_path / "without", 100, without_norm, {})
     refused(lambda: load_checkpoint(tmp_path / "without", some), "only the model has norm.weight")

@@ -91,17 +91,17 @@ def true_state(state: str, name: str) -> Tensor:
 
 def zeros(layout: UnitLayout, numel: int) -> Tensor:
     """An uninitialized buffer for elements of a unit, in the type of its states."""
-    frozen = layout.spans[0].box.name in FROZEN
+    frozen = layout.boxes[0].box.name in FROZEN
     return torch.zeros(numel, dtype=torch.bfloat16 if frozen else torch.float32)
 
 
 def true_range(layout: UnitLayout, state: str, start: int, stop: int) -> Tensor:
     """The elements [start, stop) of a unit in its flat order; padding is zero."""
     whole = zeros(layout, layout.numel)
-    for span in layout.spans:
-        box = span.box
+    for placed in layout.boxes:
+        box = placed.box
         ranges = (slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))
-        whole[span.offset : span.stop] = true_state(state, box.name)[tuple(ranges)].reshape(-1)
+        whole[placed.offset : placed.stop] = true_state(state, box.name)[tuple(ranges)].reshape(-1)
     return whole[start:stop]
 
 
@@ -151,7 +151,7 @@ def assert_true(shards: Sequence[FlatShard]) -> None:
     for shard in shards:
         stop = shard.start + shard.values.numel()
         expected = true_range(shard.layout, shard.state, shard.start, stop)
-        name = shard.layout.spans[0].box.name
+        name = shard.layout.boxes[0].box.name
         assert torch.equal(shard.values.cpu(), expected), f"{shard.state} of the unit of {name}"
 
 

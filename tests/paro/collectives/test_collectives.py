@@ -43,7 +43,7 @@ def algorithm(name: str) -> str | AlgorithmChoice:
     if name != PIPELINE:
         return name
     return AlgorithmChoice(
-        names=("ho-ring",), pieces=lambda _op, _run, num_bytes: num_bytes % 5 + 1
+        names=("ho-ring",), pieces=lambda _op, _span, num_bytes: num_bytes % 5 + 1
     )
 
 
@@ -51,7 +51,7 @@ def make(
     algorithm: str | AlgorithmChoice,
     topology: Topology,
     *,
-    runs: Collection[AxisSpan] = (),
+    spans: Collection[AxisSpan] = (),
     overlap: bool = True,
     seconds: float = 30.0,
 ) -> tuple[Collectives, ByteCounter]:
@@ -61,7 +61,7 @@ def make(
         algorithm,
         topology=topology,
         rank=dist.get_rank(),
-        runs={use: frozenset(runs or {topology.axes}) for use in Use},
+        spans={use: frozenset(spans or {topology.axes}) for use in Use},
         streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
         traffic=traffic,
         group_config=GroupConfig(timeout=timedelta(seconds=seconds)),
@@ -76,35 +76,35 @@ def check_collectives(
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     axes = topology.axes
-    runs = {axes[i:j] for i in range(len(axes) + 1) for j in range(i, len(axes) + 1)}
-    collectives, _ = make(algorithm(name), topology, runs=runs, overlap=overlap)
+    spans = {axes[i:j] for i in range(len(axes) + 1) for j in range(i, len(axes) + 1)}
+    collectives, _ = make(algorithm(name), topology, spans=spans, overlap=overlap)
     wrong = []
-    for run in sorted(runs, key=lambda run: [axis.index for axis in run]):
-        members = topology.members(run, rank)
+    for span in sorted(spans, key=lambda span: [axis.index for axis in span]):
+        members = topology.members(span, rank)
         for dtype, comm_dtype in TYPES:
             numel = size * 24
-            shard = slice(*nested_range(run, rank, numel))
-            label = f"{name} over {[axis.index for axis in run]} as {dtype} by {comm_dtype}"
+            shard = slice(*nested_range(span, rank, numel))
+            label = f"{name} over {[axis.index for axis in span]} as {dtype} by {comm_dtype}"
 
             gathered = torch.full((numel,), -1, dtype=dtype)
             gathered[shard] = whole(numel, dtype)[shard]
-            collectives.all_gather(gathered, run).wait()
+            collectives.all_gather(gathered, span).wait()
             if not torch.equal(gathered, whole(numel, dtype)):
                 wrong.append(f"all_gather in place: {label}")
             gathered = torch.full((numel,), -1, dtype=dtype)
-            if run:
+            if span:
                 own = whole(numel, dtype)[shard].clone()
-                collectives.all_gather(gathered, run, shard=own).wait()
+                collectives.all_gather(gathered, span, shard=own).wait()
                 if not torch.equal(gathered, whole(numel, dtype)):
                     wrong.append(f"all_gather: {label}")
 
             total = whole(numel, dtype, sum(member % 3 for member in members))
             summed = whole(numel, dtype, rank % 3)
-            collectives.reduce_scatter(summed, run, comm_dtype).wait()
+            collectives.reduce_scatter(summed, span, comm_dtype).wait()
             if not torch.equal(summed[shard], total[shard]):
                 wrong.append(f"reduce_scatter: {label}")
             summed = whole(numel, dtype, rank % 3)
-            collectives.all_reduce(summed, run, comm_dtype).wait()
+            collectives.all_reduce(summed, span, comm_dtype).wait()
             if not torch.equal(summed, total):
                 wrong.append(f"all_reduce: {label}")
     collectives.close()

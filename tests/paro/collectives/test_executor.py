@@ -16,8 +16,8 @@ from paro.collectives import schedule
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
-from paro.collectives.spans import parts_of
-from paro.collectives.transfer import Buffer, Scratch, Transfer
+from paro.collectives.spans import ring_levels
+from paro.collectives.transfer import ChunkedBuffer, Scratch, Transfer
 from paro.distributed.byte_counter import Sent
 from paro.topology import Axes, Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
@@ -95,9 +95,9 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
             alive += num_bytes
             peak = max(peak, alive)
 
-    outgoing, slot = Buffer.outgoing, Scratch.slot
+    outgoing, slot = ChunkedBuffer.outgoing, Scratch.slot
 
-    def counted_outgoing(self: Buffer, chunks: Chunks) -> Tensor:
+    def counted_outgoing(self: ChunkedBuffer, chunks: Chunks) -> Tensor:
         tensor = outgoing(self, chunks)
         count(tensor.nbytes)
         weakref.finalize(tensor, count, -tensor.nbytes)
@@ -112,7 +112,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
 
     buffer = torch.ones(numel)
     with (
-        mock.patch.object(Buffer, "outgoing", counted_outgoing),
+        mock.patch.object(ChunkedBuffer, "outgoing", counted_outgoing),
         mock.patch.object(Scratch, "slot", counted_slot),
     ):
         collectives.all_reduce(buffer, topology.axes, torch.bfloat16).wait()
@@ -168,10 +168,10 @@ def test_a_level_that_waits_for_another_names_what_failed_there() -> None:
 
 def test_axes_with_one_kind_of_links_share_a_ring() -> None:
     axes = make_topology(world_size=16, group_size=8, degrees=(2, 4)).axes
-    assert parts_of("ho-ring", axes) == (axes[:3], axes[3:])
-    assert parts_of("ring", axes) == (axes,)
-    assert parts_of("h-ring", axes[1:2]) == (axes[1:2],)
-    assert parts_of("h-ring", ()) == ()
+    assert ring_levels("ho-ring", axes) == (axes[:3], axes[3:])
+    assert ring_levels("ring", axes) == (axes,)
+    assert ring_levels("h-ring", axes[1:2]) == (axes[1:2],)
+    assert ring_levels("h-ring", ()) == ()
     assert axes[3].link is Link.INTER
 
 

@@ -43,7 +43,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class NoGroups(Groups):
     """Process groups without processes."""
 
-    def of(self, use: object, run: object) -> None:  # type: ignore[override]
+    def of(self, use: object, span: object) -> None:  # type: ignore[override]
         return None
 
 
@@ -128,7 +128,7 @@ def lone_flat_rank(
 ) -> LoneRank:
     """The same with flat collectives."""
     context = _context(strategy, topology, precision, "cpu")
-    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
+    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
     flat = FlatCollectives(groups, InlineStreams(), ByteCounter())
     llama = _empty_llama(config, precision, lambda _name: True)
     nodes = make_unit_modules(llama, llama.units(), replace(context, collectives=flat))
@@ -151,7 +151,7 @@ def lone_rotating_rank(
     collectives = context.collectives
     assert isinstance(collectives, NativeCollectives)
     (axis,) = topology.axes_between(1, strategy.params)
-    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_run={})
+    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
     ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
     parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
     return _lone(config, RotatedModel(llama, parts, ring, Timers()))
@@ -165,7 +165,7 @@ def _context(
     pieces: Pieces | None = None,
 ) -> ShardingContext:
     rank = topology.world_size - 1
-    groups = NoGroups(topology=topology, rank=rank, _by_use_and_run={})
+    groups = NoGroups(topology=topology, rank=rank, _by_use_and_span={})
     collectives: Collectives = NativeCollectives(groups, InlineStreams(), ByteCounter())
     if pieces is not None:
         collectives = PipelinedCollectives(groups, InlineStreams(), ByteCounter(), pieces)

@@ -20,9 +20,9 @@ def encoded(values: Tensor, form: BlockFormat) -> Tensor:
     return out
 
 
-def decoded(octets: Tensor, form: BlockFormat, numel: int) -> Tensor:
+def decoded(payload: Tensor, form: BlockFormat, numel: int) -> Tensor:
     whole = torch.full((numel,), torch.nan)
-    decode(octets, form, whole)
+    decode(payload, form, whole)
     return whole
 
 

@@ -27,7 +27,7 @@ class Hold:
     """Blocks a comm stream before one call of `unit.method`, until `reached` is called."""
 
     def __init__(
-        self, unit: ShardedUnit, method: str, use: Use, run: AxisSpan, patience: float
+        self, unit: ShardedUnit, method: str, use: Use, span: AxisSpan, patience: float
     ) -> None:
         self._reached = threading.Event()
         self._patience = patience

@@ -30,7 +30,7 @@ from tests.helpers.training import TINY
 
 
 @dataclass
-class AxisSpan:
+class Finished:
     """A finished loop and its events."""
 
     state: TrainState
@@ -73,7 +73,7 @@ def run_loop(
     save_interval: int | None = None,
     base: str = TINY,
     observers: Sequence[Observer] = (),
-) -> AxisSpan:
+) -> Finished:
     config = RunConfig.from_args(parse_args(f"{base} --log-interval 1 {flags}".split()), World())
     training = build_training(config, Control(World(), torch.device("cpu")))
     state = start_state(config)
@@ -85,7 +85,7 @@ def run_loop(
         start_iteration=0,
         arguments={},
     )
-    run = AxisSpan(state, [])
+    run = Finished(state, [])
     iteration, validation = report.iteration, report.validation
 
     def note_iteration(record: IterationRecord) -> None:

@@ -31,7 +31,7 @@ class SimulatedDevice:
         self.closed = 0
 
     def make(self, algorithm: str, **given: Any) -> SimulatedDevice:
-        ((_, spans),) = given["runs"].items()
+        ((_, spans),) = given["spans"].items()
         (span,) = spans
         self.free -= 10 * MB * len(span) + self.kernels
         self.kernels = 0

@@ -49,7 +49,7 @@ def test_the_last_rounds_are_timed_while_computing_too(
         rounds=4,
         while_computing=while_computing,
     )
-    move = Move(op=Op.ALL_GATHER, run=TOPOLOGY.axes, numel=64, dtype=torch.float32)
+    move = Move(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=64, dtype=torch.float32)
     (outcome,) = raced.run([move])
     # The first round does not count.
     assert busy == [False] * (5 - BUSY_ROUNDS) + [while_computing] * BUSY_ROUNDS

@@ -34,7 +34,7 @@ from paro.planning.search.estimator import Estimator
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.rotation.ring import make_ring
-from paro.strategy import legal_letters, make_comm_plan, rotation_runs, spans_by_use
+from paro.strategy import legal_letters, make_comm_plan, rotation_spans, spans_by_use
 from paro.topology import AxisSpan, Use
 from tests.paro.planning.cases import DEVICE, workload
 from tests.paro.planning.lone_rank import lone_flat_rank, lone_pipelining_rank, silence
@@ -57,8 +57,8 @@ SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_0
 def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
     """The groups with rank 0 in them that training on 8 ranks makes."""
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    runs = (
-        rotation_runs(strategy, topology)
+    spans = (
+        rotation_spans(strategy, topology)
         if rotates
         else spans_by_use(make_comm_plan(strategy, topology), coded_gradients=False)
     )
@@ -70,7 +70,7 @@ def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
             choice,
             topology=topology,
             rank=0,
-            runs=runs,
+            spans=spans,
             streams=streams,
             traffic=traffic,
             group_config=config,
@@ -158,9 +158,9 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     def note(name: str) -> None:
         original = getattr(Wire, name)
 
-        def noted(self: Wire, use: Use, run: AxisSpan, whole: Tensor, *more: Tensor) -> object:
-            permuted[use, run] = max(whole.nbytes, permuted.get((use, run), 0))
-            return original(self, use, run, whole, *more)
+        def noted(self: Wire, use: Use, span: AxisSpan, whole: Tensor, *more: Tensor) -> object:
+            permuted[use, span] = max(whole.nbytes, permuted.get((use, span), 0))
+            return original(self, use, span, whole, *more)
 
         monkeypatch.setattr(Wire, name, noted)
 
