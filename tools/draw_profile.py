@@ -14,7 +14,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.errors import UserError
-from paro.planning.step.simulation import Span
+from paro.planning.step.simulation import Activity
 from paro.report.log import print_line
 from paro.untrusted.schema import Between, Count, Figure, conform, read_json
 from tools.planning.pictures import draw_timeline
@@ -63,36 +63,38 @@ class Profile:
     rank: int
     num_steps: int
     seconds: float
-    spans: tuple[Span, ...]  # of "compute", and of every communication stream's jobs
+    activities: tuple[Activity, ...]  # of "compute", and of every communication stream's jobs
 
     def computing(self) -> float:
         """Seconds of forward, backward and update, without the waits among them."""
-        thread = [span for span in self.spans if span.stream == "compute"]
-        computed = [span for span in thread if span.kind in COMPUTING.values()]
-        waits = [span for span in thread if span.kind in WAITS]
-        return sum(_length(span) for span in computed) - sum(
-            max(0.0, min(wait.end, span.end) - max(wait.start, span.start))
-            for span in computed
+        thread = [activity for activity in self.activities if activity.stream == "compute"]
+        computed = [activity for activity in thread if activity.kind in COMPUTING.values()]
+        waits = [activity for activity in thread if activity.kind in WAITS]
+        return sum(_length(activity) for activity in computed) - sum(
+            max(0.0, min(wait.end, activity.end) - max(wait.start, activity.start))
+            for activity in computed
             for wait in waits
         )
 
     def waited(self, kind: str) -> float:
         """Seconds for which the training thread waited for communication of a kind."""
         return sum(
-            _length(span) for span in self.spans if span.stream == "compute" and span.kind == kind
+            _length(activity)
+            for activity in self.activities
+            if activity.stream == "compute" and activity.kind == kind
         )
 
     def lanes(self) -> dict[str, float]:
         """Seconds for which each communication stream was busy."""
         busy: dict[str, float] = {}
-        for span in self.spans:
-            if span.stream != "compute":
-                busy[span.stream] = busy.get(span.stream, 0.0) + _length(span)
+        for activity in self.activities:
+            if activity.stream != "compute":
+                busy[activity.stream] = busy.get(activity.stream, 0.0) + _length(activity)
         return dict(sorted(busy.items()))
 
 
-def _length(span: Span) -> float:
-    return span.end - span.start
+def _length(activity: Activity) -> float:
+    return activity.end - activity.start
 
 
 class _Ranked(TypedDict):
@@ -129,11 +131,13 @@ def read_profile(path: Path) -> Profile | DeviceProfile:
         raise UserError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
     begin = min(event["ts"] for event in steps)
     end = max(event["ts"] + event["dur"] for event in steps)
-    found = _spans(sorted(events, key=lambda event: event["ts"]), rank, begin, end)
+    found = _activities(sorted(events, key=lambda event: event["ts"]), rank, begin, end)
     return Profile(rank, len(steps), (end - begin) / 1e6, tuple(found))
 
 
-def _spans(events: Iterable[_Event], rank: int, begin: float, end: float) -> Iterable[Span]:
+def _activities(
+    events: Iterable[_Event], rank: int, begin: float, end: float
+) -> Iterable[Activity]:
     """Ranges in the steps, sorted by start; of nested waits the outer ones."""
     waited_until = begin
     for event in events:
@@ -143,13 +147,13 @@ def _spans(events: Iterable[_Event], rank: int, begin: float, end: float) -> Ite
             continue
         start, stop = (first - begin) / 1e6, (last - begin) / 1e6
         if name in COMPUTING:
-            yield Span(rank, "compute", name, COMPUTING[name], start, stop)
+            yield Activity(rank, "compute", name, COMPUTING[name], start, stop)
         elif name.startswith(WAIT) and first >= waited_until:
             waited_until = last
-            yield Span(rank, "compute", name, name.removeprefix(WAIT), start, stop)
+            yield Activity(rank, "compute", name, name.removeprefix(WAIT), start, stop)
         elif name.startswith(LANE):
             lane = name.removeprefix(LANE)
-            yield Span(rank, lane, name, lane.partition(" ")[0], start, stop)
+            yield Activity(rank, lane, name, lane.partition(" ")[0], start, stop)
 
 
 def table(profiles: Sequence[Profile]) -> str:
@@ -218,8 +222,8 @@ def run(args: argparse.Namespace) -> None:
         if on_gpu:
             draw_streams(args.plot, on_gpu, title)
         else:
-            spans = [span for profile in on_cpu for span in profile.spans]
-            draw_timeline(args.plot, spans, title, actor="rank")
+            activities = [activity for profile in on_cpu for activity in profile.activities]
+            draw_timeline(args.plot, activities, title, actor="rank")
         print_line(f"picture written to {args.plot}")
 
 

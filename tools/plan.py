@@ -176,11 +176,11 @@ def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
         micro_batch_size=size,
         global_batch_size=size * workload.data_parallel_size * min(2, chosen.num_micro_batches),
     )
-    spans = Estimator(few).estimate(chosen.candidate, record=True).timeline.spans
+    activities = Estimator(few).estimate(chosen.candidate, record=True).timeline.activities
     if args.trace is not None:
-        write_text(args.trace, chrome_trace(spans))
+        write_text(args.trace, chrome_trace(activities))
     if args.timeline is not None:
-        draw_timeline(args.timeline, spans, chosen.candidate.describe())
+        draw_timeline(args.timeline, activities, chosen.candidate.describe())
 
 
 if __name__ == "__main__":

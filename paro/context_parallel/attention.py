@@ -124,5 +124,5 @@ def context_groups(layout: ContextLayout, world: World, group_config: GroupConfi
     if group_config is None:
         return no_groups(topology, world.rank)
     spans = layout.heads_span(topology), layout.ring_span(topology)
-    runs = {Use.CONTEXT: frozenset(span for span in spans if span)}
-    return make_groups(topology, world.rank, runs, group_config)
+    by_use = {Use.CONTEXT: frozenset(span for span in spans if span)}
+    return make_groups(topology, world.rank, by_use, group_config)

@@ -92,8 +92,8 @@ class UnitOptimizer:
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
         """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
         unit = self.unit
-        grad, sends_exactly = unit.optim_grad, unit.coded_update is None or unit.exact
-        copy = unit.optim_param if sends_exactly and not self.master_is_param else None
+        grad, in_full = unit.optim_grad, unit.coded_update is None or unit.full_precision
+        copy = unit.optim_param if in_full and not self.master_is_param else None
         for part, decays, adamw in self._adamws:
             update = Update(
                 lr=lr,
@@ -102,7 +102,7 @@ class UnitOptimizer:
                 copy=None if copy is None else copy[part],
             )
             adamw.step(grad[part], update)
-        if sends_exactly:
+        if in_full:
             unit.gather_updated()
         else:
             unit.gather_differences(self.master)

@@ -34,7 +34,7 @@ class UnitSize:
     borrows: tuple[str, ...] = ()
     backward_needs_weight: bool = True
     reductions_per_micro_batch: int = 1
-    first_reader: int = 0  # of a replicated unit: the first part that reads what trains of it
+    first_replicated: int = 0  # of a replicated unit: the first part that reads what trains of it
     replicated: bool = False  # params and grads are whole on every rank, under any strategy
     # Of the trainable buffer: its equal slices, and matrices are before this element of each.
     num_slices: int = 1

@@ -20,7 +20,7 @@ from paro.planning.cost_model import (
     sent_spans,
     strategy_of,
 )
-from paro.planning.memory.gathering import Point, Tally
+from paro.planning.memory.gathering import Point, StepTally
 from paro.planning.memory.rotating import SliceTally
 from paro.quantities import count_text, size_text
 from paro.step.actions import WAITED_BY, Move, Verb
@@ -99,7 +99,7 @@ class _Entry(NamedTuple):
 
 
 def step_lines(
-    tally: Tally | SliceTally,
+    tally: StepTally | SliceTally,
     topology: Topology,
     num_micro_batches: int,
     *,
@@ -120,7 +120,7 @@ def step_lines(
     lines: list[Cells] = [("", *names), *follower.lines_of("forward of", forward)]
     lines += follower.lines_of("backward of", backward)
     lines.append(("the end of the step",))
-    lines += follower.lines_of("", follower.follow(plan.finish))
+    lines += follower.lines_of("", follower.follow(plan.end))
     lines += follower.lines_of("update of", follower.follow(plan.update))
     which = f"the last of {num_micro_batches} micro-batches"
     which = which if num_micro_batches > 1 else "its micro-batch"
@@ -179,7 +179,7 @@ class _Follower:
     """Follows the actions of a step from its beginning."""
 
     def __init__(
-        self, tally: Tally | SliceTally, topology: Topology, *, overlaps: bool, other_bytes: int
+        self, tally: StepTally | SliceTally, topology: Topology, *, overlaps: bool, other_bytes: int
     ) -> None:
         self.tally, self.topology = tally, topology
         self.overlaps, self.other_bytes = overlaps, other_bytes

@@ -89,7 +89,7 @@ def rotating_units_of(
     """
     shapes = parameter_shapes(config)
     parts: dict[str, tuple[UnitSpec, PartSpec]] = {}  # by label; the embedding has a tied head's
-    for spec, part in parts_of(config):
+    for spec, part in unit_parts(config):
         parts.setdefault(spec.label_of(part), (spec, part))
 
     def sized(label: str) -> Iterator[UnitSize]:
@@ -109,13 +109,13 @@ def rotating_units_of(
     units = [unit for label in parts for unit in sized(label)]
     readers = (
         index
-        for index, (spec, part) in enumerate(parts_of(config))
+        for index, (spec, part) in enumerate(unit_parts(config))
         if any(is_trained(f"{spec.name}.{name}") for name in part.replicated)
     )
     layout = partial(make_whole_layout, world_size=world_size)
     norms = unit_size("norms", shapes, layout, is_trained)
-    first_reader = next(readers, len(parts_of(config)))
-    sizes = [replace(norms, replicated=True, first_reader=first_reader), *units]
+    first_replicated = next(readers, len(unit_parts(config)))
+    sizes = [replace(norms, replicated=True, first_replicated=first_replicated), *units]
     ring = RingShape(num_steps=degree, in_place=in_place, shares_scratch=True)
     weights, grads = passes_per_micro_batch(rotation_shape(config, tuple(sizes), ring))
     numbered = zip(sizes, number_buffers([size.kind for size in sizes]), strict=True)
@@ -129,12 +129,12 @@ def rotating_units_of(
     )
 
 
-def parts_of(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
+def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
     """The parts of all units in forward order, each with its unit."""
     return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
 
 
-def ring_of(strategy: Strategy, precision: PrecisionConfig, *, in_place: bool) -> RingShape:
+def ring_shape(strategy: Strategy, precision: PrecisionConfig, *, in_place: bool) -> RingShape:
     """What the moves of slices depend on."""
     shares_scratch = precision.compute == precision.wire
     return RingShape(num_steps=strategy.params, in_place=in_place, shares_scratch=shares_scratch)
@@ -161,7 +161,7 @@ def rotation_shape(
             parts.append(
                 PartShape(
                     halves=tuple(halves[spec.label_of(part)]),
-                    returns=spec.backward_needs_weight,
+                    backward_needs_weight=spec.backward_needs_weight,
                     recomputed=spec.recomputed_from is not None,
                     completes=not spec.borrows,
                 )
@@ -171,7 +171,7 @@ def rotation_shape(
         for index, shape in enumerate(parts)
         if any(buffer in trainable for half in shape.halves for buffer in half)
     )
-    first = min(next(trained, len(parts)), norms.first_reader)
+    first = min(next(trained, len(parts)), norms.first_replicated)
     first_unit = sum(start <= first for start in starts) - 1 if first < len(parts) else len(specs)
     return RotationShape(
         ring=ring,
@@ -179,7 +179,7 @@ def rotation_shape(
         trainable=trainable,
         replicated=numbers[0].needed,
         first_trained=first,
-        first_replicated=norms.first_reader,
+        first_replicated=norms.first_replicated,
         recomputed=tuple(
             range(starts[group[0]], starts[group[-1] + 1])
             for group in recomputed_groups(specs, first_unit)

@@ -106,7 +106,7 @@ def shape_of(
         reduces=reduces,
         prefetch_units=prefetch_units,
         recomputed=recomputed_groups(unit_specs(config), first_trained(units)),
-        early=frozenset({head} if units[head].trainable_numel and not tied else ()),
+        grads_in_forward=frozenset({head} if units[head].trainable_numel and not tied else ()),
     )
 
 

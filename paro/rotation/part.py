@@ -36,10 +36,10 @@ Position = tuple[int, int]  # the index of a half, and a step of its rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotationPlan:
+class PartRotation:
     """How a part's weights rotate, in addition to its spec."""
 
-    returns: bool  # backward reads the weights
+    backward_needs_weight: bool  # backward reads the weights
     recomputed: bool  # forward runs again in backward
     completes: bool  # no other part adds gradients to its units after it in backward
     label: str  # of its profile range: the name of the part that its weights belong to
@@ -57,7 +57,7 @@ class RotatingPart:
         module: nn.Module,
         spec: PartSpec,
         halves: Sequence[Half],
-        plan: RotationPlan,
+        plan: PartRotation,
         state: MicroBatchState,
     ) -> None:
         self.module = module
@@ -77,7 +77,7 @@ class RotatingPart:
         self._replicated = [module.get_parameter(name) for name in spec.replicated]
         self._trains_replicated = any(parameter.requires_grad for parameter in self._replicated)
         self._trains = any(unit.trainable for half in halves for unit in half)
-        self._moves_home = False
+        self._shifts_back = False
         self._in_backward: Position | None = None
         self._input_needs_grad = False
         self._input_done = False
@@ -87,8 +87,10 @@ class RotatingPart:
 
     def __call__(self, *args: Any) -> Tensor:
         plan, first_of_two = self._plan, self._state.phase is Phase.FORWARD
-        self._moves_home = (
-            plan.returns and self._backward_follows(args) and not (plan.recomputed and first_of_two)
+        self._shifts_back = (
+            plan.backward_needs_weight
+            and self._backward_follows(args)
+            and not (plan.recomputed and first_of_two)
         )
         with profile_range(f"rotate:{plan.label}"):
             out: Tensor = self._join(self._slices(), *args)
@@ -116,8 +118,8 @@ class RotatingPart:
         half = self._halves[number]
         for unit in half:
             if step == 0:
-                unit.begin(moves_home=self._moves_home)
-            self._put(unit, position, unit.arrive(step))
+                unit.begin_forward(shifts_back=self._shifts_back)
+            self._put(unit, position, unit.before_forward(step))
         self._input_needs_grad = torch.is_grad_enabled() and x.requires_grad
         if self._input_needs_grad:
             x = x.view_as(x)
@@ -127,9 +129,9 @@ class RotatingPart:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._output_grad_made, position))
         for unit in half:
-            unit.depart(step)
+            unit.after_forward(step)
             if step + 1 == unit.num_steps:
-                unit.end()
+                unit.end_forward()
         return out
 
     def _put(self, unit: RotatingUnit, position: Position, slot: Tensor) -> None:
@@ -167,25 +169,25 @@ class RotatingPart:
         """Runs right before the backward of a step, for each of its outputs."""
         if position == self._in_backward:
             return
-        self.end_step()
+        self.end_slice()
         self._in_backward, self._input_done = position, False
-        if self._plan.returns:
+        if self._plan.backward_needs_weight:
             number, step = position
             for unit in self._halves[number]:
-                unit.return_to(step)
+                unit.before_backward(step)
 
     def prepare_for_gradient(self, position: Position, unit: RotatingUnit, name: str) -> None:
         """Makes sure that the unit can take a gradient of the step that is in backward."""
         assert position == self._in_backward, f"{name}: {position} is not {self._in_backward}"
-        if self._plan.returns:
-            unit.return_to(position[1])
+        if self._plan.backward_needs_weight:
+            unit.before_backward(position[1])
 
     def _input_grad_made(self, _gradient: Tensor | None) -> None:
         """Runs when a step's contribution to the input gradient is computed."""
         self._input_done = True
-        self.end_step_if_through()
+        self.end_slice_if_done()
 
-    def end_step_if_through(self) -> None:
+    def end_slice_if_done(self) -> None:
         """Ends the step that is in backward once nothing of it is still to come."""
         assert self._in_backward is not None, f"{self._plan.label} is not in backward"
         number, step = self._in_backward
@@ -194,9 +196,9 @@ class RotatingPart:
         if all_here and (
             self._input_done if self._input_needs_grad else not self._trains_replicated
         ):
-            self.end_step()
+            self.end_slice()
 
-    def end_step(self) -> None:
+    def end_slice(self) -> None:
         """Ends the step that is in backward, if any; call it too when backward has finished."""
         position, self._in_backward = self._in_backward, None
         if position is None:
@@ -204,7 +206,7 @@ class RotatingPart:
         number, step = position
         for unit in self._halves[number]:
             assert unit.has_all(step), f"{unit.name} misses gradients of step {step}"
-            unit.leave(step)
+            unit.after_backward(step)
             if step == 0 and unit.trainable and self._plan.completes and self._state.last:
                 with profile_range(f"reduce:{unit.name}"):
                     unit.step_reduce()
@@ -231,7 +233,7 @@ class _Sink:
     def close(self) -> None:
         """Says that the gradient is in the buffer."""
         self.unit.arrived()
-        self.part.end_step_if_through()
+        self.part.end_slice_if_done()
 
     def take(self, leaf: Tensor) -> None:
         """Moves autograd's gradient of the leaf, if it made one."""

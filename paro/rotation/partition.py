@@ -9,7 +9,7 @@ from torch import nn
 
 from model.units import UnitSpec
 from paro.layout import halves_of, make_sliced_layout
-from paro.rotation.part import Half, RotatingPart, RotationPlan
+from paro.rotation.part import Half, PartRotation, RotatingPart
 from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
@@ -59,8 +59,8 @@ def cut_into_parts(
                 units[label] = tuple(
                     _make_halves(label, matrices, cuts, halves, context, ring, in_place)
                 )
-            plan = RotationPlan(
-                returns=spec.backward_needs_weight,
+            plan = PartRotation(
+                backward_needs_weight=spec.backward_needs_weight,
                 recomputed=spec.recomputed_from is not None,
                 completes=not spec.borrows,
                 label=label,

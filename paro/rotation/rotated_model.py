@@ -49,7 +49,7 @@ class RotatedModel(DistributedModel):
 
     def _end_backward(self) -> None:
         for part in self._parts:
-            part.end_step()
+            part.end_slice()
 
     def _receive(self, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
         if unit.receive(name, gradient):

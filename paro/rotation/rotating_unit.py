@@ -20,10 +20,10 @@ from paro.step.rotating import RingShape, SlicePolicy, Slot
 class RotatingUnit(UnitShards):
     """One slice of either the trainable or the frozen matrices of a part of the model.
 
-    Forward: `begin`, then for every step `arrive` and `depart`, then `end`. Backward, from the
-    last step to the first: `return_to`, then `grad_box` and `arrived` for every gradient, then
-    `leave`. What they do is up to `SlicePolicy`. `record`, if it is a list, gets every action that
-    is carried out, with this unit's `number`.
+    Forward: `begin_forward`, then for every step `before_forward` and `after_forward`, then
+    `end_forward`. Backward, from the last step to the first: `before_backward`, then `grad_box` and
+    `arrived` for every gradient, then `after_backward`. What they do is up to `SlicePolicy`.
+    `record`, if it is a list, gets every action that is carried out, with this unit's `number`.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class RotatingUnit(UnitShards):
         ]
         self._spares = self._make_spares(numel)
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
-        self._slots[Slot.S] = self.param_shard
-        self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of X or Y
+        self._slots[Slot.SHARD] = self.param_shard
+        self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of GRAD or GRAD_2
         self._policy = SlicePolicy(
             RingShape(
                 num_steps=ring.size,
@@ -83,8 +83,8 @@ class RotatingUnit(UnitShards):
 
     def _make_spares(self, numel: int) -> dict[Slot, ElasticBuffer]:
         context, compute, wire = self.context, self.param_shard.dtype, self.context.reduce_dtype
-        sizes = dict.fromkeys((Slot.E, Slot.F), (numel, compute))
-        sizes |= dict.fromkeys((Slot.X, Slot.Y), (numel, wire))
+        sizes = dict.fromkeys((Slot.SPARE, Slot.SPARE_2), (numel, compute))
+        sizes |= dict.fromkeys((Slot.GRAD, Slot.GRAD_2), (numel, wire))
         for slot, dtype in ((Slot.SCRATCH, compute), (Slot.GRAD_SCRATCH, wire)):
             sizes[slot] = scratch_numel(numel, dtype, device_type=context.device.type), dtype
         tally, device = context.ledger.slices, context.device
@@ -95,22 +95,22 @@ class RotatingUnit(UnitShards):
 
     # Forward #
 
-    def begin(self, *, moves_home: bool) -> None:
-        """Starts a forward; with `moves_home` a backward that reads the slices follows it."""
-        self._carry_out(self._policy.begin(moves_home=moves_home))
+    def begin_forward(self, *, shifts_back: bool) -> None:
+        """Starts a forward; with `shifts_back` a backward that reads the slices follows it."""
+        self._carry_out(self._policy.begin_forward(shifts_back=shifts_back))
 
-    def arrive(self, step: int) -> Tensor:
+    def before_forward(self, step: int) -> Tensor:
         """Makes this step's slice readable and returns its slot."""
-        self._carry_out(self._policy.arrive(step))
+        self._carry_out(self._policy.before_forward(step))
         return self._slots[self._policy.slot(step)]
 
-    def depart(self, step: int) -> None:
+    def after_forward(self, step: int) -> None:
         """Call when the computation with this step's slice is done."""
-        self._carry_out(self._policy.depart(step))
+        self._carry_out(self._policy.after_forward(step))
 
-    def end(self) -> None:
+    def end_forward(self) -> None:
         """Ends a forward."""
-        self._carry_out(self._policy.end())
+        self._carry_out(self._policy.end_forward())
 
     def boxes(self, step: int, slot: Tensor) -> dict[str, Tensor]:
         """Views of this step's slice, by parameter name; valid while the slot is allocated."""
@@ -134,9 +134,9 @@ class RotatingUnit(UnitShards):
 
     # Backward #
 
-    def return_to(self, step: int) -> None:
+    def before_backward(self, step: int) -> None:
         """Makes this step's slice readable again, once its forward has been recomputed."""
-        self._carry_out(self._policy.return_to(step))
+        self._carry_out(self._policy.before_backward(step))
 
     def grad_box(self, step: int, name: str) -> tuple[Tensor, bool]:
         """The box of the sum that rotates with the slice, and whether to add to what it holds."""
@@ -156,10 +156,10 @@ class RotatingUnit(UnitShards):
         wanted = len(self._pieces[self._ring.home_of(step)]) if self.trainable else 0
         return self._num_received == wanted
 
-    def leave(self, step: int) -> None:
+    def after_backward(self, step: int) -> None:
         """Ends the backward of this step: sends its gradients on, or stores them at step 0."""
         self._num_received = 0
-        self._carry_out(self._policy.leave(step))
+        self._carry_out(self._policy.after_backward(step))
 
     # Actions #
 

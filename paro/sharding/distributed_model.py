@@ -59,11 +59,11 @@ class DistributedModel:
         self._timers = timers
         self._handles: list[Removable] = []
 
-    def begin_step(self, num_micro_batches: int, *, exact: bool = False) -> None:
-        """Starts a step of `num_micro_batches` micro-batches; `exact`: it sends no codes."""
+    def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
+        """Starts a step; with `full_precision` it sends no codes."""
         self._assert_idle()
         for unit in self.units:
-            unit.exact = exact
+            unit.full_precision = full_precision
 
     def forward_backward(
         self,

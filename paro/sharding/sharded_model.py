@@ -75,15 +75,15 @@ class ShardedModel(DistributedModel):
 
     # Called by the training loop #
 
-    def begin_step(self, num_micro_batches: int, *, exact: bool = False) -> None:
-        """Starts a step of `num_micro_batches` micro-batches; `exact`: it sends no codes."""
-        super().begin_step(num_micro_batches, exact=exact)
+    def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
+        """Starts a step; with `full_precision` it sends no codes."""
+        super().begin_step(num_micro_batches, full_precision=full_precision)
         self._carry_out(self._policy.begin_step(num_micro_batches))
 
     def finish_gradients(self) -> None:
         """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
         self._assert_idle()
-        self._carry_out(self._policy.finish())
+        self._carry_out(self._policy.end_step())
 
     def _begin(self, phase: Phase, *, last: bool = False) -> None:
         super()._begin(phase, last=last)

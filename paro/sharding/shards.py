@@ -69,7 +69,7 @@ class UnitShards:
         self.coded_update = self._coded_update() if trainable else None
         self._grad_codes = self._codes_of_gradients() if trainable else None
         self.grad_errors = self._grad_errors()
-        self.exact = False  # nothing is sent as codes in this step
+        self.full_precision = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
         self._updated: Event = DONE
         self._reduced: Event = DONE
@@ -193,7 +193,7 @@ class UnitShards:
         """Queues, after `event`, the step's gradient reduce-scatter and replica all-reduce."""
         context, comm_plan = self.context, self.context.comm_plan
         collectives, comm_dtype = context.collectives, context.reduce_dtype
-        if self._grad_codes is not None and not self.exact:
+        if self._grad_codes is not None and not self.full_precision:
             assert context.coded_reduction is not None, f"{self.name} has codes"
             intra, _ = split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))
             event = collectives.reduce_scatter(self.grad_shard, intra, comm_dtype, after=event)

@@ -112,7 +112,7 @@ class StepShape:
     prefetch_units: int  # units gathered ahead; 0: nothing overlaps
     # Of the canonical order of events (plan.py), which the engine meets by itself:
     recomputed: tuple[range, ...] = ()  # indices of units that backward recomputes together
-    early: frozenset[int] = frozenset()  # units that make their first gradient in forward
+    grads_in_forward: frozenset[int] = frozenset()  # units that make their first one there
 
     @property
     def first_trained(self) -> int:

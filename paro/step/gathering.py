@@ -30,7 +30,7 @@ class GatheringPolicy:
     `begin_step`, then for every micro-batch `begin_micro_batch`, `before_forward` and
     `after_forward` of every unit, and `before_backward` from the last unit to the first that
     trains, with `before_recompute` of the units that it recomputes, `first_gradient` and
-    `last_gradient` of its buffers, and `end_backward`; then `finish`. An evaluation is
+    `last_gradient` of its buffers, and `end_backward`; then `end_step`. An evaluation is
     `begin_evaluation` and the forwards.
     """
 
@@ -89,7 +89,7 @@ class GatheringPolicy:
         held = (index for index, is_held in enumerate(self._held) if is_held)
         return [action for index in held for action in self._release(index)]
 
-    def finish(self) -> list[Action]:
+    def end_step(self) -> list[Action]:
         """The end of the last micro-batch: waits until all gradients are summed over all ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         assert not self._live, f"live outside a step: {self._live}"
@@ -106,7 +106,7 @@ class GatheringPolicy:
     # Parameters #
 
     def before_forward(self, index: int) -> list[Action]:
-        return self._require(index)
+        return self._gather_and_wait(index)
 
     def after_forward(self, index: int, *, backward_follows: bool) -> list[Action]:
         """`backward_follows`: the unit's output needs a gradient."""
@@ -120,34 +120,34 @@ class GatheringPolicy:
         if self._held[index]:  # its backward runs next
             return []
         self._held[index] = True
-        return self._require(index, keeps=True)
+        return self._gather_and_wait(index, keeps=True)
 
     def before_backward(self, index: int) -> list[Action]:
         """Before a unit's backward, after that of the next unit: its output's gradient exists."""
         actions = []
         if index + 1 < self._num_units:
             self._has_input_grad[index + 1] = True
-            actions = self._release_if_through(index + 1)
+            actions = self._release_if_done(index + 1)
         if self._in_backward[index]:
             self._held[index] = True
-            return actions + self._require(index, keeps=True)
-        return actions + self._top_up()
+            return actions + self._gather_and_wait(index, keeps=True)
+        return actions + self._prefetch()
 
-    def _require(self, index: int, *, keeps: bool = False) -> list[Action]:
+    def _gather_and_wait(self, index: int, *, keeps: bool = False) -> list[Action]:
         """Makes a unit's parameters readable, and gathers others while it runs."""
         actions = []
         if self.shape.gathers:
             if index not in self._live:
                 self._upcoming.remove(index)  # not always the first one when recomputing
                 actions += self._gather(index)
-            actions += self._top_up()
+            actions += self._prefetch()
         for buffer in self._needed[index]:
             actions.append((Verb.WAIT, buffer))
             if keeps:  # recomputation's forward may come
                 actions.append((Verb.KEEP, buffer))
         return actions
 
-    def _top_up(self) -> list[Action]:
+    def _prefetch(self) -> list[Action]:
         actions: list[Action] = []
         while self._upcoming and len(self._live) < self._max_live:
             index = self._upcoming[0]
@@ -162,10 +162,10 @@ class GatheringPolicy:
         self._whole.update(missing)
         return [(Verb.GATHER, buffer) for buffer in missing]
 
-    def _release_if_through(self, index: int) -> list[Action]:
+    def _release_if_done(self, index: int) -> list[Action]:
         has_input_grad = self._has_input_grad[index] or index <= self._first_trained
         if self._held[index] and has_input_grad and not self._to_arrive[index]:
-            return self._release(index) + self._top_up()
+            return self._release(index) + self._prefetch()
         return []
 
     def _release(self, index: int) -> list[Action]:
@@ -199,4 +199,4 @@ class GatheringPolicy:
             actions.append((Verb.STEP_REDUCE, buffer))
         index = self._unit_of[buffer]
         self._to_arrive[index] -= 1
-        return actions + self._release_if_through(index)
+        return actions + self._release_if_done(index)

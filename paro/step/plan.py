@@ -11,8 +11,8 @@ from itertools import chain
 from paro.step.actions import Action, Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 
-Stretch = tuple[Move, ...]  # what comes with the events of one unit
-Pass = tuple[Stretch, ...]
+UnitActions = tuple[Move, ...]  # what comes with the events of one unit
+Pass = tuple[UnitActions, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,11 @@ class StepPlan:
 
     update: Pass
     micro_batches: tuple[tuple[Pass, Pass], ...]  # forward, backward
-    finish: Pass
+    end: Pass
 
     def actions(self) -> Iterator[Move]:
         """All of them, in order."""
-        passes = (self.update, *chain.from_iterable(self.micro_batches), self.finish)
+        passes = (self.update, *chain.from_iterable(self.micro_batches), self.end)
         return chain.from_iterable(chain.from_iterable(passes))
 
 
@@ -37,7 +37,7 @@ class StepPlan:
 def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
     """The actions of a step of `num_micro_batches` micro-batches."""
     policy = GatheringPolicy(shape)
-    update: list[Stretch] = [*updates(shape.trainable)]
+    update: list[UnitActions] = [*updates(shape.trainable)]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []
     for number in range(num_micro_batches):
@@ -51,11 +51,11 @@ def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
     return StepPlan(
         update=tuple(update),
         micro_batches=tuple(micro_batches),
-        finish=tuple((action,) for action in (*policy.finish(), (Verb.NORM, 0))),
+        end=tuple((action,) for action in (*policy.end_step(), (Verb.NORM, 0))),
     )
 
 
-def updates(trainable: Iterable[int]) -> Iterator[Stretch]:
+def updates(trainable: Iterable[int]) -> Iterator[UnitActions]:
     """The update of these buffers."""
     return (((Verb.UPDATE, buffer), (Verb.GATHER_UPDATED, buffer)) for buffer in trainable)
 
@@ -79,7 +79,7 @@ def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
     shape = policy.shape
     yield from policy.before_forward(index)
     yield Verb.FORWARD, index
-    if index in shape.early:
+    if index in shape.grads_in_forward:
         for buffer in shape.units[index].trainable:
             yield from policy.first_gradient(buffer)
         yield Verb.LOSS, index
@@ -96,7 +96,7 @@ def _backward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
             yield from policy.before_recompute(other)
             yield Verb.RECOMPUTE, other
     yield Verb.BACKWARD, index
-    for buffer in trainable if index not in shape.early else ():
+    for buffer in trainable if index not in shape.grads_in_forward else ():
         yield from policy.first_gradient(buffer)
     yield Verb.GRADIENTS, index
     for buffer in trainable:

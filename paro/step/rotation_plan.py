@@ -17,7 +17,7 @@ class PartShape:
     """A part of the model that computes one slice of its weights after another."""
 
     halves: tuple[tuple[int, ...], ...]  # buffers with whole slices, or with either half of them
-    returns: bool  # backward reads the weights
+    backward_needs_weight: bool  # backward reads the weights
     recomputed: bool
     completes: bool  # no other part adds gradients to its buffers after it in backward
 
@@ -48,7 +48,7 @@ def rotation_plan(shape: RotationShape, num_micro_batches: int) -> StepPlan:
             )
             for number in range(num_micro_batches)
         ),
-        finish=(*(((Verb.WAIT_REDUCED, buffer),) for buffer in shape.trainable), ((Verb.NORM, 0),)),
+        end=(*(((Verb.WAIT_REDUCED, buffer),) for buffer in shape.trainable), ((Verb.NORM, 0),)),
     )
 
 
@@ -84,8 +84,12 @@ class _Walk:
         """The actions of every part."""
         yield ((Verb.WAIT, buffer) for buffer in self._shape.replicated)
         for index, part in enumerate(self._shape.parts):
-            returns = part.returns and index >= self._shape.first_trained and not part.recomputed
-            yield self._forward(index, Verb.FORWARD, moves_home=returns)
+            shifts_back = (
+                part.backward_needs_weight
+                and index >= self._shape.first_trained
+                and not part.recomputed
+            )
+            yield self._forward(index, Verb.FORWARD, shifts_back=shifts_back)
 
     def backward(self, *, last: bool) -> Iterator[Iterable[Move]]:
         """The actions of every part that backward reaches."""
@@ -95,9 +99,9 @@ class _Walk:
     def _backward(self, index: int, *, last: bool) -> Iterator[Move]:
         shape = self._shape
         for other in self._together.get(index, ()):
-            returns = other >= shape.first_trained
+            shifts_back = other >= shape.first_trained
             yield from self._forward(
-                other, Verb.RECOMPUTE, moves_home=returns, stops_early=other == index
+                other, Verb.RECOMPUTE, shifts_back=shifts_back, stops_early=other == index
             )
         for half in reversed(range(len(shape.parts[index].halves))):
             yield from self._backward_half(index, half, last=last)
@@ -108,7 +112,7 @@ class _Walk:
                     yield Verb.STEP_REDUCE, buffer
 
     def _forward(
-        self, index: int, verb: Verb, *, moves_home: bool, stops_early: bool = False
+        self, index: int, verb: Verb, *, shifts_back: bool, stops_early: bool = False
     ) -> Iterator[Move]:
         """`stops_early`: once all is there that backward needs."""
         part = self._shape.parts[index]
@@ -117,29 +121,29 @@ class _Walk:
             for step in range(self._num_steps):
                 for buffer, policy in policies:
                     if step == 0:
-                        yield from _of(buffer, policy.begin(moves_home=moves_home))
-                    yield from _of(buffer, policy.arrive(step))
+                        yield from _of(buffer, policy.begin_forward(shifts_back=shifts_back))
+                    yield from _of(buffer, policy.before_forward(step))
                 yield verb, index, number
                 if stops_early and (number, step) == (len(part.halves) - 1, self._num_steps - 1):
                     return
                 for buffer, policy in policies:
-                    yield from _of(buffer, policy.depart(step))
+                    yield from _of(buffer, policy.after_forward(step))
                     if step + 1 == self._num_steps:
-                        yield from _of(buffer, policy.end())
+                        yield from _of(buffer, policy.end_forward())
 
     def _backward_half(self, index: int, number: int, *, last: bool) -> Iterator[Move]:
         part = self._shape.parts[index]
         policies = [(buffer, self._policies[buffer]) for buffer in part.halves[number]]
         for step in reversed(range(self._num_steps)):
-            for buffer, policy in policies if part.returns else ():
-                yield from _of(buffer, policy.return_to(step))
+            for buffer, policy in policies if part.backward_needs_weight else ():
+                yield from _of(buffer, policy.before_backward(step))
             yield Verb.BACKWARD, index, number
             for buffer, policy in policies:
                 if buffer in self._trainable:
                     yield from _of(buffer, policy.first_gradient(step))
             yield Verb.GRADIENTS, index, number
             for buffer, policy in policies:
-                yield from _of(buffer, policy.leave(step))
+                yield from _of(buffer, policy.after_backward(step))
                 if step == 0 and last and part.completes and buffer in self._trainable:
                     yield Verb.STEP_REDUCE, buffer
 

@@ -155,7 +155,7 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
-    training.model.begin_step(num_micro_batches, exact=_warms_up(training, state))
+    training.model.begin_step(num_micro_batches, full_precision=_warms_up(training, state))
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)

@@ -60,18 +60,20 @@ class Mutation:
 
 # An order that is no call of a wait and no `after=`.
 MUTATIONS = (
-    Mutation(GatheringPolicy, "_require", "actions.append((Verb.WAIT, buffer))", "pass", "IIG"),
+    Mutation(
+        GatheringPolicy, "_gather_and_wait", "actions.append((Verb.WAIT, buffer))", "pass", "IIG"
+    ),
     Mutation(
         GatheringPolicy,
-        "finish",
+        "end_step",
         "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)",
         "",
         "IIG",
     ),
-    Mutation(SlicePolicy, "begin", "[(Verb.WAIT,)]", "[]", "IIG", ROTATE),
+    Mutation(SlicePolicy, "begin_forward", "[(Verb.WAIT,)]", "[]", "IIG", ROTATE),
     Mutation(
         SlicePolicy,
-        "arrive",
+        "before_forward",
         "[(Verb.WAIT_SHIFTED,)] if self._waits(step) else []",
         "[]",
         "IIG",
@@ -79,14 +81,19 @@ MUTATIONS = (
     ),
     Mutation(
         SlicePolicy,
-        "depart",
+        "after_forward",
         "[shift, (Verb.WAIT_SHIFTED,)]",
         "[shift]",
         "IIG",
         f"{IN_PLACE} {FULL}",
     ),
     Mutation(
-        SlicePolicy, "return_to", "actions.append((Verb.WAIT_SHIFTED,))", "pass", "IIG", ROTATE
+        SlicePolicy,
+        "before_backward",
+        "actions.append((Verb.WAIT_SHIFTED,))",
+        "pass",
+        "IIG",
+        ROTATE,
     ),
     Mutation(
         SlicePolicy,
@@ -96,8 +103,12 @@ MUTATIONS = (
         "IIG",
         ROTATE,
     ),
-    Mutation(SlicePolicy, "leave", "actions += [(Verb.WAIT_SHIFTED,)]", "pass", "IIG", IN_PLACE),
-    Mutation(SlicePolicy, "leave", "actions.append((Verb.WAIT_GRADS,))", "pass", "IIG", IN_PLACE),
+    Mutation(
+        SlicePolicy, "after_backward", "actions += [(Verb.WAIT_SHIFTED,)]", "pass", "IIG", IN_PLACE
+    ),
+    Mutation(
+        SlicePolicy, "after_backward", "actions.append((Verb.WAIT_GRADS,))", "pass", "IIG", IN_PLACE
+    ),
     Mutation(
         UnitShards,
         "step_reduce",
@@ -138,7 +149,7 @@ MUTATIONS = (
     Mutation(
         PipelinedCollectives,
         "_submit",
-        "[*first, buffers.left[slot]]",
+        "[*first, memory.left[slot]]",
         "[*first]",
         "GGG",
         HO_RING,

@@ -9,7 +9,7 @@ from pathlib import Path
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Workload
-from paro.planning.step.simulation import Span
+from paro.planning.step.simulation import Activity
 from paro.quantities import count_text
 from paro.strategy import legal_letters
 from tools.planning.labels import place_labels
@@ -69,23 +69,25 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
     return found
 
 
-def draw_timeline(path: Path, spans: Sequence[Span], name: str, *, actor: str = "group") -> None:
-    """Plots the spans of every stream in one or more steps; later spans cover earlier ones."""
-    streams = sorted({(s.actor, s.stream) for s in spans if s.stream != "wait"}, key=_rank)
+def draw_timeline(
+    path: Path, activities: Sequence[Activity], name: str, *, actor: str = "group"
+) -> None:
+    """Plots every stream's activities in one or more steps; later ones cover earlier ones."""
+    streams = sorted({(s.actor, s.stream) for s in activities if s.stream != "wait"}, key=_rank)
     several = len({actor for actor, _ in streams}) > 1
     with drawing(path, 1, 1, size=(14, 0.5 * len(streams) + 1.6)) as (_, panels):
         axes = panels[0][0]
-        for span in spans:
-            if (span.actor, span.stream) in streams:
-                row = streams.index((span.actor, span.stream))
-                axes.barh(row, span.end - span.start, left=span.start, color=COLORS[span.kind],
-                          height=0.8)  # fmt: skip
+        for activity in activities:
+            if (activity.actor, activity.stream) in streams:
+                row = streams.index((activity.actor, activity.stream))
+                axes.barh(row, activity.end - activity.start, left=activity.start,
+                          color=COLORS[activity.kind], height=0.8)  # fmt: skip
         labels = [f"{actor} {a}: {s}" if several else s for a, s in streams]
         axes.set_yticks(range(len(streams)), labels)
         axes.set_ylim(len(streams) - 0.5, -0.5)
-        axes.set_xlim(0, max(span.end for span in spans))
+        axes.set_xlim(0, max(activity.end for activity in activities))
         axes.set(xlabel="seconds; a stream is a use and the axes that it serves", title=name)
-        shown = {span.kind for span in spans if span.stream != "wait"}
+        shown = {activity.kind for activity in activities if activity.stream != "wait"}
         for kind in (kind for kind in COLORS if kind in shown):
             axes.barh(0, 0, color=COLORS[kind], label=kind)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)

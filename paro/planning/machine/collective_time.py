@@ -36,7 +36,7 @@ from paro.topology import Axes, Axis, AxisSpan, Link, split_by_link
 StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
 
 
-class Job(NamedTuple):
+class TimedJob(NamedTuple):
     """Work for one comm stream. `intra`, `inter` and `cpu` are shares of its time, from 0 to 1.
 
     Jobs that use one kind of link at the same time share it; compute loses the processor time that
@@ -51,7 +51,7 @@ class Job(NamedTuple):
     slowed: float = 1.0
 
 
-Phase = tuple[Job, ...]
+ParallelJobs = tuple[TimedJob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class CollectiveTimes:
 
     machine: Machine
     algorithm: str
-    _known: dict[tuple[Op, AxisSpan, int], tuple[Phase, ...]] = field(
+    _known: dict[tuple[Op, AxisSpan, int], tuple[ParallelJobs, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
+    def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
         """The jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
         if not span or num_bytes == 0:
             return ()
@@ -73,7 +73,7 @@ class CollectiveTimes:
             self._known[key] = self._phases(op, span, num_bytes)
         return self._known[key]
 
-    def _phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
+    def _phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
         algorithm = self.algorithm
         if algorithm == "auto":
             algorithm = self._fastest(op, span, num_bytes)
@@ -91,7 +91,7 @@ class CollectiveTimes:
 
     def shifts(
         self, span: AxisSpan, num_bytes: int, *, in_place: bool = False
-    ) -> tuple[Phase, ...]:
+    ) -> tuple[ParallelJobs, ...]:
         """A pass of slices round the ring of an axis span, one shift of a slice after another.
 
         A ring all-gather sends the same messages, so a shift takes as long as one of its steps. In
@@ -119,7 +119,7 @@ class CollectiveTimes:
         }
         return min(times, key=times.__getitem__)
 
-    def _native(self, op: Op, span: AxisSpan, num_bytes: int) -> list[Job]:
+    def _native(self, op: Op, span: AxisSpan, num_bytes: int) -> list[TimedJob]:
         """One job per axis in time order; an all-reduce goes inwards, across and back."""
         sizes = [num_bytes]
         for axis in span:
@@ -136,7 +136,7 @@ class CollectiveTimes:
             steps += [(Op.ALL_GATHER, *step) for step in reversed(inwards[:-1])]
         return [self._whole(kind, (axis,), size, "native") for kind, axis, size in steps]
 
-    def _whole(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> Job:
+    def _whole(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> TimedJob:
         """One job over all axes of a span."""
         axes = _axes(self.machine, span)
         found = self._measured(op, span, num_bytes, algorithm)
@@ -144,7 +144,7 @@ class CollectiveTimes:
         busy = 1.0
         if found and _has_links(self.machine, axes):
             busy = min(1.0, _ring(self.machine, op, span, num_bytes)[1] / time)
-        return Job(
+        return TimedJob(
             stream=tuple(axis.index for axis in span),
             seconds=time,
             intra=busy if axes is Axes.INTRA else 0.0,
@@ -153,7 +153,7 @@ class CollectiveTimes:
             slowed=slowed,
         )
 
-    def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> Phase:
+    def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> ParallelJobs:
         """One job per kind of link, each as long as the whole, busy for its own share."""
         inner, outer = split_by_link(span)
         if algorithm == "ring" or not (inner and outer):
@@ -176,7 +176,7 @@ class CollectiveTimes:
         jobs = []
         for part, own in ((inner, within), (outer, between)):
             busy, on_nics = min(1.0, own / time), _uses_nics(self.machine, part)
-            job = Job(
+            job = TimedJob(
                 stream=tuple(axis.index for axis in part),
                 seconds=time,
                 intra=0.0 if on_nics else busy,
@@ -244,7 +244,7 @@ def _uses_nics(machine: Machine, span: AxisSpan) -> bool:
     return _axes(machine, span) is not Axes.INTRA
 
 
-class Ring(NamedTuple):
+class RingSpeed(NamedTuple):
     """One ring through all ranks of a span; it is as slow as its slowest links."""
 
     size: int
@@ -253,13 +253,13 @@ class Ring(NamedTuple):
     seconds_per_byte: float  # on the slowest links, shared by all such rings
 
 
-def ring_of(machine: Machine, span: AxisSpan) -> Ring:
+def ring_speed(machine: Machine, span: AxisSpan) -> RingSpeed:
     """The ring of a non-empty span, in which the ranks of a group are neighbours."""
     size = _size(span)
     if span[-1].outer <= machine.group_size:
         speed = speed_of(machine, Link.INTRA)
         lap = (size - 1) * speed.latency_seconds
-        return Ring(size, lap, speed.latency_seconds, 8 / speed.bits_per_second)
+        return RingSpeed(size, lap, speed.latency_seconds, 8 / speed.bits_per_second)
     speed = speed_of(machine, Link.INTER)
     flows = min(span[0].inner, machine.group_size)
     inside = machine.group_size // flows  # ring ranks per group, which are neighbours
@@ -269,7 +269,7 @@ def ring_of(machine: Machine, span: AxisSpan) -> Ring:
         lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
     num_nics = 1 if machine.nic is Nic.SHARED else machine.group_size
     per_byte = 8 * flows / (speed.bits_per_second * num_nics)
-    return Ring(size, lap, speed.latency_seconds, per_byte)
+    return RingSpeed(size, lap, speed.latency_seconds, per_byte)
 
 
 def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> float:
@@ -278,7 +278,7 @@ def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) ->
 
 def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> tuple[float, float]:
     """A ring's total latency, and the time for which it keeps its slowest links busy."""
-    ring = ring_of(machine, span)
+    ring = ring_speed(machine, span)
     passes = 2 if op is Op.ALL_REDUCE else 1
     latency = passes * ring.lap_seconds
     if op is Op.ALL_REDUCE:

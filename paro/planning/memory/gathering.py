@@ -141,7 +141,7 @@ class PeakMemory:
         return list(largest.values())
 
     def _points(self, strategy: Strategy) -> Iterator[Point]:
-        tally = Tally(self, strategy)
+        tally = StepTally(self, strategy)
         for action in tally.plan(self.num_micro_batches).actions():
             point = tally.carry_out(action)
             if point is not None:
@@ -158,7 +158,7 @@ class PeakMemory:
 MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
 
 
-class Tally:
+class StepTally:
     """What is allocated while the actions of a step are carried out, from no whole buffers on."""
 
     columns = ("params", "grads", "activations", "total")

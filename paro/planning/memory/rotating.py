@@ -26,7 +26,7 @@ from paro.planning.memory.gathering import (
     Point,
     fp32_copy_bytes,
 )
-from paro.planning.rotation import parts_of, ring_of, rotation_shape
+from paro.planning.rotation import ring_shape, rotation_shape, unit_parts
 from paro.planning.units import (
     MicroBatch,
     block_activations,
@@ -43,20 +43,20 @@ from paro.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _PartBytes:
     """The bytes that a part keeps for backward, and its transient bytes."""
 
     kept: int
-    again: int = 0  # what its recomputation finds in addition to what is kept
+    recomputed: int = 0  # what its recomputation finds in addition to what is kept
     in_forward: int
     in_backward: int
 
-    def keeping(self, needed: int, kept: int | None) -> _Part:
+    def keeping(self, needed: int, kept: int | None) -> _PartBytes:
         """With what its backward needs; if only some of it is `kept`, it is recomputed."""
         if kept is None:
             return replace(self, kept=needed)
         in_forward = self.in_forward + needed
-        return replace(self, kept=kept, again=needed - kept, in_forward=in_forward)
+        return replace(self, kept=kept, recomputed=needed - kept, in_forward=in_forward)
 
 
 def rotating_peak(
@@ -69,7 +69,7 @@ def rotating_peak(
     in_place: bool,
 ) -> MemorySnapshot:
     """The snapshot of a step with the largest total; `units` are those of planning/rotation.py."""
-    in_ring = ring_of(strategy, precision, in_place=in_place)
+    in_ring = ring_shape(strategy, precision, in_place=in_place)
     shape, parts, slot_bytes = _counted(in_ring, units, precision, config, batch)
     copied = max(unit.trainable_numel for unit in units) // strategy.optim
     update = "the update", 0, 0, copied * fp32_copy_bytes(precision)
@@ -84,7 +84,7 @@ def rotating_peak(
     )
 
 
-_Counted = tuple[RotationShape, tuple[tuple[str, _Part], ...], list[dict[int, int]]]
+_Counted = tuple[RotationShape, tuple[tuple[str, _PartBytes], ...], list[dict[int, int]]]
 
 
 def _counted(
@@ -129,7 +129,7 @@ class SliceTally:
         in_place: bool,
     ) -> None:
         self.strategy, self.units, self.precision = strategy, units, precision
-        ring = ring_of(strategy, precision, in_place=in_place)
+        ring = ring_shape(strategy, precision, in_place=in_place)
         self.shape, self._parts, self._slot_bytes = _counted(ring, units, precision, config, batch)
         self._states = model_state_bytes(strategy, units, precision).total
         self._unit_of = [unit for unit in units for _ in unit.kind.trains]
@@ -165,9 +165,9 @@ class SliceTally:
             return Point(self.point("the update"), updated=self._unit_of[number].trainable_numel)
         elif verb in (Verb.FORWARD, Verb.RECOMPUTE):
             name, part = self._parts[number]
-            again = verb is Verb.RECOMPUTE
-            self._kept[number] = part.kept + (part.again if again else 0)
-            return Point(self.point(f"the forward of {name}", 0 if again else part.in_forward))
+            recomputed = verb is Verb.RECOMPUTE
+            self._kept[number] = part.kept + (part.recomputed if recomputed else 0)
+            return Point(self.point(f"the forward of {name}", 0 if recomputed else part.in_forward))
         elif verb is Verb.GRADIENTS:
             name, part = self._parts[number]
             point = self.point(f"the backward of {name}", part.in_backward)
@@ -195,8 +195,8 @@ def _slot_bytes(
     """The bytes of a buffer's slots."""
     found: dict[int, int] = {}
     for slots, scratch, dtype in (
-        ((Slot.E, Slot.F), Slot.SCRATCH, kind),
-        ((Slot.X, Slot.Y), Slot.GRAD_SCRATCH, precision.wire),
+        ((Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH, kind),
+        ((Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH, precision.wire),
     ):
         size = BYTES_OF[dtype]
         found |= dict.fromkeys(slots, numel // degree * size)
@@ -232,7 +232,9 @@ def _moments(shape: RotationShape) -> tuple[tuple[Verb, int, _Alive], ...]:
 
 
 def _computed(
-    shape: RotationShape, parts: Sequence[tuple[str, _Part]], slot_bytes: Sequence[dict[int, int]]
+    shape: RotationShape,
+    parts: Sequence[tuple[str, _PartBytes]],
+    slot_bytes: Sequence[dict[int, int]],
 ) -> Iterator[tuple[str, int, int, int]]:
     """What is computed, with the bytes of slices and activations, and transient ones."""
     kept = [0] * len(parts)
@@ -244,7 +246,7 @@ def _computed(
             yield f"the backward of {name}", slices, activations, part.in_backward
             continue
         size = 0 if verb is Verb.GRADIENTS else part.kept
-        size += part.again if verb is Verb.RECOMPUTE else 0
+        size += part.recomputed if verb is Verb.RECOMPUTE else 0
         activations += size - kept[number]
         kept[number] = size
         if verb is Verb.FORWARD:
@@ -254,15 +256,15 @@ def _computed(
 
 def _parts(
     config: LlamaConfig, batch: MicroBatch, shape: RotationShape, *, direct: bool
-) -> Iterator[tuple[str, _Part]]:
+) -> Iterator[tuple[str, _PartBytes]]:
     """The parts by name, in forward order; `direct`: matmuls write gradients into their buffers."""
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     mlp = residual + 2 * tokens * config.ffn_hidden_size * size
     needed = {"attention": block_activations(config, batch) - mlp, "mlp": mlp}
     begins = {group[0] for group in shape.recomputed}
-    of_blocks: dict[tuple[object, ...], _Part] = {}  # most are alike
-    for index, (spec, part) in enumerate(parts_of(config)):
+    of_blocks: dict[tuple[object, ...], _PartBytes] = {}  # most are alike
+    for index, (spec, part) in enumerate(unit_parts(config)):
         own = shape.parts[index]
         steps = shape.ring.num_steps * len(own.halves)
         if part.method == "look_up":
@@ -277,43 +279,43 @@ def _parts(
                 of_blocks[key] = block.keeping(needed[part.method], kept)
             found = of_blocks[key]
         if index < shape.first_trained:
-            found = replace(found, kept=0, again=0)
+            found = replace(found, kept=0, recomputed=0)
         yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
 
 
-def _look_up(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _Part:
+def _look_up(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _PartBytes:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     by_rows = direct and embedding_adds_rows(batch)
     vocabulary = -(-config.vocab_size // steps) * config.hidden_size * size
-    return _Part(
+    return _PartBytes(
         kept=tokens * 9 * steps,
         in_forward=3 * residual,
         in_backward=2 * residual + (0 if by_rows else vocabulary),
     )
 
 
-def _of_block(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _Part:
+def _of_block(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _PartBytes:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     columns = -(-config.ffn_hidden_size // steps)
     ffn = tokens * columns * size
     matrix = 0 if direct else columns * config.hidden_size * size
     norm = norm_backward(config, batch)
-    return _Part(
+    return _PartBytes(
         kept=0,
         in_forward=2 * residual + max(residual, ffn),
         in_backward=max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix),
     )
 
 
-def _loss(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _Part:
+def _loss(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> _PartBytes:
     tokens, size = batch.num_tokens, batch.compute_bytes
     residual = tokens * config.hidden_size * size
     rows = -(-config.vocab_size // steps)
     chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
     gradient = 0 if direct else rows * config.hidden_size * size
-    return _Part(
+    return _PartBytes(
         kept=2 * residual + tokens * (4 + 20 * steps),
         in_forward=residual + chunk * (4 + size % 4),
         in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),

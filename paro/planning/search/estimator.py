@@ -8,7 +8,7 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.rotation import ring_of, rotation_shape
+from paro.planning.rotation import ring_shape, rotation_shape
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
 from paro.planning.step.comm_costs import CommCosts
@@ -165,7 +165,7 @@ class Estimator:
         )
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """Memory, time and traffic of a candidate; `record` keeps the spans of every stream."""
+        """Memory, time and traffic of a candidate; `record` keeps what every stream does."""
         workload, costs = self.workload, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
@@ -226,7 +226,7 @@ class Estimator:
             return Computing(model=model, units=gathered, batch=batch, device=device)
         rotating = self._memory.units(plan)
         in_place = candidate.materialize.in_place
-        ring = ring_of(candidate.strategy, self.workload.precision, in_place=in_place)
+        ring = ring_shape(candidate.strategy, self.workload.precision, in_place=in_place)
         return RotatingComputing(
             model=model,
             units=gathered,

@@ -16,7 +16,7 @@ from paro.planning.memory.device import (
     algorithms_of,
     nccl_communication,
 )
-from paro.planning.memory.gathering import MemorySnapshot, PeakMemory, Tally
+from paro.planning.memory.gathering import MemorySnapshot, PeakMemory, StepTally
 from paro.planning.memory.rotating import SliceTally, rotating_peak
 from paro.planning.search.search_space import Materialize
 from paro.planning.units import MicroBatch, units_of
@@ -114,10 +114,10 @@ class RunMemory:
             )
         return self._peak(plan).of(plan.strategy)
 
-    def tally(self, plan: RunPlan) -> Tally | SliceTally:
+    def tally(self, plan: RunPlan) -> StepTally | SliceTally:
         """What is allocated while the actions of a step are carried out."""
         if not plan.materialize.rotates:
-            return Tally(self._peak(plan), plan.strategy)
+            return StepTally(self._peak(plan), plan.strategy)
         in_place = plan.materialize.in_place
         given = plan.strategy, self.units(plan), plan.precision, plan.config, plan.batch
         return SliceTally(*given, in_place=in_place)

@@ -16,7 +16,7 @@ from paro.planning.cost_model import (
     strategy_of,
     updated_bytes,
 )
-from paro.planning.machine.collective_time import CollectiveTimes, Phase
+from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs
 from paro.planning.machine.machine import Machine
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy, make_comm_plan
@@ -42,11 +42,11 @@ class UnitCommCosts:
     Where weights rotate, a gather, or a reduction, is a pass round the ring: its phases are shifts.
     """
 
-    gather: tuple[Phase, ...]
-    reduce: tuple[Phase, ...] = ()
-    step_reduce: tuple[Phase, ...] = ()  # the step's gradient reduce-scatter
-    replicas: tuple[Phase, ...] = ()  # the replica all-reduce
-    gather_updated: tuple[Phase, ...] = ()
+    gather: tuple[ParallelJobs, ...]
+    reduce: tuple[ParallelJobs, ...] = ()
+    step_reduce: tuple[ParallelJobs, ...] = ()  # the step's gradient reduce-scatter
+    replicas: tuple[ParallelJobs, ...] = ()  # the replica all-reduce
+    gather_updated: tuple[ParallelJobs, ...] = ()
     accumulated_bytes: int = 0  # read and written after every reduction, in its comm stream
     converted_bytes: int = 0  # read and written to change dtype around the last reductions
     encoded_bytes: int = 0  # read and written to encode updated parameters and decode them
@@ -115,7 +115,7 @@ class CommCosts:
             counts[key] += 1
             gathers[key] += unit.gathers_per_micro_batch
             reductions[key] += unit.reductions_per_micro_batch
-        terms: list[tuple[float, float, tuple[Phase, ...]]] = []
+        terms: list[tuple[float, float, tuple[ParallelJobs, ...]]] = []
         for key, count in counts.items():
             for part in self.per_kind[key]:
                 terms.append((gathers[key], 0, part.gather))
@@ -172,7 +172,7 @@ class CommCosts:
 
     def _sums_of_step(
         self, unit: UnitSize, strategy: Strategy
-    ) -> tuple[tuple[Phase, ...], tuple[Phase, ...], int]:
+    ) -> tuple[tuple[ParallelJobs, ...], tuple[ParallelJobs, ...], int]:
         """The step's reduce-scatter and all-reduce, and the memory traffic of their codes."""
         plan, phases = make_comm_plan(strategy, self.topology), self.times.phases
         numel, wire = unit.trainable_numel, BYTES_OF[self.precision.wire]
@@ -196,7 +196,7 @@ class CommCosts:
             numel // outside * (CODING_BYTES + feedback),
         )
 
-    def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[Phase, ...]:
+    def _per_micro_batch(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
         """A collective of every micro-batch; where weights rotate, always a pass round the ring."""
         if self.rotates:
             return self.times.shifts(span, num_bytes, in_place=self.in_place)
@@ -207,12 +207,12 @@ def kind_of(unit: UnitSize) -> CostKey:
     return unit.trainable_numel, unit.frozen_numel, unit.matrix_stop, unit.replicated
 
 
-def seconds_of(phases: tuple[Phase, ...]) -> float:
+def seconds_of(phases: tuple[ParallelJobs, ...]) -> float:
     """Duration of phases one after the other that share links with nothing else."""
     return _seconds(phases)[2]
 
 
-def _seconds(phases: tuple[Phase, ...]) -> tuple[float, float, float]:
+def _seconds(phases: tuple[ParallelJobs, ...]) -> tuple[float, float, float]:
     jobs = [job for phase in phases for job in phase]
     return (
         fsum(job.seconds * job.intra for job in jobs),

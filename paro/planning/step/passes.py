@@ -52,7 +52,7 @@ class PassCounts:
     @cached_property
     def last_backward(self) -> _Counts:
         plan = self._plan
-        return self._within(plan.micro_batches[-1][1], plan.finish)
+        return self._within(plan.micro_batches[-1][1], plan.end)
 
     @property
     def _plan(self) -> StepPlan:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paro.planning.cost_model import UnitSize
-from paro.planning.rotation import parts_of
+from paro.planning.rotation import unit_parts
 from paro.planning.step.comm_costs import seconds_of
 from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.costs import StepCosts
@@ -40,7 +40,7 @@ class RotatingComputing(Computing):
     def per_part(self) -> tuple[UnitSeconds, ...]:
         """The times of all slices of every part together, in forward order."""
         first, found = self.rotation.first_trained, []
-        for index, (_, part) in enumerate(parts_of(self.model)):
+        for index, (_, part) in enumerate(unit_parts(self.model)):
             shape = self.rotation.parts[index]
             trained = self._trained(index) if index >= first else None
             recomputed = shape.recomputed and index >= first

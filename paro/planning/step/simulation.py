@@ -18,13 +18,13 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paro.planning.machine.collective_time import Job, StreamAxes
+from paro.planning.machine.collective_time import StreamAxes, TimedJob
 
 _LEAST_COMPUTE = 0.05  # of its speed: a computing thread always makes progress
 _TINY = 1e-12  # seconds
 
 
-class Span(NamedTuple):
+class Activity(NamedTuple):
     """One activity of one stream of one actor, from `start` to `end` in seconds."""
 
     actor: int
@@ -41,7 +41,7 @@ class Work:
 
     name: str
     kind: str
-    job: Job
+    job: TimedJob
     stream: tuple[str, StreamAxes]
     members: int  # the number of actors that take part
     after: Works
@@ -102,7 +102,7 @@ class Simulation:
 
     def __init__(self, num_actors: int, *, record: bool = False) -> None:
         self.actors = [Actor(index) for index in range(num_actors)]
-        self.spans: list[Span] = []
+        self.activities: list[Activity] = []
         self.now = 0.0
         self._record = record
         self._running: list[Work] = []
@@ -248,4 +248,4 @@ class Simulation:
 
     def _add_span(self, index: int, stream: str, name: str, kind: str, start: float) -> None:
         if self._record:
-            self.spans.append(Span(index, stream, name, kind, start, self.now))
+            self.activities.append(Activity(index, stream, name, kind, start, self.now))

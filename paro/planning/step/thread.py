@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paro.planning.cost_model import UnitSize
-from paro.planning.machine.collective_time import Job, Phase, StreamAxes, scalar_seconds
+from paro.planning.machine.collective_time import ParallelJobs, StreamAxes, TimedJob, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.comm_costs import UnitCommCosts
 from paro.planning.step.computing import UnitSeconds
@@ -20,7 +20,7 @@ from paro.planning.step.simulation import Actor, Compute, Program, Simulation, W
 from paro.step.actions import Verb
 
 
-class Buffer:
+class BufferWork:
     """A flat buffer of a unit, and its work in flight."""
 
     def __init__(self, size: UnitSize, costs: UnitCommCosts) -> None:
@@ -45,7 +45,7 @@ class StepThread:
         self.speed = speed
         self.number = 0
         self.buffers = [
-            Buffer(unit, own)
+            BufferWork(unit, own)
             for unit, parts in zip(costs.comm_costs.units, costs.comm_costs.per_unit, strict=True)
             for own in parts
         ]
@@ -84,7 +84,7 @@ class StepThread:
 
     def _forward(self, index: int) -> Program:
         name, seconds = self._unit(index)
-        rest = seconds.loss if index in self.costs.shape.early else 0.0
+        rest = seconds.loss if index in self.costs.shape.grads_in_forward else 0.0
         yield self._compute(seconds.forward - rest, f"forward {name}", "forward")
 
     def _loss(self, index: int) -> Program:
@@ -158,7 +158,7 @@ class StepThread:
 
     def _norm(self, _number: int) -> Program:
         seconds = scalar_seconds(self.costs.machine)
-        job = Job(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
+        job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
         yield Wait(self._queue("agree", "agree", "norm", ((job,),), joins=True))
 
     def _step_reduce(self, number: int) -> Program:
@@ -200,7 +200,7 @@ class StepThread:
         device = self.costs.device
         busy = 1.0 if device.cores is not None else 0.0
         seconds += device.job_seconds
-        job = Job(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
+        job = TimedJob(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
         return self._queue("reduce", "reduce", name, ((job,),), after)
 
     def _queue(
@@ -208,7 +208,7 @@ class StepThread:
         use: str,
         kind: str,
         name: str,
-        phases: tuple[Phase, ...],
+        phases: tuple[ParallelJobs, ...],
         after: Works = (),
         *,
         joins: bool = False,

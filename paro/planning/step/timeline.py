@@ -11,7 +11,7 @@ from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
 from paro.planning.step.rotating import RotatingCosts
 from paro.planning.step.rotating_thread import RotatingThread
-from paro.planning.step.simulation import Actor, Simulation, Span
+from paro.planning.step.simulation import Activity, Actor, Simulation
 from paro.planning.step.thread import StepThread
 
 _MAX_SIMULATED = 4
@@ -25,7 +25,7 @@ class Timeline:
     seconds: float
     compute_seconds: float
     exposed: dict[str, float]  # seconds for which the slowest group waits, by kind
-    spans: tuple[Span, ...] = ()
+    activities: tuple[Activity, ...] = ()
 
     @property
     def exposed_seconds(self) -> float:
@@ -33,7 +33,7 @@ class Timeline:
 
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
-    """Simulates one step; `record` keeps the spans of all streams, for every micro-batch."""
+    """Simulates one step; `record` keeps the activities of all streams, for every micro-batch."""
     count = costs.num_micro_batches
     if record or count <= _MAX_SIMULATED:
         return _simulate(costs, record=record)
@@ -67,7 +67,7 @@ def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
         seconds=total,
         compute_seconds=sum(slowest.computed.values()),
         exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
-        spans=tuple(simulation.spans),
+        activities=tuple(simulation.activities),
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from paro.planning.step.simulation import Span
+from paro.planning.step.simulation import Activity
 
 
-def chrome_trace(spans: Sequence[Span]) -> str:
+def chrome_trace(activities: Sequence[Activity]) -> str:
     """The trace as JSON: a process per group, a thread per stream; times in microseconds."""
-    streams = sorted({(span.actor, span.stream) for span in spans})
+    streams = sorted({(activity.actor, activity.stream) for activity in activities})
     events: list[dict[str, object]] = []
     for number, (actor, stream) in enumerate(streams):
         name = {"name": stream}
@@ -18,16 +18,16 @@ def chrome_trace(spans: Sequence[Span]) -> str:
     for actor in sorted({actor for actor, _ in streams}):
         name = {"name": f"ranks of group {actor}"}
         events.append({"ph": "M", "name": "process_name", "pid": actor, "args": name})
-    for span in spans:
+    for activity in activities:
         events.append(
             {
                 "ph": "X",
-                "name": span.name,
-                "cat": span.kind,
-                "pid": span.actor,
-                "tid": streams.index((span.actor, span.stream)),
-                "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
+                "name": activity.name,
+                "cat": activity.kind,
+                "pid": activity.actor,
+                "tid": streams.index((activity.actor, activity.stream)),
+                "ts": activity.start * 1e6,
+                "dur": (activity.end - activity.start) * 1e6,
             }
         )
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -192,8 +192,10 @@ def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
     for cores, together in ((None, False), (1.0, True)):
         device = replace(DEVICE, cores=cores)
         given = workload(machine=machine(intra=50, device=device), materialize=Materialize.ROTATE)
-        spans = simulate(costs(given, "III"), record=True).spans
-        weights, gradients = ([s for s in spans if s.kind == kind] for kind in ("gather", "reduce"))
+        activities = simulate(costs(given, "III"), record=True).activities
+        weights, gradients = (
+            [s for s in activities if s.kind == kind] for kind in ("gather", "reduce")
+        )
         met = any(
             g.start < w.end - 1e-9 and w.start < g.end - 1e-9 for w in weights for g in gradients
         )

@@ -218,9 +218,9 @@ def forget(flags: str, group_size: int) -> list[bool]:
     def before(training: Training) -> None:
         begin, finish = training.model.begin_step, training.model.finish_gradients
 
-        def begin_step(num_micro_batches: int, *, exact: bool = False) -> None:
+        def begin_step(num_micro_batches: int, *, full_precision: bool = False) -> None:
             remembered.append(_remembers(training))
-            begin(num_micro_batches, exact=exact)
+            begin(num_micro_batches, full_precision=full_precision)
 
         def finish_gradients() -> None:
             finish()

@@ -215,7 +215,7 @@ def test_sums_that_rotate_are_written_by_matmuls(
         (name, buffer)
         for name, unit in units.items()
         if unit.trainable
-        for buffer in (unit._slots[Slot.X], unit._slots[Slot.Y], unit.grad_shard)
+        for buffer in (unit._slots[Slot.GRAD], unit._slots[Slot.GRAD_2], unit.grad_shard)
     ]
     written = lone_passes(rank, buffers)
     parts = [name for name, unit in units.items() if unit.trainable and name != "embedding"]

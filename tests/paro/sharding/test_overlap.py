@@ -38,7 +38,7 @@ class Hold:
         def held(**arguments: object) -> None:
             if self.overlapped is None:
                 self.overlapped = False
-                streams.submit((use, run[-1]), self._wait)
+                streams.submit((use, span[-1]), self._wait)
             original(**arguments)
 
         setattr(unit, method, held)

@@ -27,8 +27,8 @@ MUTATIONS = {
     ),
     "nothing is released before the end of backward": (
         "GGG",
-        "_release_if_through",
-        "return self._release(index) + self._top_up()",
+        "_release_if_done",
+        "return self._release(index) + self._prefetch()",
         "return []",
     ),
     "one whole gradient": ("NGG", "__init__", WHOLE_GRADS, "1"),

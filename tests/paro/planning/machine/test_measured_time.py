@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine.collective_time import CollectiveTimes, Job
+from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Machine, Measured
 from paro.topology import Axes, make_topology
 from tests.paro.planning.cases import DEVICE
@@ -15,7 +15,7 @@ from tests.paro.planning.cases import DEVICE
 CORES = 0.25
 
 
-def job(num_bytes: int, *, cores: float | None = CORES) -> Job:
+def job(num_bytes: int, *, cores: float | None = CORES) -> TimedJob:
     """An all-gather between two groups, measured at two sizes, whose small one has a fast start."""
     rows = tuple(
         Measured(

@@ -141,7 +141,7 @@ def test_the_pipeline_s_buffers_are_predicted(
     assert isinstance(collectives, PipelinedCollectives)
     held = sum(
         slot.numel()
-        for buffers in collectives._buffers.values()
+        for buffers in collectives._memory.values()
         for slot in buffers.scratch._slots.values()
     )
     predicted = communication(text, ("ho-ring",), is_trained=is_trained, precision=precision)

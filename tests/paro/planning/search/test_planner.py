@@ -14,7 +14,7 @@ from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
-from paro.planning.machine.collective_time import CollectiveTimes, Job
+from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.files import (
     find_machine,
 )
@@ -261,7 +261,7 @@ def test_what_a_measured_collective_wants() -> None:
     (((job,),),) = (times.phases(Op.ALL_REDUCE, run, size),)
     link = 2 * 3 / 4 * 8 * size * 8 / (8 * 0.05e9)
     assert link > 0.02  # a link slower than assumed is busy all the time, not longer
-    assert job == Job(stream=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
+    assert job == TimedJob(stream=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
     fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
     (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
     assert job.inter == pytest.approx(link / 100 / 0.02)
@@ -270,9 +270,9 @@ def test_what_a_measured_collective_wants() -> None:
 def test_a_trace_has_every_span() -> None:
     given = workload(global_batch_size=64)
     estimate = Estimator(given).estimate(given.candidate(given.strategy("IIG")), record=True)
-    events = json.loads(chrome_trace(estimate.timeline.spans))["traceEvents"]
+    events = json.loads(chrome_trace(estimate.timeline.activities))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(estimate.timeline.spans)
+    assert len(spans) == len(estimate.timeline.activities)
     end = max(event["ts"] + event["dur"] for event in spans)
     assert end == pytest.approx(1e6 * estimate.seconds)
     assert {"forward", "backward", "gather", "reduce", "finish", "publish"} <= {

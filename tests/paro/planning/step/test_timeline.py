@@ -8,7 +8,7 @@ import pytest
 
 from paro.collectives.schedule import Op
 from paro.planning.cost_model import traffic_per_step
-from paro.planning.machine.collective_time import CollectiveTimes, Job
+from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
@@ -100,7 +100,7 @@ def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
 def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
     simulation = Simulation(1)
     (actor,) = simulation.actors
-    job = Job(stream=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
+    job = TimedJob(stream=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
 
     def program() -> Program:
         for number in range(2):  # during computation, then while the thread waits
