@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.llama import Attend, Block, Llama, Places
+from model.llama import Attend, Block, Llama, TokenInfo
 from model.rotary import rotations
 
 
@@ -36,11 +36,11 @@ class Decoder:
         longest = int(self.lengths_B.max())
         rows = [[*text, *[text[-1]] * (longest - len(text))] for text in texts]
         self._kept = []
-        places = Places(*self._rotations(longest))
+        info = TokenInfo(*self._rotations(longest))
         x_BSD = self.model.embedding(torch.tensor(rows, device=device))
         for block in self.model.blocks:
             assert isinstance(block, Block), f"a {type(block).__name__} among the blocks"
-            x_BSD = block(x_BSD, places, partial(self._attend_from_start, block.attend))
+            x_BSD = block(x_BSD, info, partial(self._attend_from_start, block.attend))
         last = (self.lengths_B - 1)[:, None, None].expand(-1, 1, x_BSD.shape[-1])
         return self._logits(x_BSD.gather(1, last))
 
@@ -51,11 +51,11 @@ class Decoder:
         longest = int(positions_B.max()) + 1
         self._make_room(longest)
         cos, sin = self._rotations(self._kept[0][0].shape[2])
-        places = Places(cos[positions_B][:, None], sin[positions_B][:, None])
+        info = TokenInfo(cos[positions_B][:, None], sin[positions_B][:, None])
         seen = torch.arange(longest, device=positions_B.device) <= positions_B[:, None]
         x_BSD = self.model.embedding(tokens_B[:, None])
         for layer, block in enumerate(self.model.blocks):
-            x_BSD = block(x_BSD, places, partial(self._attend, layer, seen[:, None, None]))
+            x_BSD = block(x_BSD, info, partial(self._attend, layer, seen[:, None, None]))
         self.lengths_B = positions_B + 1
         return self._logits(x_BSD)
 

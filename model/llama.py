@@ -29,7 +29,7 @@ from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8, make_kept_casts
 from model.layers import gated, gated_linear, linear, normed_linears
-from model.lora import AdaptedBlock, Drops, checkpointed
+from model.lora import AdaptedBlock, DropKey, checkpointed
 from model.matmul import number_weights
 from model.norm import SharedInput, rms_norm, shared_norm
 from model.rotary import rotate, rotations
@@ -39,14 +39,14 @@ from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_sp
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rotated q_BSNH and k_BSKH, and v_BSKH
 
 
-class Places(NamedTuple):
+class TokenInfo(NamedTuple):
     """Positions and document lengths of the tokens, shared by all blocks of a forward."""
 
     cos: Tensor  # of every position's rotation, see `rotations`
     sin: Tensor
     documents: Documents | None = None  # None: one per sample
-    drops: Drops | None = None  # what the dropout of adapters depends on; None: nothing is dropped
-    apart: bool = False  # whether documents are kept apart, here or in other micro-batches
+    drops: DropKey | None = None  # of the dropout of adapters; None: nothing is dropped
+    splits_documents: bool = False  # here or in other micro-batches
     core: Core | None = None  # causal attention where other tokens of the samples are elsewhere
 
 
@@ -75,40 +75,40 @@ class Block(AdaptedBlock):
         self.fp8 = Fp8(fp8, fused) if fp8 is not None else None
         self.recomputes_core = config.recompute is not None and config.recompute.core_attention
 
-    def forward(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
         """`attend` replaces causal attention within `x`, for example to use a KV cache."""
         # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
         if self.recomputed and torch.is_grad_enabled():
-            return checkpointed(self._body, x_BSD, places, attend)
-        return self._body(x_BSD, places, attend)
+            return checkpointed(self._body, x_BSD, info, attend)
+        return self._body(x_BSD, info, attend)
 
-    def _body(self, x_BSD: Tensor, places: Places, attend: Attend | None) -> Tensor:
+    def _body(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None) -> Tensor:
         backend = self.config.torch_compile
         if backend is None:
-            return self._plain(x_BSD, places, attend)
+            return self._plain(x_BSD, info, attend)
         plain, project, finish = _compiled_block(backend)
         number_weights(self.parameters())
         if self.fp8 is not None:
             projections = (self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down)
             make_kept_casts(projections, x_BSD.dtype, self.fp8)
         whole = not (self.recomputes_core or self.config.keeps_scores)
-        if whole and not (places.apart or attend or places.core):
-            return plain(self, x_BSD, places)
-        q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, places.cos, places.sin)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places, attend)
+        if whole and not (info.splits_documents or attend or info.core):
+            return plain(self, x_BSD, info)
+        q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, info.cos, info.sin)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, info, attend)
         return finish(self, x_BSD, out_BSNH)
 
-    def _plain(self, x_BSD: Tensor, places: Places, attend: Attend | None = None) -> Tensor:
-        x_BSD = x_BSD + self.attention(x_BSD, places, attend)
-        return x_BSD + self.mlp(x_BSD, places.drops)
+    def _plain(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
+        x_BSD = x_BSD + self.attention(x_BSD, info, attend)
+        return x_BSD + self.mlp(x_BSD, info.drops)
 
     def attention(
-        self, x_BSD: Tensor, places: Places, attend: Attend | None, norm: SharedInput | None = None
+        self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None, norm: SharedInput | None = None
     ) -> Tensor:
         """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
-        drops = places.drops
-        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, places.cos, places.sin, drops, norm)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, places, attend)
+        drops = info.drops
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, info.cos, info.sin, drops, norm)
+        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, info, attend)
         return self._output(out_BSNH, drops)
 
     def join_attention(self, slices: Slices, *args: Any) -> Tensor:
@@ -119,7 +119,7 @@ class Block(AdaptedBlock):
         x_BSD: Tensor,
         cos: Tensor,
         sin: Tensor,
-        drops: Drops | None = None,
+        drops: DropKey | None = None,
         norm: SharedInput | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
@@ -147,18 +147,18 @@ class Block(AdaptedBlock):
         q_BSNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
-        places: Places,
+        info: TokenInfo,
         attend: Attend | None,
     ) -> Tensor:
         if attend is not None:
             return attend(q_BSNH, k_BSKH, v_BSKH)
-        core = places.core or self.attend
+        core = info.core or self.attend
         if self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, places.documents)
+            out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, info.documents)
             return out_BSNH
-        return core(q_BSNH, k_BSKH, v_BSKH, places.documents)
+        return core(q_BSNH, k_BSKH, v_BSKH, info.documents)
 
-    def _output(self, out_BSNH: Tensor, drops: Drops | None) -> Tensor:
+    def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
         y_BSD = linear(out_BSD, self.wo, self.fp8)
         if self.adapts("wo"):
@@ -176,7 +176,7 @@ class Block(AdaptedBlock):
         """Causal attention within each document; returns [B, S, N, H]."""
         return attend(q_BSNH, k_BSKH, v_BSKH, self.config.attention_backend, documents)
 
-    def mlp(self, x_BSD: Tensor, drops: Drops | None, norm: SharedInput | None = None) -> Tensor:
+    def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedInput | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         fp8, sources = self.fp8, (x_BSD, self.mlp_norm)
         shared = norm or shared_norm(*sources, self.config.norm_epsilon)
@@ -306,7 +306,7 @@ class Llama(nn.Module):
         positions_BS: Tensor | None = None,
         document_lengths: tuple[int, ...] | None = None,
         seq_length: int | None = None,
-        drops: Drops | None = None,
+        drops: DropKey | None = None,
     ) -> Tensor:
         """Logits [B, S, V]; or, with labels, the fp32 sum over tokens of token weight times loss.
 
@@ -326,15 +326,15 @@ class Llama(nn.Module):
         if positions_BS is not None:
             cos, sin = cos[positions_BS], sin[positions_BS]
         documents = documents_of(document_lengths, len(tokens_BS), tokens_BS.device)
-        places = Places(cos, sin, documents, drops, document_lengths is not None, self.core)
+        info = TokenInfo(cos, sin, documents, drops, document_lengths is not None, self.core)
         blocks, plain = list(self.blocks), 0
         for group in self._groups if torch.is_grad_enabled() else ():
             first, stop = group.start - 1, group.stop - 1  # the embedding is unit 0
-            x_BSD = _run_blocks(blocks[plain:first], x_BSD, places)
+            x_BSD = _run_blocks(blocks[plain:first], x_BSD, info)
             # Recomputation in backward runs the hooks on these blocks again.
-            x_BSD = checkpointed(_run_blocks, blocks[first:stop], x_BSD, places)
+            x_BSD = checkpointed(_run_blocks, blocks[first:stop], x_BSD, info)
             plain = stop
-        x_BSD = _run_blocks(blocks[plain:], x_BSD, places)
+        x_BSD = _run_blocks(blocks[plain:], x_BSD, info)
         tied = self.config.tie_embeddings_and_output_weights
         tied_VD = self.embedding.weight if tied else None
         logits_or_loss: Tensor = self.head(x_BSD, labels_BS, token_weights_BS, tied_VD)
@@ -345,7 +345,7 @@ class Llama(nn.Module):
         return unit_specs(self.config)
 
 
-def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, places: Places) -> Tensor:
+def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, info: TokenInfo) -> Tensor:
     for block in blocks:
-        x_BSD = block(x_BSD, places)
+        x_BSD = block(x_BSD, info)
     return x_BSD

@@ -24,7 +24,7 @@ _BITS = 24
 _AT_ONCE = 2**22  # elements
 
 
-class Drops(NamedTuple):
+class DropKey(NamedTuple):
     """What decides which elements are dropped: the same numbers on any number of ranks."""
 
     seed: int
@@ -44,7 +44,7 @@ def drops_of(
 
     def drops(index: int, size: int) -> dict[str, Any]:
         first = (index * data_parallel_size + data_parallel_rank) * size
-        return {"drops": Drops(seed, step, tuple(range(first, first + size)))}
+        return {"drops": DropKey(seed, step, tuple(range(first, first + size)))}
 
     return drops
 
@@ -79,7 +79,7 @@ class AdaptedBlock(nn.Module):
         outputs: Sequence[Tensor],
         shared: SharedInput,
         sources: Sequence[Tensor],
-        drops: Drops | None,
+        drops: DropKey | None,
     ) -> tuple[Tensor, ...]:
         """The outputs of the weights of these names, with those of their adapters added.
 
@@ -111,7 +111,7 @@ class AdaptedBlock(nn.Module):
         output: Tensor,
         make_input: Callable[..., Tensor],
         sources: Sequence[Tensor],
-        drops: Drops | None,
+        drops: DropKey | None,
     ) -> Tensor:
         """The same for one weight that alone reads its input, `make_input` of the sources."""
         shared = SharedInput(make_input, *sources)
@@ -129,7 +129,7 @@ class AdaptedBlock(nn.Module):
             return down_RD, up_ER[first : first + rows]
         return down_RD, up_ER
 
-    def _mask_of(self, name: str, columns: int, drops: Drops | None) -> MakeMask | None:
+    def _mask_of(self, name: str, columns: int, drops: DropKey | None) -> MakeMask | None:
         """Makes the mask of a weight's input; None if nothing is dropped."""
         lora = self.config.lora
         if lora is None or drops is None or lora.dropout == 0.0:
@@ -211,7 +211,7 @@ def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
 def keep_mask(
     shape: torch.Size,
     dropout: float,
-    drops: Drops,
+    drops: DropKey,
     name: str,
     device: torch.device,
     columns: Columns | None = None,
@@ -244,7 +244,7 @@ def _shifted(values: Tensor, bits: int) -> Tensor:
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _key(drops: Drops, name: str, sample: int) -> int:
+def _key(drops: DropKey, name: str, sample: int) -> int:
     text = f"{drops.seed}/{name}/{drops.step}/{sample}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

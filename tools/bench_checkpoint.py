@@ -141,7 +141,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     log = Log(rank=1, world_size=2).log0  # no output
 
     def save() -> None:
-        states = boxed_states(shards, writers=ranks.near_ranks)
+        states = boxed_states(shards, writers=ranks.folder_ranks)
         write_states(folder, 1, states, {}, ranks=ranks, log=log)
 
     load = partial(load_checkpoint, folder, shards, control, log=log)

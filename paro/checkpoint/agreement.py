@@ -29,11 +29,11 @@ class Ranks:
 
     everyone: Control
     near: Control
-    near_ranks: Sequence[int]  # the ranks of `near` in `everyone`
+    folder_ranks: Sequence[int]  # the ranks of `near` in `everyone`
     lease: Lease | None = None  # of the folder, on its first rank; None too where none is needed
 
     @property
-    def all_near(self) -> bool:
+    def share_one_folder(self) -> bool:
         return self.near is self.everyone
 
     @property
@@ -41,7 +41,7 @@ class Ranks:
         return self.everyone.world.rank == 0
 
     @property
-    def is_first_near(self) -> bool:
+    def is_first_of_folder(self) -> bool:
         return self.near.world.rank == 0
 
     @property
@@ -58,7 +58,7 @@ class Ranks:
         """Runs `action` on the first rank of every folder; all get its result or its error."""
         outcome: T | None = None
         with self.raise_on_all_ranks(blame, name_rank=False):
-            if self.is_first_near:
+            if self.is_first_of_folder:
                 outcome = action()
         result: T = self.near.gather(outcome)[0]
         return result
@@ -69,7 +69,7 @@ class Ranks:
 
         An error of the system other than a full disk is about the folder, which the user gave.
         """
-        name_rank = name_rank or not self.all_near
+        name_rank = name_rank or not self.share_one_folder
         with self.everyone.raise_on_all_ranks(blame, name_rank=name_rank):
             try:
                 with self._own_failure():

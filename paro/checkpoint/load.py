@@ -126,7 +126,7 @@ def _load_iteration(
         assert directory is not None, f"iteration {iteration}"
         manifest = read_manifest(directory)
         common = common_of(directory)
-        if manifest is not None and ranks.is_first_near:
+        if manifest is not None and ranks.is_first_of_folder:
             manifest.check_sizes()
         _check_model(common.get("model", {}), wanted.model or {})
         metadata = read_metadata(directory)

@@ -57,7 +57,7 @@ def write_states(
             lambda: finish_checkpoint(folder, iteration, common, files, check), blame
         )
     except Exception as error:
-        if ranks.is_first_near:
+        if ranks.is_first_of_folder:
             discard_checkpoint(folder)
         is_shared = isinstance(error, (UserError, StorageError))  # raised on all ranks
         if is_shared and not isinstance(error, LeaseLostError):
@@ -76,7 +76,7 @@ def _write(
         dcp.save(
             states,
             storage_writer=writer,
-            planner=BoxSavePlanner(whole=ranks.all_near),
+            planner=BoxSavePlanner(whole=ranks.share_one_folder),
             process_group=ranks.near.group,
             no_dist=ranks.everyone.world.size == 1,
         )

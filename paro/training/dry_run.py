@@ -35,7 +35,7 @@ from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_training
-from paro.training.local_copies import every_text, predicted_bytes
+from paro.training.local_copies import every_text, local_copies_bytes
 from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of
 from paro.training.placement import placement_lines
 from paro.training.resume import base_of
@@ -352,7 +352,7 @@ def _checkpoints(plan: PlannedRun) -> Iterator[str]:
 def _local_copies(plan: PlannedRun) -> Iterator[str]:
     interval = plan.config.local_copies_interval
     if interval is not None:
-        size = size_text(predicted_bytes(plan.config, plan.training))
+        size = size_text(local_copies_bytes(plan.config, plan.training))
         yield f"> local copies {every_text(interval)}: {size} of the memory of each node"
 
 

@@ -92,7 +92,7 @@ class LocalCopies:
 
     def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
         """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""
-        control, near = self._folder.control, self._folder.near_ranks
+        control, near = self._folder.control, self._folder.folder_ranks
         optimizer = training.optimizer
         states = boxed_states(optimizer.flat_shards(), writers=near)
         rank = control.world.rank
@@ -148,7 +148,7 @@ class LocalCopies:
             self._folder.discard()
 
 
-def predicted_bytes(config: RunConfig, training: Training) -> int:
+def local_copies_bytes(config: RunConfig, training: Training) -> int:
     """The memory of a node that local copies take if each of its ranks copies as much as this."""
     near = range(config.world.ranks_per_node)
     states = boxed_states(training.optimizer.flat_shards(), writers=near)

@@ -71,7 +71,7 @@ class Saving(Protocol):
     def finish(self, state: TrainState) -> None:
         """Saves the final state; here a failed save is always an error."""
 
-    def way_back(self, state: TrainState) -> str:
+    def resume_hint(self, state: TrainState) -> str:
         """Says how to load the last good iteration that was saved."""
 
 
@@ -223,7 +223,7 @@ class Loop:
             self._report.interrupted()
         self._report.iteration(record)
         if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
-            self._report.log.log_last(_leap_line(record, result, state.expected))
+            self._report.log.log_last(_skipped_line(record, result, state.expected))
         if due:
             self._report_ranks(record)
         interval = self._report.config.log_memory_interval
@@ -252,7 +252,7 @@ class Loop:
         where += "" if wrong is None else f"; {wrong} is not finite"
         back = "nothing is saved: there was no --save"
         if self._saving is not None:
-            back = self._saving.way_back(state)
+            back = self._saving.resume_hint(state)
         if self._copies is not None:
             self._copies.discard()  # a restart from them would end here again
         raise RunError(f"{reason}{where}; {back}")
@@ -377,7 +377,7 @@ class Loop:
         return None
 
 
-def _leap_line(record: IterationRecord, result: StepResult, expected: Expectation) -> str:
+def _skipped_line(record: IterationRecord, result: StepResult, expected: Expectation) -> str:
     return (
         f" iteration {record.iteration} is skipped: {result.verdict.value} | "
         f"lm loss: {record.lm_loss:.6E}, usual {expected.loss:.6E} | "

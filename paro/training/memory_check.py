@@ -147,7 +147,7 @@ def forecast_of(memory: DeviceMemory, bytes_before: int) -> MemoryForecast:
     )
 
 
-def predicted_bytes(memory: DeviceMemory) -> dict[str, int]:
+def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
     """The parts in bytes, under the names that dashboards use; the total of what is allocated."""
     always = memory.allocations.parts()
     parts = {name: size for name, size in memory.parts().items() if name in always or size}

@@ -24,7 +24,7 @@ from paro.report.report import Report, open_report
 from paro.report.terminal import Terminal
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training.assembly import run_facts
-from paro.training.memory_check import forecast_of, predict_memory, predicted_bytes
+from paro.training.memory_check import bytes_by_part, forecast_of, predict_memory
 from paro.training.step import Training, TrainState
 
 
@@ -70,7 +70,7 @@ def start_report(
 ) -> tuple[Report, RunFacts]:
     """Opens the report and logs what its numbers depend on; collective."""
     memory = predict_memory(config, training.device.type)
-    facts = run_facts(config, training, predicted_bytes(memory), state=state)
+    facts = run_facts(config, training, bytes_by_part(memory), state=state)
     with training.control.raise_on_all_ranks():
         report = open_report(
             report_config(config),

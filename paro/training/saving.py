@@ -126,7 +126,7 @@ class Saver(Saving):
         shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
-        states = boxed_states(shards, writers=self._ranks.near_ranks)
+        states = boxed_states(shards, writers=self._ranks.folder_ranks)
         if config.checkpoint.async_save:
             states = self._copy.take(states)
         write = partial(
@@ -168,7 +168,7 @@ class Saver(Saving):
             return True
         return self._give_up(failure)
 
-    def way_back(self, state: TrainState) -> str:
+    def resume_hint(self, state: TrainState) -> str:
         """Says how to load the last good iteration that was saved; collective."""
         self._background.wait()  # a failed save matters no more: what is on disk is named
         fine = state.iteration - state.expected.skipped_in_a_row
@@ -193,7 +193,7 @@ class Saver(Saving):
     def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
         """Writes a checkpoint, after the one before the last `good` one was removed."""
         interval = self._config.checkpoint.save_retain_interval
-        if interval is not None and good is not None and self._ranks.is_first_near:
+        if interval is not None and good is not None and self._ranks.is_first_of_folder:
             # What could not be removed is no reason to stop; a lost lease ends the write below.
             with suppress(OSError, UserError, LeaseLostError):
                 self._ranks.check_lease()
@@ -206,7 +206,7 @@ class Saver(Saving):
         if wrong is not None:
             raise RunError(
                 f"iteration {state.iteration} is not saved: {wrong} is not finite; "
-                f"{self.way_back(state)}"
+                f"{self.resume_hint(state)}"
             )
 
     def _note(self, state: TrainState, *, is_async: bool) -> None:

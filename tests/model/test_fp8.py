@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from model import fp8, layers
 from model.config import Fp8Format
 from model.fp8 import Fp8, Operand, Scaled, operand
-from model.llama import Llama, Places
+from model.llama import Llama, TokenInfo
 from model.rotary import rotations
 from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
 from tests.model.test_fusion import CONFIG
@@ -136,9 +136,9 @@ def casts_of_a_block(patch: pytest.MonkeyPatch, *, fused: bool) -> tuple[Casts, 
         for seed, parameter in enumerate(block.parameters()):
             parameter.copy_(0.3 * normal(*parameter.shape, seed=seed))
     x = normal(2, 16, 32, seed=1, dtype=torch.bfloat16).requires_grad_()
-    places = Places(*rotations(config, 16, torch.bfloat16, x.device))
+    info = TokenInfo(*rotations(config, 16, torch.bfloat16, x.device))
     with interpreter(), counted(patch) as casts, OnlyMatmuls():
-        block(x, places).float().sum().backward()
+        block(x, info).float().sum().backward()
     tokens, hidden, ffn, key = 2 * 16, 32, 48, 2 * 8
     weights = hidden * (2 * hidden + 2 * key + 3 * ffn)
     inputs = tokens * (hidden + hidden + hidden + ffn)  # of Q, K and V; of wo; gate and up; w_down

@@ -17,7 +17,7 @@ from model.config import LlamaConfig
 from model.flops import flops_per_token
 from model.initialization import initial_values, initialize_whole, parameter_initializers
 from model.llama import Llama
-from model.lora import AdaptedBlock, Columns, Drops, keep_mask
+from model.lora import AdaptedBlock, Columns, DropKey, keep_mask
 from model.lora_config import LoraConfig, down_name, is_adapter, targets_of, up_name
 from model.norm import SharedInput
 from model.units import parameter_shapes
@@ -53,7 +53,7 @@ def filled(config: LlamaConfig) -> Llama:
     return model
 
 
-def loss_of(model: Llama, tokens_BS: Tensor, drops: Drops | None = None) -> Tensor:
+def loss_of(model: Llama, tokens_BS: Tensor, drops: DropKey | None = None) -> Tensor:
     loss: Tensor = model(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape), drops=drops)
     return loss
 
@@ -64,7 +64,7 @@ def adapted_by_autograd(
     outputs: Sequence[Tensor],
     shared: SharedInput,
     sources: Sequence[Tensor],
-    drops: Drops | None,
+    drops: DropKey | None,
 ) -> tuple[Tensor, ...]:
     """`AdaptedBlock.adapted` in plain words: autograd keeps everything."""
     lora, found = block.config.lora, []
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_autograd_that_keeps_everything(
 ) -> None:
     config = adapted(targets=targets_of(targets), dropout=dropout)
     grads = []
-    drops = Drops(1, 7, (0, 1, 2))
+    drops = DropKey(1, 7, (0, 1, 2))
     for _ in range(2):
         model = filled(config)
         loss_of(model, tokens_BS, drops).backward()
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_autograd_that_keeps_everything(
 
 
 def test_a_slice_of_the_columns_drops_what_the_whole_drops() -> None:
-    drops = Drops(1, 2, (3, 5))
+    drops = DropKey(1, 2, (3, 5))
     whole = keep_mask(torch.Size((2, 4, 12)), 0.4, drops, "w", torch.device("cpu"))
     for first, last in ((0, 5), (5, 12)):
         shape = torch.Size((2, 4, last - first))
@@ -197,7 +197,7 @@ def mask(
     samples: tuple[int, ...], step: int = 3, name: str = "blocks.0.wq", seed: int = 1
 ) -> Tensor:
     shape = torch.Size((len(samples), 40, 25))
-    return keep_mask(shape, 0.25, Drops(seed, step, samples), name, torch.device("cpu"))
+    return keep_mask(shape, 0.25, DropKey(seed, step, samples), name, torch.device("cpu"))
 
 
 def test_a_sample_drops_the_same_in_any_micro_batch() -> None:
@@ -222,14 +222,14 @@ def test_dropout_scales_what_is_kept_and_stops_outside_training(tokens_BS: Tenso
     model, plain = filled(adapted(dropout=0.5)), filled(adapted())
     assert torch.equal(loss_of(model, tokens_BS), loss_of(plain, tokens_BS))
     assert not torch.equal(
-        loss_of(model, tokens_BS, Drops(1, 1, (0, 1, 2))), loss_of(plain, tokens_BS)
+        loss_of(model, tokens_BS, DropKey(1, 1, (0, 1, 2))), loss_of(plain, tokens_BS)
     )
     for parameter in model.parameters():
         parameter.data.abs_()
     block, x_BSD = model.blocks[0], torch.ones(1, 4000, 16)
     output = torch.zeros(1, 4000, 16)
     whole = block.adapted_alone("wq", output, lambda x: x, (x_BSD,), None)
-    part = block.adapted_alone("wq", output, lambda x: x, (x_BSD,), Drops(1, 1, (0,)))
+    part = block.adapted_alone("wq", output, lambda x: x, (x_BSD,), DropKey(1, 1, (0,)))
     torch.testing.assert_close(part.mean(1), whole.mean(1), rtol=0.03, atol=0.0)
 
 

@@ -296,7 +296,7 @@ ELSEWHERE = {
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop._save: self.training.model.wait_for_updated_params()": _SAVES,
     "training.saving Saver.settle: self._background.wait()": _THREAD,
-    "training.saving Saver.way_back: self._background.wait()": _THREAD,
+    "training.saving Saver.resume_hint: self._background.wait()": _THREAD,
     "training.step Training.close: self.model.wait_for_updated_params()": _CLOSE,
     "training.step evaluate: model.wait_for_updated_params()": _COUNTS,
 }

@@ -37,7 +37,7 @@ from paro.report.record import IterationRecord
 from paro.report.report import Records, Report
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.loop import Loop
-from paro.training.memory_check import predict_memory, predicted_bytes
+from paro.training.memory_check import bytes_by_part, predict_memory
 from paro.training.placement import placement_lines
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
@@ -125,9 +125,7 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
     config = RunConfig.from_args(parse_args([*flags.split(), *boards.split()]), World())
     control = Control(World(), device_for(config.runtime, World()))
     training = build_training(config, control)
-    facts = run_facts(
-        config, training, predicted_bytes(predict_memory(config, training.device.type))
-    )
+    facts = run_facts(config, training, bytes_by_part(predict_memory(config, training.device.type)))
     state = start_state(config)
     forecast = MemoryForecast(predicted_bytes=1, reserved_bytes=1, states_bytes=1, bytes_before=0)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

@@ -37,11 +37,11 @@ class LocalFolder:
 
     path: Path
     control: Control
-    near_ranks: tuple[int, ...]  # those that see this folder, including this rank
+    folder_ranks: tuple[int, ...]  # those that see this folder, including this rank
 
     @property
     def is_first(self) -> bool:
-        return self.control.world.rank == self.near_ranks[0]
+        return self.control.world.rank == self.folder_ranks[0]
 
     def records(self) -> list[Path]:
         """The records of all generations here, in the same order on all ranks of the node."""
@@ -52,10 +52,10 @@ class LocalFolder:
 
         All ranks of the node call it, at different times. Each makes room before it takes as much.
         """
-        index = self.near_ranks.index(self.control.world.rank)
+        index = self.folder_ranks.index(self.control.world.rank)
         for path in self._files():
             written_by = int(path.name.split("-")[1])
-            if unwanted(path.name) and written_by % len(self.near_ranks) == index:
+            if unwanted(path.name) and written_by % len(self.folder_ranks) == index:
                 path.unlink(missing_ok=True)
 
     def remove(self, unwanted: Callable[[str], bool]) -> None:

@@ -160,7 +160,7 @@ class _Holders:
     def __init__(
         self, folder: LocalFolder, found: Sequence[Generation], log: Callable[[str], None]
     ) -> None:
-        near, rank = folder.near_ranks, folder.control.world.rank
+        near, rank = folder.folder_ranks, folder.control.world.rank
         mine, damaged = [], {}
         for generation in found[near.index(rank) :: len(near)]:
             try:
@@ -238,7 +238,7 @@ def _plan(
         [
             Offer(rank, index, part)
             for rank, of_rank in enumerate(wants)
-            if rank not in folder.near_ranks
+            if rank not in folder.folder_ranks
             for index, want in enumerate(of_rank)
             for part, _, _ in holders.of_this_rank(want)
         ]

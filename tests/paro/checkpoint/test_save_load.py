@@ -155,7 +155,7 @@ def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path
     alone = one_process()
     save(100, alone)
     with pytest.raises(UserError, match="rank 2"):
-        save(200, OtherNodeFails(alone.everyone, alone.near, alone.near_ranks))
+        save(200, OtherNodeFails(alone.everyone, alone.near, alone.folder_ranks))
     common = load_checkpoint(
         tmp_path, make_shards(ONE, 0, filled=False), wanted=Loading(iteration=100)
     )

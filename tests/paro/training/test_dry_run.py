@@ -21,7 +21,7 @@ from paro.quantities import size_text
 from paro.topology import Axes
 from paro.training.assembly import build_training
 from paro.training.dry_run import PlannedRun, plan_run, run_dry
-from paro.training.local_copies import predicted_bytes
+from paro.training.local_copies import local_copies_bytes
 from paro.training.memory_check import predict_memory
 from paro.training.placement import placement_lines
 from tests.helpers.corpora import write_corpus
@@ -331,7 +331,7 @@ def test_local_copies_take_memory_of_every_node(
     words = f"{MOCK} {local} --dry-run --world-size 8 --ranks-per-node 4"
     plan = planned(words)
     numel = sum(p.numel() for p in plan.training.model.model.parameters())
-    found = predicted_bytes(plan.config, plan.training)
+    found = local_copies_bytes(plan.config, plan.training)
     assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
     line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
     assert line in printed(words, capsys)

@@ -63,7 +63,7 @@ class SavedIterations(Saving):
     def finish(self, state: TrainState) -> None:
         self.save(state)
 
-    def way_back(self, state: TrainState) -> str:
+    def resume_hint(self, state: TrainState) -> str:
         return "none is saved"
 
 

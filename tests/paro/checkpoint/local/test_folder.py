@@ -45,7 +45,7 @@ def test_it_is_named_by_user_job_and_node_and_closed_to_others(
     with local_folder(tmp_path, control, lines.append) as found:
         assert found.path == path_in(tmp_path)
         assert found.path.stat().st_mode & 0o777 == 0o700
-        assert found.near_ranks == (0,)
+        assert found.folder_ranks == (0,)
     assert found.path.exists(), "the next start recovers from it"
     (found.path / "rank-00000-a.0.json").touch()
     found.discard()
