@@ -12,7 +12,7 @@ BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes by name; master parameters and Adam moments are always fp32.
+    """Dtypes by name; master parameters are always fp32.
 
     `inter_param_bits` and `inter_grad_bits`: of updated parameters and gradients that cross groups
     once a step; below 16 they are sent as codes (paro/quantization/ranges.py).
@@ -25,8 +25,16 @@ class PrecisionConfig:
     inter_grad_bits: int = EXACT_BITS
     inter_grad_error_feedback: bool = False
     lora_base_dtype: str | None = None  # of parameters that adapters freeze; None: `compute`
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
+        for flag, dtype in (
+            ("--exp-avg-dtype", self.exp_avg_dtype),
+            ("--exp-avg-sq-dtype", self.exp_avg_sq_dtype),
+        ):
+            if dtype not in ("fp32", "bf16"):
+                raise UserError(f"{flag} {dtype} needs a scale per tensor: give bf16, or fp32")
         if self.compute not in BYTES_OF:
             raise ValueError(f"compute type {self.compute!r} is none of {', '.join(BYTES_OF)}")
         if self.grad_reduce_in_bf16 and self.compute != "bf16":
@@ -99,12 +107,20 @@ class PrecisionConfig:
         """Communication dtype of gradients; fp32 by --accumulate-allreduce-grads-in-fp32."""
         return "fp32" if self.accumulate_allreduce_grads_in_fp32 else self.compute
 
+    @property
+    def rounds_moments(self) -> bool:
+        """Whether moments of AdamW are kept in bf16."""
+        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
     def describe(self) -> str:
         """One line that describes the dtypes, printed at the start of a run."""
         frozen = f", frozen ones {self.frozen}" if self.frozen != self.compute else ""
+        moments = "and moments fp32"
+        if self.rounds_moments:
+            moments = f"fp32, exp_avg {self.exp_avg_dtype}, exp_avg_sq {self.exp_avg_sq_dtype}"
         text = (
             f"params {self.compute}{frozen}, gradients are sent as {self.wire} and accumulate in "
-            f"{self.accumulate}, master parameters and moments fp32"
+            f"{self.accumulate}, master parameters {moments}"
         )
         for what, bits in (
             ("updates of params", self.inter_param_bits),

@@ -38,7 +38,7 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
 from paro.errors import UserError
 from paro.layout import make_layout, whole_box
-from paro.optim.states import ADAMW
+from paro.optim.states import STATE_NAMES
 from paro.report.log import Log
 from paro.sharding.buffers import FlatShard
 from paro.topology import make_topology
@@ -50,7 +50,6 @@ from tools.shared.meters import MemoryMeter
 from tools.shared.output import print_json, write_json
 
 BLOCK_BYTES = 2**20
-STATES = tuple(state.name for state in ADAMW)
 MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 8192 "
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
@@ -71,7 +70,7 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
         layout = make_layout(boxes, decayed=frozenset(), world_size=world.size)
         numel = layout.numel // world.size
         start = topology.shard_start(world.rank, world.size, layout.numel)
-        for number, state in enumerate(STATES):
+        for number, state in enumerate(STATE_NAMES):
             values = torch.full((numel,), 1.0 + unit + number / 4.0)
             shards.append(
                 FlatShard(

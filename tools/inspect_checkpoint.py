@@ -28,7 +28,7 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
-from paro.optim.states import ADAMW, PARAM
+from paro.optim.states import PARAM, STATE_NAMES
 from paro.report.log import print_line
 from paro.sharding.buffers import GRAD_ERRORS, SENT
 from tools.shared.command_line import Parser
@@ -163,8 +163,7 @@ def inspect(args: argparse.Namespace) -> None:
 def _state_of(entry: Entry) -> str:
     """The state's name; other formats have only parameters."""
     state = entry.name.partition(".")[0]
-    kept = (*(kept.name for kept in ADAMW), SENT, GRAD_ERRORS)
-    return state if state in kept else PARAM
+    return state if state in (*STATE_NAMES, SENT, GRAD_ERRORS) else PARAM
 
 
 def main(argv: Sequence[str] | None = None) -> None:

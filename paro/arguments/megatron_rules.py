@@ -26,10 +26,6 @@ _GRADS = (
     "gradients are accumulated in fp32 unless --grad-reduce-in-bf16 is given",
     "give fp32; --grad-reduce-in-bf16 accumulates gradients in bf16",
 )
-_MOMENTS = (
-    "moments are fp32",
-    "moments are fp32: give fp32, and to spread them further --paro-strategy NNG",
-)
 _NO_DROPOUT = ("there is no dropout", "LLaMA trains without dropout: give 0")
 _DENSE = ("LLaMA is dense", "LLaMA is dense: give 1")
 _FORMAT = "checkpoints are torch.distributed.checkpoint's"
@@ -59,7 +55,7 @@ ACCEPTED = (
     ("initial values are made on the CPU", "--use-cpu-initialization"),
     ("a rank makes only what it holds", "--init-model-with-meta-device"),
     ("nothing is drawn at random after the start", "--te-rng-tracker"),
-    ("master parameters and moments are fp32", "--use-precision-aware-optimizer"),
+    ("--exp-avg-dtype and --exp-avg-sq-dtype say it all", "--use-precision-aware-optimizer"),
     ("there is no tensor parallelism",
      "--no-async-tensor-model-parallel-allreduce --no-tp-comm-* --disable-tp-comm-* "
      "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding"),
@@ -112,8 +108,6 @@ VALUES: tuple[tuple[str, tuple[str | int | float, ...], str, str], ...] = (
     ("--main-params-dtype", ("fp32",), "master parameters are fp32",
      "master parameters are fp32: give fp32, and to spread them further --paro-strategy NNG"),
     ("--main-grads-dtype", ("fp32",), *_GRADS),
-    ("--exp-avg-dtype", ("fp32",), *_MOMENTS),
-    ("--exp-avg-sq-dtype", ("fp32",), *_MOMENTS),
     ("--fp8-recipe", ("tensorwise",),
      "--fp8-format has a scale per tensor, from its own largest value",
      "give tensorwise, the only recipe"),

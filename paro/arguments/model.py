@@ -245,7 +245,7 @@ def add_learning_rate_args(parser: ArgumentParser) -> None:
 
 def add_mixed_precision_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "mixed precision", "Without a flag all is fp32. Master parameters and moments always are.",
+        "mixed precision", "Without a flag all is fp32. Master parameters always are.",
     ).add_argument
     add("--bf16", action="store_true", help="compute and communicate in bfloat16")
     add("--fp16", action="store_true", help="compute and communicate in float16, loss scaled")
@@ -257,6 +257,11 @@ def add_mixed_precision_args(parser: ArgumentParser) -> None:
         help="accumulate gradients in bf16 too: half the memory, less exact")
     add("--accumulate-allreduce-grads-in-fp32", action="store_true",
         help="communicate gradients in fp32 too: twice the bytes, Megatron's bf16 numerics")
+    add("--exp-avg-dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32",
+        help="type of AdamW's mean of gradients; bf16: updated in fp32 and rounded at random, 2 "
+        "bytes less a parameter in memory, checkpoints and local copies. fp16 and fp8 are refused")
+    add("--exp-avg-sq-dtype", choices=("fp32", "bf16", "fp16", "fp8"), default="fp32",
+        help="the same of the mean of their squares")
     add("--loss-scale", type=float, metavar="X",
         help="a constant factor on the loss; default: dynamic under --fp16, else 1")
     add("--initial-loss-scale", type=float, default=2.0**32, metavar="X",

@@ -159,6 +159,8 @@ def _load_iteration(
                 _planned(directory, manifest, metadata, read_as, ranks),
                 _planned(*base, base_metadata, rest, ranks),
             ]
+    for line in _conversions(own, stored):
+        log(line)
     # From here on shards are overwritten: only after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
         for reader, plan, planner in reads:
@@ -182,6 +184,19 @@ def _planned(
     reader = CheckedReader(directory, manifest)
     reader.set_up_storage_reader(metadata, ranks.is_first)
     return reader, reader.prepare_local_plan(planner.create_local_plan()), planner
+
+
+def _conversions(states: Mapping[str, BoxedState], stored: Mapping[str, Any]) -> set[str]:
+    """A line for every kind of moments that the checkpoint has in another type."""
+    kinds = {
+        (name.partition(".")[0], stored[name].properties.dtype, state.dtype)
+        for name, state in states.items()
+    }
+    return {
+        f"  {kind} is {there} in the checkpoint and {here} now: converted".replace("torch.", "")
+        for kind, there, here in kinds
+        if kind not in (PARAM, SENT) and there != here
+    }
 
 
 def _parameters(states: dict[str, State]) -> dict[str, State]:

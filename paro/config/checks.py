@@ -18,6 +18,7 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
+from paro.optim.optimizer import OptimConfig
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
@@ -51,6 +52,14 @@ def check_fp8(model: LlamaConfig, data: DataConfig, micro_batch_size: int) -> No
                 f"--fp8-format {model.fp8_format} needs multiples of {_FP8_MULTIPLE}: change "
                 f"{flags}, which is {size}, or leave fp8 out"
             )
+
+
+def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
+    if precision.rounds_moments and optim.adam_implementation == "apex":
+        raise UserError(
+            "--adam-implementation apex keeps moments in fp32 alone: leave it out, or "
+            "--exp-avg-dtype and --exp-avg-sq-dtype"
+        )
 
 
 def check_compile(model: LlamaConfig) -> None:

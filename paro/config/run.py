@@ -25,6 +25,7 @@ from paro.config.checks import (
     check_intervals,
     check_load,
     check_local_copies,
+    check_moments,
     check_profile,
     check_rotation,
     check_save,
@@ -185,6 +186,7 @@ class RunConfig:
             self.batches.check_from(resumed_samples(self.checkpoint))
         check_sequence(self.model, self.data)
         check_compile(self.model)
+        check_moments(self.optim, self.precision)
         check_fp8(self.model, self.data, self.batches.micro_batch_size)
         check_intervals(self.train, self.checkpoint)
         check_profile(self.profile, self.report, self.checkpoint)

@@ -1,4 +1,4 @@
-"""AdamW on flat fp32 ranges: torch's fused kernel, Triton's one pass, or NVIDIA apex's."""
+"""AdamW on flat ranges: torch's fused kernel, Triton's one pass, or NVIDIA apex's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from paro.errors import UserError
+from paro.optim.rounding import Rounding, round_into, upper_half
+
+_CHUNK = 2**16  # elements whose bf16 moments torch updates at a time, in fp32
 
 TRITON_DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
 
@@ -29,7 +32,10 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class AdamW(ABC):
-    """Updates one range of parameters, whose weights all decay or none; on one device, fp32."""
+    """Updates one range of fp32 parameters, whose weights all decay or none; on one device.
+
+    Moments in bf16 need a `rounding`, which says where in its parameter the range is.
+    """
 
     param: Tensor
     exp_avg: Tensor
@@ -37,6 +43,7 @@ class AdamW(ABC):
     _: KW_ONLY
     betas: tuple[float, float]
     eps: float
+    rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
         self.set_num_steps(0)
@@ -57,17 +64,30 @@ class TorchAdamW(AdamW):
     """
 
     def step(self, grad: Tensor, update: Update) -> None:
+        numel = self.param.numel()
+        length = numel if self.rounding is None else _CHUNK
+        self._count += 1
+        for begin in range(0, numel, length):
+            part = slice(begin, min(begin + length, numel))
+            self._step_part(part, grad[part], update)
+        if update.copy is not None:
+            update.copy.copy_(self.param)
+
+    def _step_part(self, part: slice, grad: Tensor, update: Update) -> None:
         beta1, beta2 = self.betas
         scale = None  # the kernel divides by it in its only pass
         if update.factor != 1.0:
             scale = torch.full((), 1.0 / update.factor, device=grad.device)
+        kept = self.exp_avg[part], self.exp_avg_sq[part]
+        moments = [moment.float() for moment in kept]
+        is_last = part.stop == self.param.numel()
         adamw(
-            [self.param],
+            [self.param[part]],
             [grad.float()],
-            [self.exp_avg],
-            [self.exp_avg_sq],
+            moments[:1],
+            moments[1:],
             max_exp_avg_sqs=[],
-            state_steps=[self._num_steps],
+            state_steps=[self._num_steps if is_last else self._num_steps.clone()],
             fused=True,
             grad_scale=scale,
             amsgrad=False,
@@ -78,10 +98,14 @@ class TorchAdamW(AdamW):
             eps=self.eps,
             maximize=False,
         )
-        if update.copy is not None:
-            update.copy.copy_(self.param)
+        if self.rounding is not None:
+            bits = self.rounding.bits(part.start, part.stop, self._count, grad.device)
+            for moment, values, half in zip(kept, moments, (bits, upper_half(bits)), strict=True):
+                if values is not moment:
+                    round_into(values, half, moment)
 
     def set_num_steps(self, num_steps: int) -> None:
+        self._count = num_steps
         steps = torch.full((), num_steps, dtype=torch.float32, device=self.param.device)
         self._num_steps = steps
 
@@ -120,8 +144,10 @@ class Chosen(NamedTuple):
 
 
 @cache
-def choose_adamw(name: str, device: torch.device) -> Chosen:
+def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Chosen:
     """The implementation of --adam-implementation; `UserError` if it was named and is not there.
+
+    `rounds`: moments are bf16.
 
     `auto` is Triton's on a GPU where it works, which a small update shows, and else torch's.
     """
@@ -134,7 +160,7 @@ def choose_adamw(name: str, device: torch.device) -> Chosen:
     try:
         from paro.optim.kernels import VERSION, TritonAdamW
 
-        _compare(TritonAdamW, device)
+        _compare(TritonAdamW, device, rounds)
     except Exception as error:  # whatever Triton, its compiler or the device's driver raises
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if name == "triton":
@@ -145,15 +171,16 @@ def choose_adamw(name: str, device: torch.device) -> Chosen:
     return Chosen(TritonAdamW, f"AdamW: Triton {VERSION}, one pass")
 
 
-def _compare(make: Callable[..., AdamW], device: torch.device) -> None:
+def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> None:
     """`RuntimeError` unless two updates are torch's, to rounding."""
     found = []
+    kind = torch.bfloat16 if rounds else torch.float32
+    rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2) if rounds else None
     for each in (TorchAdamW, make):
         param = torch.linspace(-1.0, 1.0, 99, device=device)
         copy = torch.zeros(99, dtype=torch.bfloat16, device=device)
-        adam = each(
-            param, torch.zeros_like(param), torch.zeros_like(param), betas=(0.9, 0.95), eps=1e-8
-        )
+        moments = torch.zeros(2, 99, dtype=kind, device=device)
+        adam = each(param, *moments, betas=(0.9, 0.95), eps=1e-8, rounding=rounding)
         for step in (1, 2):
             grad = torch.linspace(-step, 2.0, 99, device=device)
             adam.step(grad, Update(lr=0.1, weight_decay=0.1, factor=0.5, copy=copy))

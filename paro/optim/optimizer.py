@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,8 @@ from paro.distributed.profile_range import profile_range
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw, find_apex
-from paro.optim.states import ADAMW, MASTER, MOMENTS, PARAM, master_is_param
+from paro.optim.rounding import Rounding
+from paro.optim.states import MASTER, PARAM, STATE_NAMES, OptimState, master_is_param
 from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
@@ -57,7 +58,9 @@ class UnitOptimizer:
     With fp32 parameters and equal params and optim degrees the master is the parameter shard.
     """
 
-    def __init__(self, unit: UnitShards, config: OptimConfig) -> None:
+    def __init__(
+        self, unit: UnitShards, config: OptimConfig, states: Sequence[OptimState], seed: int
+    ) -> None:
         self.unit = unit
         grad = unit.optim_grad
         strategy = unit.context.strategy
@@ -66,28 +69,46 @@ class UnitOptimizer:
         numel = grad.numel()
         self.states = {
             state.name: torch.zeros(numel, dtype=TORCH_TYPES[state.dtype], device=grad.device)
-            for state in ADAMW
+            for state in states
             if not (state is MASTER and self.master_is_param)
         }
         self.master = self.states.setdefault(PARAM, unit.param_shard)
-        moments = [self.states[state.name] for state in MOMENTS]
-        # The range is in one slice, which has decayed boxes first: at most two parts.
-        cut = unit.layout.num_decayed(unit.optim_start, unit.optim_start + numel)
+        moments = [self.states[state.name] for state in states if state.is_moment]
+        rounds = any(moment.dtype != torch.float32 for moment in moments)
+        chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
         master = self.master.detach()
         self._adamws: list[tuple[slice, bool, AdamW]] = [  # the part, whether its weights decay
             (
                 part,
                 decays,
-                choose_adamw(config.adam_implementation, grad.device).make(
+                chosen.make(
                     master[part],
                     *(moment[part] for moment in moments),
                     betas=(config.adam_beta1, config.adam_beta2),
                     eps=config.adam_eps,
+                    rounding=rounding,
                 ),
             )
-            for part, decays in ((slice(0, cut), True), (slice(cut, numel), False))
-            if part.start < part.stop
+            for part, decays, rounding in self._ranges(seed if rounds else None)
         ]
+
+    def _ranges(self, seed: int | None) -> Iterator[tuple[slice, bool, Rounding | None]]:
+        """The parts that are updated apart, whether their weights decay, and how they are rounded.
+
+        With a `seed`, moments are rounded: a part for every parameter.
+        """
+        layout, start, numel = self.unit.layout, self.unit.optim_start, self.master.numel()
+        # The range is in one slice, which has decayed boxes first: at most two parts.
+        cut = layout.num_decayed(start, start + numel)
+        if seed is None:
+            for part, decays in ((slice(0, cut), True), (slice(cut, numel), False)):
+                if part.start < part.stop:
+                    yield part, decays, None
+            return
+        for piece in layout.pieces(start, start + numel):
+            begin = piece.offset - start
+            part = slice(begin, begin + piece.high - piece.low)
+            yield part, begin < cut, Rounding.of(piece, seed)
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
         """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
@@ -132,11 +153,13 @@ class ParoOptimizer:
     the background; the next use of each unit waits for it.
     """
 
-    def __init__(self, model: DistributedModel, config: OptimConfig) -> None:
+    def __init__(
+        self, model: DistributedModel, config: OptimConfig, states: Sequence[OptimState], seed: int
+    ) -> None:
         self.model = model
         self.config = config
         self.num_steps = 0
-        self._parts = [UnitOptimizer(unit, config) for unit in model.trainable_units]
+        self._parts = [UnitOptimizer(unit, config, states, seed) for unit in model.trainable_units]
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
@@ -230,7 +253,7 @@ class ParoOptimizer:
 
         for part in self._parts:
             unit = part.unit
-            states = {state.name: part.states[state.name] for state in ADAMW}
+            states = {name: part.states[name] for name in STATE_NAMES}
             if unit.coded_update is not None:
                 states[SENT] = unit.optim_param  # this rank's own: written before the all-gather
             degree = unit.context.strategy.optim

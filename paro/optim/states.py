@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paro.precision import BYTES_OF
+from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 
 PARAM = "param"  # the state of the master, or of the parameter itself where it is frozen
@@ -21,8 +21,16 @@ class OptimState:
 
 
 MASTER = OptimState(name=PARAM, is_moment=False)
-MOMENTS = (OptimState(name="exp_avg"), OptimState(name="exp_avg_sq"))
-ADAMW = (MASTER, *MOMENTS)
+STATE_NAMES = (PARAM, "exp_avg", "exp_avg_sq")
+
+
+def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
+    """The master and the two moments."""
+    return (
+        MASTER,
+        OptimState(name="exp_avg", dtype=precision.exp_avg_dtype),
+        OptimState(name="exp_avg_sq", dtype=precision.exp_avg_sq_dtype),
+    )
 
 
 def bytes_of(states: Iterable[OptimState]) -> int:

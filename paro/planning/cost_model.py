@@ -12,7 +12,7 @@ from functools import partial
 from model.units import UnitSpec
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
-from paro.optim.states import ADAMW, MOMENTS, bytes_of, master_is_param
+from paro.optim.states import adamw_states, bytes_of, master_is_param
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import EXACT_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
@@ -277,13 +277,14 @@ def model_state_bytes(
 ) -> ModelStateBytes:
     """Bytes per rank of parameters, gradient accumulators, master parameters and Adam moments."""
     params = grads = optim = 0
+    states = adamw_states(precision)
     for unit in units:
         placed = strategy_of(unit, strategy)
         has_master = not master_is_param(placed, is_fp32=precision.compute == "fp32")
         params += unit.trainable_numel // placed.params * BYTES_OF[precision.compute]
         params += unit.frozen_numel // placed.params * BYTES_OF[precision.frozen]
         grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
-        kept = bytes_of(ADAMW if has_master else MOMENTS)
+        kept = bytes_of(states if has_master else states[1:])
         optim += unit.trainable_numel // placed.optim * kept
     return ModelStateBytes(params=params, grads=grads, optim=optim)
 

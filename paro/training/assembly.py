@@ -27,6 +27,7 @@ from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
+from paro.optim.states import adamw_states
 from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
 from paro.quantization.formats import EXACT_BITS
@@ -74,7 +75,8 @@ def build_training(
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)
     sharded = _spread(model, config, control, traffic, timers)
-    optimizer = ParoOptimizer(sharded, config.optim)
+    states = adamw_states(config.precision)
+    optimizer = ParoOptimizer(sharded, config.optim, states, config.train.seed)
     if initialized and device.type != "meta":
         optimizer.initialize(initializer_of(config))
     return Training(

@@ -58,6 +58,8 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     kernel = check_attention(config.model, dtype, device, documents=apart)
     yield "attention", f"attention: {kernel}"
     yield "blocks", usable_kernels(config.model, config.fusions, dtype, device).line or ""
-    yield "AdamW", choose_adamw(config.optim.adam_implementation, device).line or ""
+    name, rounds = config.optim.adam_implementation, config.precision.rounds_moments
+    chosen = choose_adamw(name, device, rounds=rounds)
+    yield "AdamW", chosen.line or ""
     if config.precision.has_codes:
         yield "codes", choose_kernels(device).line or ""

@@ -12,7 +12,7 @@ from model.config import RecomputeConfig
 from model.units import parameter_shapes
 from paro.config.run import RunConfig
 from paro.errors import UserError
-from paro.optim.states import ADAMW, MASTER, bytes_of
+from paro.optim.states import MASTER, adamw_states, bytes_of
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.remedies import least_recomputation, recompute_flags
 from paro.planning.search.run_memory import RunMemory, RunPlan
@@ -105,12 +105,13 @@ def _async_copy_bytes(config: RunConfig) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
-    """What a checkpoint takes: fp32 values, and two moments of what trains.
+    """What a checkpoint takes: fp32 masters and two moments of what trains.
 
     Frozen parameters are saved in the type that they are held in, unless they are in its base.
     """
     shapes, trained = parameter_shapes(config.model), config.trained
-    of_trained = bytes_of((MASTER,) if config.checkpoint.no_save_optim else ADAMW)
+    states = adamw_states(config.precision)
+    of_trained = bytes_of((MASTER,) if config.checkpoint.no_save_optim else states)
     of_frozen = 0 if has_base else BYTES_OF[config.precision.frozen]
     return sum(
         math.prod(shape) * (of_trained if name in trained else of_frozen)

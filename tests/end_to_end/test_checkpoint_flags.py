@@ -114,6 +114,15 @@ def test_moments_can_stay_behind(straight: Path, saved: Path, go_on: str) -> Non
     launch(words, "--no-load-optim")
 
 
+def test_moments_of_another_type_are_converted(straight: Path, saved: Path, go_on: str) -> None:
+    told = run(go_on, "--exp-avg-sq-dtype bf16")
+    assert "exp_avg_sq is float32 in the checkpoint and bfloat16 now: converted" in told
+    assert "exp_avg is" not in told
+    found, true = losses(saved.parent / "lines"), losses(straight / "lines")
+    assert found[6] == pytest.approx(true[6], rel=1e-3)
+    assert found[6] != true[6]
+
+
 def test_sizes_and_tokenizer_come_with_the_checkpoint(
     straight: Path, saved: Path, go_on: str
 ) -> None:

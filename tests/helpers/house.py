@@ -229,7 +229,7 @@ def functions_of(source: Source) -> Iterator[tuple[Function, list[ast.arg]]]:
         if not isinstance(node, Function):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-        if "triton.jit" in decorators:
+        if any(decorator.startswith("triton.jit") for decorator in decorators):
             continue
         arguments = node.args
         parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]

@@ -100,6 +100,8 @@ CASES = {
     "device_memory_gb": ((), DRY, f"{DRY} --device-memory-gb 80"),
     "dry_run": ((), "", DRY),
     "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
+    "exp_avg_dtype": ((), "", "--exp-avg-dtype bf16"),
+    "exp_avg_sq_dtype": ((), "", "--exp-avg-sq-dtype bf16"),
     "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
     "fp16": ((), "", "--fp16"),
     "fp8_format": ((), "", "--fp8-format hybrid"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from paro.errors import UserError
-from paro.optim.states import ADAMW, bytes_of
+from paro.optim.states import adamw_states, bytes_of
 from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.search.estimator import Estimate
@@ -17,7 +17,6 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.quantities import count_text
 
-STATE_BYTES = bytes_of(ADAMW)  # of a trained parameter: master and moments
 _MOST_NODES = 2  # that the settings to compare may lose
 
 
@@ -42,7 +41,7 @@ def failures_of(args: Namespace, workload: Workload) -> Failures:
     node = workload.ranks_per_node or workload.machine.group_size
     units = workload.units
     frozen = sum(unit.frozen_numel for unit in units) * BYTES_OF[workload.precision.compute]
-    trained = sum(unit.trainable_numel for unit in units) * STATE_BYTES
+    trained = _trained_bytes(workload)
     return Failures(
         num_nodes=-(-workload.world_size // node),
         mtbf_hours=args.mtbf_hours,
@@ -100,9 +99,14 @@ def _expected(setting: Estimate, survives: int, name: str, goodput: Goodput) -> 
 def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
     """To send a new node its ranks' states, each over its share of the links between nodes."""
     rate = _inter_bytes_per_second(workload.machine)
-    trained = sum(unit.trainable_numel for unit in workload.units)
-    num_bytes = trained * STATE_BYTES / setting.candidate.strategy.optim
+    num_bytes = _trained_bytes(workload) / setting.candidate.strategy.optim
     return 0.0 if rate is None else num_bytes / rate
+
+
+def _trained_bytes(workload: Workload) -> int:
+    """Of all trained parameters: master and moments."""
+    trained = sum(unit.trainable_numel for unit in workload.units)
+    return trained * bytes_of(adamw_states(workload.precision))
 
 
 def _inter_bytes_per_second(machine: Machine) -> float | None:

@@ -169,6 +169,8 @@ def precision_of(args: Namespace) -> PrecisionConfig:
         inter_grad_bits=args.paro_inter_grad_bits,
         inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
         lora_base_dtype=args.lora_base_dtype,
+        exp_avg_dtype=args.exp_avg_dtype,
+        exp_avg_sq_dtype=args.exp_avg_sq_dtype,
     )
 
 

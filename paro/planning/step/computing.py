@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
-from paro.optim.states import ADAMW, bytes_of
+from paro.optim.states import adamw_states, bytes_of
 from paro.planning.cost_model import UnitSize, first_trained
 from paro.planning.machine.machine import Device
 from paro.planning.units import MicroBatch
@@ -136,7 +136,9 @@ class Computing:
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
     ) -> float:
         of_element = (
-            2 * BYTES_OF[precision.accumulate] + 2 * bytes_of(ADAMW) + BYTES_OF[precision.compute]
+            2 * BYTES_OF[precision.accumulate]
+            + 2 * bytes_of(adamw_states(precision))
+            + BYTES_OF[precision.compute]
         )
         return self.memory_seconds(trainable_numel // strategy.optim * of_element)
 

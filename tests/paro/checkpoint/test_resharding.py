@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,19 @@ PAIRS = draw_pairs(72, seed=5)
 FEW = (5, *(i for i, p in enumerate(PAIRS) if p.before.world_size != p.after.world_size))[:4]
 
 pytestmark = pytest.mark.ranks
+
+
+ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+@pytest.mark.parametrize("index", FEW[:2])
+def test_moments_in_bf16_reshard(tmp_path: Path, index: int) -> None:
+    """The random bits of later steps too: with others, losses would differ by more."""
+    before, after = (
+        replace(setting, more=ROUNDED, collective="native")
+        for setting in (PAIRS[index].before, PAIRS[index].after)
+    )
+    check(replace(PAIRS[index], before=before, after=after), tmp_path)
 
 
 LAST = "--trainable last-blocks:0.34"

@@ -50,6 +50,8 @@ STEPS = "--step-batch-size-schedule"
         # Precision
         ("--fp16 --bf16", "--fp16 and --bf16 contradict"),
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ... --bf16"),
+        ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16 ... give bf16, or fp32"),
+        ("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype fp8 ... give bf16, or fp32"),
         (
             "--fp8-format hybrid --ffn-hidden-size 40",
             "--ffn-hidden-size, which is 40 ... leave fp8",

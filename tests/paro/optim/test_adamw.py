@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,9 +150,15 @@ class TwiceAsFar(TorchAdamW):
 def compile_all() -> None:
     pointers = dict.fromkeys(("param", "exp_avg", "exp_avg_sq", "grad"), "*fp32")
     numbers = ("factor", "kept", "beta1", "beta2", "eps", "step_size", "correction")
+    places = ("key1", "key2", "low", "width", "stride", "start")
     types = {**pointers, "copy": "*bf16", "numel": "i32", **dict.fromkeys(numbers, "fp32")}
-    for capability in (80, 90):
-        signature = Signature(types=types, constants={"COPIES": True, "BLOCK": 1024})
+    types |= dict.fromkeys(places, "i32")
+    for capability, moments in product((80, 90), ("*fp32", "*bf16")):
+        rounds = dict.fromkeys(("ROUNDS1", "ROUNDS2"), moments == "*bf16")
+        signature = Signature(
+            types=types | dict.fromkeys(("exp_avg", "exp_avg_sq"), moments),
+            constants={"COPIES": True, **rounds, "BLOCK": 1024},
+        )
         compile_kernel("paro.optim.kernels", "_adamw", signature, capability)
 
 

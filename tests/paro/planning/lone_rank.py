@@ -25,6 +25,7 @@ from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
 from paro.distributed.timers import Timers
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
+from paro.optim.states import adamw_states
 from paro.precision import PrecisionConfig
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.ring import Ring
@@ -104,7 +105,9 @@ def lone_rank(
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, precision, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units))
+    return _lone(
+        config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units), precision
+    )
 
 
 def lone_pipelining_rank(
@@ -120,7 +123,7 @@ def lone_pipelining_rank(
     context = _context(strategy, topology, precision, "cpu", pieces)
     llama = _empty_llama(config, precision, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
+    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1), precision)
 
 
 def lone_flat_rank(
@@ -132,7 +135,7 @@ def lone_flat_rank(
     flat = FlatCollectives(groups, InlineStreams(), ByteCounter())
     llama = _empty_llama(config, precision, lambda _name: True)
     nodes = make_unit_modules(llama, llama.units(), replace(context, collectives=flat))
-    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1))
+    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1), precision)
 
 
 def lone_rotating_rank(
@@ -154,7 +157,7 @@ def lone_rotating_rank(
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
     ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
     parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
-    return _lone(config, RotatedModel(llama, parts, ring, Timers()))
+    return _lone(config, RotatedModel(llama, parts, ring, Timers()), precision)
 
 
 def _context(
@@ -195,13 +198,13 @@ def _empty_llama(
     return llama
 
 
-def _lone(config: LlamaConfig, model: DistributedModel) -> LoneRank:
+def _lone(config: LlamaConfig, model: DistributedModel, precision: PrecisionConfig) -> LoneRank:
     collectives = model.context.collectives
     assert isinstance(collectives, (NativeCollectives, PipelinedCollectives, FlatCollectives))
     return LoneRank(
         config=config,
         model=model,
-        optimizer=ParoOptimizer(model, OptimConfig()),
+        optimizer=ParoOptimizer(model, OptimConfig(), adamw_states(precision), seed=0),
         traffic=collectives._wire._traffic,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from model.units import UnitSpec
@@ -129,6 +131,8 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
     iig, _ = on_ranks("IIG", world_size=4, group_size=2)
     assert model_state_bytes(gig, one_unit(400), fp32).optim == 8 * 100
     assert model_state_bytes(iig, one_unit(400), fp32).optim == 12 * 100
+    rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    assert model_state_bytes(iig, one_unit(400), rounded).optim == 8 * 100
     assert model_state_bytes(gig, one_unit(400), bf16).optim == 12 * 100
 
 

@@ -1,0 +1,99 @@
+"""Rounds a moment to bf16 at random, by bits that follow from seed, step and element alone."""
+
+# bf16 keeps 8 bits of a value, and a step changes a moment by less than the last of them: to the
+# nearest value it would stay where it is. It goes up with a probability of what is cut off, so its
+# expectation is exact. The bits are a hash of the element's index in its parameter, permuted with
+# two keys (Even and Mansour, 1991) of seed, step and parameter: no rank, shard or order of work is
+# in them, so a resumed run and a resharded one have the same. The two halves of a hash serve the
+# two moments.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+
+import torch
+from torch import Tensor
+
+from paro.layout import Piece
+
+_HALF = 0xFFFF
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of lowbias32, a permutation of 32 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """Where the elements of a piece are in their parameter, and what else decides their bits.
+
+    Element i of the piece has index `start + j // width * stride + j % width`, where j is
+    `low + i`.
+    """
+
+    seed: int
+    name: str
+    low: int
+    width: int
+    stride: int
+    start: int
+
+    @classmethod
+    def of(cls, piece: Piece, seed: int) -> Rounding:
+        box = piece.box
+        strides = [prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
+        assert box.extent[2:] == box.shape[2:], f"{box} is cut in its third dim"
+        return cls(
+            seed=seed,
+            name=box.name,
+            low=piece.low,
+            width=prod(box.extent[1:]),
+            stride=prod(box.shape[1:]),
+            start=sum(at * stride for at, stride in zip(box.start, strides, strict=True)),
+        )
+
+    def keys(self, step: int) -> tuple[int, int]:
+        """Two keys for the hash of a step, as signed 32-bit numbers."""
+        text = f"{self.seed} {step} {self.name}".encode()
+        digest = blake2b(text, digest_size=8).digest()
+        first, second = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4))
+        return _signed(first), _signed(second)
+
+    def bits(self, begin: int, end: int, step: int, device: torch.device) -> Tensor:
+        """32 random bits for each of the elements [begin, end) of the piece."""
+        first, second = self.keys(step)
+        at = torch.arange(self.low + begin, self.low + end, device=device)
+        if self.width != self.stride:
+            row = at // self.width
+            at += row * (self.stride - self.width)
+        hashed = (at + self.start).to(torch.int32)
+        hashed ^= first
+        for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
+            hashed ^= _shifted(hashed, shift)
+            hashed *= _signed(multiplier)
+        hashed ^= _shifted(hashed, 16)
+        hashed ^= second
+        return hashed
+
+
+def round_into(values: Tensor, bits: Tensor, into: Tensor) -> None:
+    """Writes fp32 values, which are overwritten, as bf16: rounded by the low halves of `bits`."""
+    words = values.view(torch.int32)
+    words += bits & _HALF
+    words &= ~_HALF
+    into.copy_(values)
+
+
+def upper_half(bits: Tensor) -> Tensor:
+    """The upper halves of 32 bits as the low halves."""
+    return _shifted(bits, 16)
+
+
+def _shifted(words: Tensor, number: int) -> Tensor:
+    """Unsigned words shifted right, in a type whose own shift copies the sign."""
+    return (words >> number).bitwise_and_((1 << (32 - number)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The signed number of the same 32 bits."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
