@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from model.units import UnitSpec
+from paro.collectives.shifts import Ring
 from paro.layout import halves_of, make_sliced_layout
 from paro.rotation.part import Half, PartRotation, RotatingPart
-from paro.rotation.ring import Ring
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
 from paro.sharding.distributed_model import MicroBatchState

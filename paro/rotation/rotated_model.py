@@ -6,9 +6,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from paro.collectives.shifts import Ring
 from paro.distributed.timers import Timers
 from paro.rotation.partition import Parts
-from paro.rotation.ring import Ring
 from paro.sharding.distributed_model import DistributedModel, Phase
 from paro.sharding.sharded_unit import ShardedUnit
 

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
+from paro.collectives.shifts import Ring, Turn, scratch_numel
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
-from paro.rotation.ring import Ring, Turn, scratch_numel
 from paro.sharding.buffers import ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.step.actions import Move, SliceMove, Verb

@@ -16,6 +16,7 @@ from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction, make_coded_reduction
+from paro.collectives.shifts import make_ring
 from paro.config.run import RunConfig
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
@@ -34,7 +35,6 @@ from paro.quantization.formats import EXACT_BITS
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
 from paro.rotation.partition import cut_into_parts
-from paro.rotation.ring import make_ring
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel

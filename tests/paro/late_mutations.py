@@ -221,8 +221,10 @@ _STREAMS = "LateStreams stands for it; tests/paro/distributed/test_comm_stream.p
 _MESSAGES = "messages from point to point, on threads; tests/paro/collectives/test_executor.py"
 _SCHEDULE = "data of a schedule; tests/paro/collectives/test_schedule.py"
 _PIPELINE = "data of the plan; a mutation of PipelinedCollectives._submit ignores it"
-_RING = "of threads, which NCCL's path does not run; tests/paro/rotation/test_ring.py"
-_EXCHANGE = "gloo's message mostly arrives before it is missed; tests/paro/rotation/test_ring.py"
+_RING = "of threads, which NCCL's path does not run; tests/paro/collectives/test_shifts.py"
+_EXCHANGE = (
+    "gloo's message mostly arrives before it is missed; tests/paro/collectives/test_shifts.py"
+)
 _COUNTS = "no order needs it: bytes and seconds sent before must not count for what follows"
 _SAVES = (
     "no order needs it, a save reads masters: what is sent does not count as saving, and a lost "
@@ -276,9 +278,9 @@ ELSEWHERE = {
     "collectives.wire Wire.exchange: Pending(work, sent, transfer).wait()": _EXCHANGE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
-    "rotation.ring Ring.shift: message.wait()": _RING,
-    "rotation.ring Ring._exchange_ahead: arriving.popleft().wait()": _RING,
-    "rotation.ring Ring._exchange_ahead: leaving[number].wait()": _RING,
+    "collectives.shifts Ring.shift: message.wait()": _RING,
+    "collectives.shifts Ring._exchange_ahead: arriving.popleft().wait()": _RING,
+    "collectives.shifts Ring._exchange_ahead: leaving[number].wait()": _RING,
     "sharding.sharded_unit ShardedUnit.use: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
     **dict.fromkeys(

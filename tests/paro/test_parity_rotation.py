@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paro.arguments.parser import parse_args
+from paro.collectives.shifts import scratch_numel
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
-from paro.rotation.ring import scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train

@@ -19,6 +19,7 @@ from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.collectives.shifts import Ring
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.exposed_time import Exposure
@@ -28,7 +29,6 @@ from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.optim.states import adamw_states
 from paro.precision import PrecisionConfig
 from paro.rotation.partition import cut_into_parts
-from paro.rotation.ring import Ring
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import Ledger
 from paro.sharding.distributed_model import DistributedModel
@@ -36,7 +36,7 @@ from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
 from paro.strategy import Strategy, make_comm_plan
-from paro.topology import Topology
+from paro.topology import Topology, Use
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -153,9 +153,9 @@ def lone_rotating_rank(
     llama = _empty_llama(config, precision, is_trained)
     collectives = context.collectives
     assert isinstance(collectives, NativeCollectives)
-    (axis,) = topology.axes_between(1, strategy.params)
+    span = topology.axes_between(1, strategy.params)
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
-    ring = Ring(axis, groups, InlineStreams(), collectives._wire._traffic)
+    ring = Ring(Use.ROTATE, span, groups, InlineStreams(), collectives._wire._traffic)
     parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
     return _lone(config, RotatedModel(llama, parts, ring, Timers()), precision)
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.arguments.parser import parse_args
+from paro.collectives.shifts import Turn
 from paro.collectives.wire import Pending
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
-from paro.rotation.ring import Turn
 from paro.rotation.rotated_model import RotatedModel
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.memory_check import predict_memory

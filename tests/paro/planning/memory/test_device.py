@@ -14,6 +14,7 @@ from model.config import LlamaConfig
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.collectives.shifts import make_ring
 from paro.collectives.wire import Wire
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import InlineStreams
@@ -33,7 +34,6 @@ from paro.planning.memory.gathering import MemorySnapshot
 from paro.planning.search.estimator import Estimator
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
-from paro.rotation.ring import make_ring
 from paro.strategy import legal_letters, make_comm_plan, rotation_spans, spans_by_use
 from paro.topology import AxisSpan, Use
 from tests.paro.planning.cases import DEVICE, workload

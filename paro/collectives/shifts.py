@@ -1,6 +1,6 @@
-"""A point-to-point ring along one axis: a shift sends each rank's slice to its neighbour."""
+"""A point-to-point ring along an axis span: a shift sends each rank's slice to its neighbour."""
 
-# Ranks along the axis have positions 0 .. d - 1. Clockwise, a rank sends to the next position and
+# Ranks along the span have positions 0 .. d - 1. Clockwise, a rank sends to the next position and
 # receives from the previous one; counter-clockwise the opposite. The slices held at four positions
 # at the start and after one and two clockwise shifts:
 #
@@ -23,7 +23,7 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event, Stage
 from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
 from paro.layout import chunk_numel
-from paro.topology import Axis, Topology, Use
+from paro.topology import AxisSpan, Topology, Use
 
 
 class Turn(Enum):
@@ -51,7 +51,9 @@ class _Underway:
 
 
 class Ring:
-    """This rank's end of the ring along `axis`, with its own comm stream and process group.
+    """This rank's end of the ring along `span`, with its own comm stream and process group.
+
+    An empty span is a ring of one rank, which never shifts.
 
     All ranks must call `shift` with matching arguments in the same order and wait for the events in
     that order. Buffers belong to the ring until their event has completed. After an exception
@@ -59,17 +61,18 @@ class Ring:
     """
 
     def __init__(
-        self, axis: Axis, groups: Groups, streams: CommStreams, traffic: ByteCounter
+        self, use: Use, span: AxisSpan, groups: Groups, streams: CommStreams, traffic: ByteCounter
     ) -> None:
-        self._span = (axis,)
+        self._use = use
+        self._span = span
         self._groups = groups
         self._streams = streams
-        self._stream = (Use.ROTATE, axis)
+        self._stream = (use, *span)
         self._wire = Wire(groups, traffic)
-        self._members = groups.topology.members(self._span, groups.rank)
+        self._members = groups.topology.members(span, groups.rank)
         self._next_tag = 0
-        self.size = axis.size
-        self.position = axis.digit(groups.rank)
+        self.size = len(self._members)
+        self.position = self._members.index(groups.rank)
 
     def home_of(self, num_shifts: int) -> int:
         """The position whose slice this rank holds after `num_shifts` clockwise shifts."""
@@ -140,15 +143,15 @@ class Ring:
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         to, _ = self._neighbours(turn)
-        return self._wire.send(Use.ROTATE, self._span, tensor, to, tag)
+        return self._wire.send(self._use, self._span, tensor, to, tag)
 
     def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         _, source = self._neighbours(turn)
-        return self._wire.receive(Use.ROTATE, self._span, tensor, source, tag)
+        return self._wire.receive(self._use, self._span, tensor, source, tag)
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
         to, source = self._neighbours(turn)
-        self._wire.exchange(Use.ROTATE, self._span, (outgoing, to), (incoming, source), tag=tag)
+        self._wire.exchange(self._use, self._span, (outgoing, to), (incoming, source), tag=tag)
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
         """The ranks to send to and to receive from."""
@@ -180,7 +183,7 @@ def make_ring(
         groups = no_groups(topology, rank)
     else:
         groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, group_config)
-    return Ring(span[0], groups, streams, traffic)
+    return Ring(Use.ROTATE, span, groups, streams, traffic)
 
 
 def scratch_numel(numel: int, dtype: torch.dtype, *, device_type: str) -> int:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paro.collectives.shifts import Ring, Turn, make_ring, scratch_numel
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig
-from paro.rotation.ring import Ring, Turn, make_ring, scratch_numel
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 
