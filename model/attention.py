@@ -99,11 +99,15 @@ def varlen_for(q_BSNH: Tensor, backend: AttentionBackend) -> Varlen | None:
     takes = (
         q_BSNH.device.type == "cuda"
         and backend in ("auto", "flash")
-        and q_BSNH.dtype in (torch.float16, torch.bfloat16)
-        and q_BSNH.shape[-1] <= _LARGEST_HEAD
-        and q_BSNH.shape[-1] % _HEAD_MULTIPLE == 0
+        and flash_takes(q_BSNH.dtype, q_BSNH.shape[-1])
     )
     return _find_varlen(q_BSNH.device) if takes else None
+
+
+def flash_takes(dtype: torch.dtype, head_size: int) -> bool:
+    """Whether FlashAttention takes such heads as they are, on a GPU that has it."""
+    of_size = head_size <= _LARGEST_HEAD and head_size % _HEAD_MULTIPLE == 0
+    return of_size and dtype in (torch.float16, torch.bfloat16)
 
 
 @cache

@@ -1,0 +1,167 @@
+"""Attention of queries to one block of the keys, with its log-sum-exp, and its gradients."""
+
+# [Note: attention in parts]
+# Softmax over keys that arrive block by block: each block gives an output and the log-sum-exp of
+# its scores, and two of these merge into those of both blocks' keys. Gradients need nothing of a
+# block's own forward: from output and log-sum-exp over all keys, a kernel computes the block's
+# exact share of them. Blocks are merged in fp32.
+#
+# Kernels disagree on which keys a causal mask hides if there are more keys than queries. So only
+# squares are causal here; rectangles have no mask. Keys may have fewer heads than queries.
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.attention import Documents, flash_takes
+from model.config import AttentionBackend
+from paro.errors import UserError
+
+Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
+
+
+class Partial(NamedTuple):
+    """Attention to some of the keys: output, and log-sum-exp of the scaled scores in fp32."""
+
+    out_BSNH: Tensor  # noqa: N815
+    lse_BSN: Tensor  # noqa: N815
+
+    def of(self, samples: slice, queries: slice) -> Partial:
+        """The same of some samples and queries, as views."""
+        return Partial(self.out_BSNH[samples, queries], self.lse_BSN[samples, queries])
+
+    def merge_(self, other: Partial) -> None:
+        """Makes this, whose output is fp32, attention to the keys of both."""
+        share_BSN = torch.sigmoid(other.lse_BSN - self.lse_BSN)
+        self.out_BSNH.lerp_(other.out_BSNH.float(), share_BSN[..., None])
+        self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
+
+
+def check_block_attention(
+    backend: AttentionBackend, dtype: torch.dtype, head_size: int, device: torch.device
+) -> None:
+    """`UserError` if attention in parts cannot be computed by this kernel, with these values."""
+    if backend not in ("auto", "flash"):
+        raise UserError(
+            f"--attention-backend {backend} gives no log-sum-exp, without which attention is not "
+            "computed in parts: give auto or flash, or --cp-comm-type a2a"
+        )
+    if device.type == "cuda" and not flash_takes(dtype, head_size):
+        kind = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"FlashAttention, which computes attention in parts, takes no heads of {head_size} "
+            f"channels in {kind} on this GPU: give --bf16 and a multiple of 8 up to 256 "
+            "(--kv-channels), or --cp-comm-type a2a"
+        )
+
+
+def attend_block(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False
+) -> Partial:
+    """Attention to all these keys; if `causal`, of query i to keys 0 .. i of as many."""
+    _check_square(q_BSNH, k_BSKH, causal=causal)
+    if q_BSNH.device.type == "cuda":
+        lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
+        out_BSNH, lse_BNS = _flash(q_BSNH, k_BSKH, v_BSKH, *lengths, causal)
+        return Partial(out_BSNH, lse_BNS.transpose(1, 2))
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(q_BSNH, k_BSKH, v_BSKH), 0.0, causal
+    )
+    return Partial(*_heads_first(*found))
+
+
+def block_grads(
+    grad_BSNH: Tensor,
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    whole: Partial,
+    *,
+    causal: bool = False,
+) -> Grads:
+    """A block's share of the gradients; `whole` is the queries' attention to all their keys."""
+    _check_square(q_BSNH, k_BSKH, causal=causal)
+    if q_BSNH.device.type == "cuda":
+        lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
+        lse_BNS = whole.lse_BSN.transpose(1, 2).contiguous()
+        return _flash_grads(
+            grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole.out_BSNH, lse_BNS, *lengths, causal
+        )
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *_heads_first(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole), 0.0, causal
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def attend_causally(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None
+) -> Partial:
+    """Causal attention within each sample or, with documents of all samples, within each."""
+    if documents is None:
+        return attend_block(q_BSNH, k_BSKH, v_BSKH, causal=True)
+    flat = [part.flatten(0, 1) for part in (q_BSNH, k_BSKH, v_BSKH)]
+    if documents.bounds_N is not None:
+        out_TNH, lse_NT = _flash(*flat, *_bounds(documents), True)
+        return Partial(out_TNH.view_as(q_BSNH), lse_NT.t().reshape(q_BSNH.shape[:3]))
+    parts = zip(*(part.split(documents.lengths) for part in flat), strict=True)
+    found = [attend_block(q[None], k[None], v[None], causal=True) for q, k, v in parts]
+    outs, lses = zip(*found, strict=True)
+    lse_BSN = torch.cat(lses, 1).view(q_BSNH.shape[:3])
+    return Partial(torch.cat(outs, 1).view_as(q_BSNH), lse_BSN)
+
+
+def causal_grads(
+    grad_BSNH: Tensor,
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    whole: Partial,
+    documents: Documents | None,
+) -> Grads:
+    """The share of `attend_causally` in the gradients."""
+    if documents is None:
+        return block_grads(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole, causal=True)
+    flat = [part.flatten(0, 1) for part in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole)]
+    if documents.bounds_N is not None:
+        lse_NT = flat.pop().t().contiguous()
+        dq, dk, dv = _flash_grads(*flat, lse_NT, *_bounds(documents), True)
+    else:
+        parts = zip(*(part.split(documents.lengths) for part in flat), strict=True)
+        found = []
+        for one in parts:
+            grad, q, k, v, *whole_of_one = (part[None] for part in one)
+            found.append(block_grads(grad, q, k, v, Partial(*whole_of_one), causal=True))
+        dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*found, strict=True))
+    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
+
+
+def _flash(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, causal = args
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, 0.0, causal, False)
+    return out, lse
+
+
+def _flash_grads(*args: Any) -> Grads:
+    *tensors, causal = args
+    # The state of a random generator, which nothing reads without dropout.
+    unused = torch.zeros(2, dtype=torch.uint64, device=args[0].device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, 0.0, causal, unused, unused)
+    return dq, dk, dv
+
+
+def _bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
+    bounds_N, longest = documents.bounds_N, max(documents.lengths)
+    assert bounds_N is not None
+    return bounds_N, bounds_N, longest, longest
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views with tokens and heads exchanged."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+def _check_square(q_BSNH: Tensor, k_BSKH: Tensor, *, causal: bool) -> None:
+    assert not causal or q_BSNH.shape[1] == k_BSKH.shape[1], "a causal block that is no square"

@@ -1,0 +1,137 @@
+"""Blocks of attention, merged, against attention by its definition in fp64; and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention import documents_of
+from model.block_attention import (
+    Partial,
+    attend_block,
+    attend_causally,
+    block_grads,
+    causal_grads,
+    check_block_attention,
+)
+from tests.helpers.refusals import refused
+from tests.model.values import all_near, normal
+
+CPU = torch.device("cpu")
+GPU = pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)
+TOKENS, HEADS, CHANNELS = 10, 4, 16
+CUT = 4  # the first block's keys, which is a rectangle; the second is a square
+LENGTHS = (3, 7, 1, 9)  # documents of two samples
+
+
+def inputs(groups: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """q, k, v and a gradient; two samples, in a tensor of which they are every other token."""
+    return [
+        normal(2, 2 * TOKENS, heads, CHANNELS, seed=seed, dtype=dtype).to(device)[:, ::2]
+        for seed, heads in enumerate((HEADS, groups, groups, HEADS))
+    ]
+
+
+def defined(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Output, log-sum-exp and gradients in fp64; `seen` [B or 1, queries, keys] is the mask."""
+    q, k, v = (part.double().requires_grad_() for part in (q, k, v))
+    many_k, many_v = (part.repeat_interleave(HEADS // k.shape[2], 2) for part in (k, v))
+    scores = torch.einsum("bsnh,btnh->bnst", q, many_k) * CHANNELS**-0.5
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    out = torch.einsum("bnst,btnh->bsnh", scores.softmax(-1), many_v)
+    grads = torch.autograd.grad(out, (q, k, v), grad.double())
+    return out, scores.logsumexp(-1).transpose(1, 2), grads
+
+
+def triangle(device: torch.device) -> Tensor:
+    return torch.ones(1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
+
+
+def margin(dtype: torch.dtype) -> float:
+    return 3e-6 if dtype == torch.float32 else 2e-2
+
+
+def two_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Partial, list[Tensor]]:
+    """Causal attention of the last queries: the keys before them, and their own."""
+    late, early, own = slice(CUT, None), slice(CUT), (slice(None), slice(CUT, None))
+    first = attend_block(q[:, late], k[:, early], v[:, early])
+    whole = Partial(first.out_BSNH.float(), first.lse_BSN)
+    whole.merge_(attend_block(q[own], k[own], v[own], causal=True))
+    total = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
+    dq, dk, dv = (torch.zeros_like(part, dtype=torch.float32) for part in (q, k, v))
+    for keys, causal in ((early, False), (late, True)):
+        found = block_grads(grad[own], q[own], k[:, keys], v[:, keys], total, causal=causal)
+        dq[own] += found[0]
+        dk[:, keys] += found[1]
+        dv[:, keys] += found[2]
+    return total, [dq[own], dk, dv]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_merged_blocks_are_attention(dtype: torch.dtype, groups: int, device: torch.device) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("FlashAttention is for 16 bits")
+    q, k, v, grad = inputs(groups, dtype, device)
+    found, grads = two_blocks(q, k, v, grad)
+    late = slice(CUT, None)
+    out, lse, wanted = defined(q[:, late], k, v, grad[:, late], triangle(device)[:, late])
+    all_near([*found, *grads], [out, lse, *wanted], within=margin(dtype))
+    assert found.lse_BSN.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_keep_documents_apart(
+    dtype: torch.dtype, groups: int, lengths: tuple[int, ...] | None, device: torch.device
+) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("FlashAttention is for 16 bits")
+    q, k, v, grad = inputs(groups, dtype, device)
+    seen = triangle(device)
+    if lengths is not None:
+        number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        number = number.view(2, TOKENS).to(device)
+        seen = seen & (number[:, :, None] == number[:, None])
+    documents = documents_of(lengths, 2, device)
+    whole = attend_causally(q, k, v, documents)
+    grads = causal_grads(grad, q, k, v, whole, documents)
+    out, lse, wanted = defined(q, k, v, grad, seen)
+    all_near([*whole, *grads], [out, lse, *wanted], within=margin(dtype))
+
+
+def test_scores_far_apart_merge() -> None:
+    """The exponential of a difference of scores may overflow."""
+    q, k, v, grad = (part * 40 for part in inputs(HEADS, torch.float32, CPU))
+    found, _ = two_blocks(q, k, v, grad)
+    out, lse, _ = defined(q[:, CUT:], k, v, grad[:, CUT:], triangle(CPU)[:, CUT:])
+    all_near(found, (out, lse), within=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "head_size", "device", "words"),
+    [
+        ("unfused", torch.float32, 16, "cpu", ("--attention-backend unfused", "flash")),
+        ("fused", torch.bfloat16, 16, "cuda", ("--attention-backend fused", "--cp-comm-type a2a")),
+        ("auto", torch.float32, 16, "cuda", ("float32", "--bf16")),
+        ("flash", torch.bfloat16, 12, "cuda", ("12 channels", "multiple of 8")),
+    ],
+)
+def test_kernels_without_a_log_sum_exp_are_refused(
+    backend: Any, dtype: torch.dtype, head_size: int, device: str, words: Sequence[str]
+) -> None:
+    refused(lambda: check_block_attention(backend, dtype, head_size, torch.device(device)), *words)
+
+
+def test_other_kernels_are_not() -> None:
+    for backend in ("auto", "flash"):
+        check_block_attention(backend, torch.float32, 6, CPU)
