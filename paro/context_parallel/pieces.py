@@ -1,0 +1,79 @@
+"""Which queries of one place in a ring see which keys of another, with documents kept apart."""
+
+# A sample is cut into 2R chunks; place p of R owns chunks p and 2R - 1 - p, in this order. What the
+# queries of place 1 see if R is 3 and a sample is one document:
+#
+#     chunk   0  1  2  3  4  5
+#         1   x  \                  own keys            one causal square of both chunks
+#         4   x  x  x  x  \         those of place 0    all queries, the first chunk's keys
+#                                   those of place 2    the second chunk's queries, all keys
+#
+# Documents cut the square into smaller ones: the tokens of one are neighbours among a place's
+# tokens also where they lie in both chunks. Between two places, only the document of the last key
+# before the queries can have queries and keys. So there is one rectangle at most, without a mask.
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+Bounds = tuple[int, ...]  # where the documents of a sample begin, and the sample's end
+
+
+class Rectangle(NamedTuple):
+    """Queries of a place that see all of these keys of another, counted among its own tokens."""
+
+    queries: slice
+    keys: slice
+
+
+@lru_cache(maxsize=8)
+def bounds_of(lengths: tuple[int, ...], seq_length: int) -> tuple[Bounds, ...]:
+    """Those of each sample, from the lengths of the documents of all samples."""
+    samples, begun = [], [0]
+    for length in lengths:
+        begun.append(begun[-1] + length)
+        if begun[-1] == seq_length:
+            samples.append(tuple(begun))
+            begun = [0]
+    assert begun == [0], f"documents of {lengths} tokens are no samples of {seq_length}"
+    return tuple(samples)
+
+
+def squares(bounds: Bounds, place: int, num_places: int) -> list[int]:
+    """Lengths of the causal squares of a place's own tokens."""
+    owned = _Chunks(bounds, place, num_places)
+    cuts = sorted({owned.before(bound) for bound in bounds})
+    return [stop - start for start, stop in pairwise(cuts)]
+
+
+def rectangle(bounds: Bounds, place: int, source: int, num_places: int) -> Rectangle | None:
+    """What the queries of `place` see of the keys of another place, `source`."""
+    queries, keys = (_Chunks(bounds, at, num_places) for at in (place, source))
+    if source < place:
+        first_query, query, key_stop, last_key = queries.first, 0, keys.size, keys.first
+    else:
+        first_query, query = queries.second, queries.size
+        key_stop, last_key = 2 * keys.size, keys.second
+    last_key += keys.size - 1
+    number = bisect_right(bounds, last_key)
+    begin, end = bounds[number - 1], bounds[number]
+    if end <= first_query:
+        return None
+    return Rectangle(slice(query, queries.before(end)), slice(keys.before(begin), key_stop))
+
+
+class _Chunks:
+    """The two chunks of a place: their size and first positions."""
+
+    def __init__(self, bounds: Sequence[int], place: int, num_places: int) -> None:
+        self.size = bounds[-1] // (2 * num_places)
+        self.first = place * self.size
+        self.second = (2 * num_places - 1 - place) * self.size
+
+    def before(self, position: int) -> int:
+        """The number of this place's tokens before a position of the sample."""
+        return sum(min(max(position - start, 0), self.size) for start in (self.first, self.second))
