@@ -28,7 +28,8 @@ from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
 from data.waits import Wait
-from paro.errors import UserError, listed
+from paro.errors import UserError
+from paro.text import listed
 
 _FILES = 12  # of a corpus that may be open: 3 of its own, and 3 with the order of each split
 _NAMED = 3  # corpora at most in a line

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import ClassVar
 
-from paro.errors import shown
+from paro.text import shown
 
 NOTICE_AFTER_SECONDS = 10.0
 

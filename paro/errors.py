@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+
+from paro.text import one_line, printable
 
 _STORAGE_FAILURES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # full, or mounted read-only
@@ -20,8 +22,6 @@ _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_
 # What gloo and NCCL write where a connection broke, or nothing came in time; gloo's own checks,
 # which a bug of ours may fail, have other words.
 _LOST_PEER = re.compile(r"\[(?!enforce)[^\]]*gloo/transport/[^\]]*\] |ncclRemoteError")
-_MAX_LINE_CHARS = 1900  # with the name of the program before it, below 2,000
-_MAX_SHOWN_CHARS = 10_000  # a blend of a hundred corpora is whole
 
 
 class UserError(ValueError):
@@ -43,40 +43,6 @@ class UserError(ValueError):
         if len(lines) > 1:
             lines = [f"{len(lines)} mistakes:", *(f"  {line}" for line in lines)]
         return "\n".join([*lines, printable(self.example)] if self.example else lines)
-
-
-def printable(text: str) -> str:
-    """The text with every character escaped that a terminal would act upon or hide.
-
-    Names in files and flags may hold ANSI escapes, or marks that reverse the direction of text.
-    Ends of lines and tabs are left: the layout of what is printed.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        character
-        if character.isprintable() or character in "\n\t"
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
-
-
-def one_line(text: str, longest: int = _MAX_LINE_CHARS) -> str:
-    """The text as one printable line of at most `longest` characters, its middle cut out."""
-    return _cut(printable(" ".join(text.split())), longest)
-
-
-def shown(text: str) -> str:
-    """What a terminal gets of a text: printable lines of at most `_MAX_SHOWN_CHARS` characters."""
-    text = printable(text)
-    if len(text) <= _MAX_SHOWN_CHARS:
-        return text
-    return "\n".join(_cut(line, _MAX_SHOWN_CHARS) for line in text.split("\n"))
-
-
-def _cut(line: str, longest: int) -> str:
-    half = (longest - 5) // 2
-    return line if len(line) <= longest else f"{line[:half]} ... {line[-half:]}"
 
 
 class RunError(Exception):
@@ -203,9 +169,3 @@ def about(prefix: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(prefix + "; ".join(error.args)) from error
-
-
-def listed(names: Sequence[str]) -> str:
-    """The names as an English list: `a`, `a and b`, `a, b and c`."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from paro.errors import UserError
-from paro.quantities import count_text
+from paro.text import count_text
 from paro.topology import AxisSpan, Topology, Use, split_by_link
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks

@@ -17,8 +17,8 @@ from paro.checkpoint.convert.conversion import DTYPES, SOURCES, TARGETS, Convers
 from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
-from paro.quantities import size_text
 from paro.report.log import print_line
+from paro.text import size_text
 from tools.shared.command_line import Parser
 
 

@@ -10,7 +10,7 @@ from paro.arguments.megatron import changed_parts, replacements
 from paro.arguments.unknown import known_as
 from paro.arguments.words import by_flag
 from paro.arguments.yaml_flags import FLAG as YAML_FLAG
-from paro.errors import listed
+from paro.text import listed
 
 # What a flag that is added takes the place of.
 _REPLACES = {

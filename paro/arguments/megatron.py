@@ -20,7 +20,7 @@ from paro.arguments.megatron_rules import (
     VALUES,
 )
 from paro.arguments.words import by_flag
-from paro.errors import listed
+from paro.text import listed
 
 # A LLaMA's parts, what a GPT of Megatron-LM has in their place, and the flags that ask for them.
 _PARTS = (

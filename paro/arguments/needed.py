@@ -6,7 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, KeysView
 
-from paro.errors import listed
+from paro.text import listed
 
 EXAMPLE = """\
 python pretrain_llama.py --distributed-backend gloo --mock-data \\

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paro.errors import RunError
-from paro.quantities import size_text
+from paro.text import size_text
 
 
 def pin(room: Tensor, device: torch.device) -> None:

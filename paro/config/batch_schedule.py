@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from paro.errors import UserError
-from paro.quantities import check_multiple
+from paro.planning.search.search_space import check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MAX_MICRO_BATCHES = 10**6  # of a rank in a step, which would take hours

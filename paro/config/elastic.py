@@ -10,12 +10,11 @@ from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
-from paro.errors import UserError, listed
+from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.rotation import rotation_conflict, rotation_infeasible_reason
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.survival import survival
-from paro.quantities import count_text
 from paro.strategy import (
     Strategy,
     check_group_size,
@@ -23,6 +22,7 @@ from paro.strategy import (
     fitting_group_size,
     parse_strategy,
 )
+from paro.text import count_text, listed
 
 _FLAG = "--paro-elastic"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
-from paro.quantities import count_text
 from paro.quantization.formats import EXACT_BITS
 from paro.strategy import Strategy, effective_letters
+from paro.text import count_text
 
 AUTO = "auto"
 

@@ -32,8 +32,8 @@ from paro.planning.search.search_space import (
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
-from paro.quantities import size_text
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
+from paro.text import size_text
 
 DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"

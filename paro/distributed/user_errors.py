@@ -24,8 +24,8 @@ from paro.errors import (
     is_storage_failure,
     lost_peer,
     printing,
-    shown,
 )
+from paro.text import shown
 
 # Ranks that are started together may reach the same error this many seconds apart.
 _PRINTING_RANK_SECONDS = 20.0

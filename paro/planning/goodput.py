@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 
 from paro.errors import UserError
-from paro.quantities import count_text
+from paro.text import count_text
 
 # What a local copy delays a step by, as a share of it.
 COPY_SHARE = 0.02

@@ -22,9 +22,9 @@ from paro.planning.cost_model import (
 )
 from paro.planning.memory.gathering import Point, StepTally
 from paro.planning.memory.rotating import SliceTally
-from paro.quantities import count_text, size_text
 from paro.step.actions import WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
+from paro.text import count_text, size_text
 from paro.topology import Axis, Link, Topology, Use
 
 _WORDS = {

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from paro.errors import UserError
-from paro.quantities import count_text
 from paro.strategy import Strategy
+from paro.text import count_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from paro.errors import printable, printing, shown
+from paro.errors import printing
+from paro.text import printable, shown
 
 
 def print_line(

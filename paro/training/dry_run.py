@@ -30,10 +30,10 @@ from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import Workload
-from paro.quantities import count_text, size_text
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
+from paro.text import count_text, size_text
 from paro.training.assembly import build_training
 from paro.training.local_copies import every_text, local_copies_bytes
 from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of

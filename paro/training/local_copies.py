@@ -29,8 +29,8 @@ from paro.checkpoint.local.recovery import recover
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.errors import StorageError
-from paro.quantities import size_text
 from paro.report.log import Log
+from paro.text import size_text
 from paro.training.resume import check_schedule, common_record, state_of
 from paro.training.resumed import Recovery, Resumed
 from paro.training.step import Training, TrainState

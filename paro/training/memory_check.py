@@ -18,8 +18,8 @@ from paro.planning.search.remedies import least_recomputation, recompute_flags
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import Materialize
 from paro.precision import BYTES_OF
-from paro.quantities import count_text, size_text
 from paro.report.memory import MemoryForecast, available_host_bytes
+from paro.text import count_text, size_text
 
 
 def plan_of(config: RunConfig, device_type: str) -> RunPlan:

@@ -12,11 +12,11 @@ from paro.planning.cost_model import (
     model_state_bytes,
 )
 from paro.planning.survival import Survival, survival
-from paro.quantities import count_text, ranks_text, size_text
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
+from paro.text import count_text, ranks_text, size_text
 from paro.training.step import Training
 
 

@@ -21,8 +21,8 @@ from paro.distributed.control import Control
 from paro.errors import UserError, reading
 from paro.optim.finite import not_finite
 from paro.optim.loss_scale import start_loss_scale
-from paro.quantities import count_text
 from paro.report.log import Log
+from paro.text import count_text
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.resumed import FROM_NOTHING, Resumed, base_of
 from paro.training.step import Training, TrainState

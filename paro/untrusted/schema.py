@@ -29,7 +29,8 @@ from typing import (
     is_typeddict,
 )
 
-from paro.errors import UserError, one_line, reading
+from paro.errors import UserError, reading
+from paro.text import one_line
 from paro.untrusted.regular_file import MAX_BYTES, read_bytes
 
 

@@ -17,7 +17,7 @@ PRODUCT = ("paro", "model", "data", "tools", "pretrain_llama")
 
 # These start in milliseconds and plan for thousands of ranks without torch installed.
 PURE = (
-    *("paro.errors", "paro.layout", "paro.precision", "paro.quantities", "paro.step"),
+    *("paro.errors", "paro.layout", "paro.precision", "paro.step", "paro.text"),
     "paro.strategy",
     *("paro.topology", "paro.untrusted.pickled"),
     *("paro.untrusted.regular_file", "paro.untrusted.schema"),
@@ -35,14 +35,15 @@ PURE = (
 # Entry points; only other entry points may import them.
 PROGRAMS = ("pretrain_llama", "tools")
 
-# The only imports apart from Python's standard library: of paro/, model/ and data/ have the errors.
+# The only imports apart from Python's standard library; of paro/, model/ and data/ have errors and
+# text.
 ALLOWED: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("paro.errors",): (),
-    ("paro.untrusted",): ("isal", "paro.errors", "paro.untrusted"),
+    ("paro.errors", "paro.text"): ("paro.text",),
+    ("paro.untrusted",): ("isal", "paro.errors", "paro.text", "paro.untrusted"),
     PURE: PURE,
-    ("model",): ("model", "paro.errors", "paro.untrusted", "torch", "triton"),
+    ("model",): ("model", "paro.errors", "paro.text", "paro.untrusted", "torch", "triton"),
     ("data",): (
-        *("data", "paro.errors", "paro.untrusted"),
+        *("data", "paro.errors", "paro.text", "paro.untrusted"),
         "numpy",
         "torch",
         *("sentencepiece", "tiktoken", "tokenizers", "transformers"),

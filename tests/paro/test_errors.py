@@ -22,11 +22,10 @@ from paro.errors import (
     is_memory_failure,
     is_storage_failure,
     lost_peer,
-    printable,
     reading,
-    shown,
     writing,
 )
+from paro.text import printable, shown
 
 
 def test_mistakes_are_one_line_each() -> None:

@@ -17,8 +17,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from model.config import FP8_CAPABILITY
 from paro.errors import UserError
-from paro.quantities import count_text
 from paro.report.log import print_line
+from paro.text import count_text
 from tools.bench.gpu_check import measures, suites
 from tools.bench.gpu_check.measures import Machine
 from tools.bench.gpu_check.page import PAGE, read_results, write_results

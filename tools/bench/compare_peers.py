@@ -35,7 +35,7 @@ from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
-from paro.quantities import ranks_text
+from paro.text import ranks_text
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed
 from tools.bench.peers.figures import (

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paro.errors import listed
 from paro.planning.machine.machine import Device, Machine
-from paro.quantities import count_text, ranks_text, size_text
+from paro.text import count_text, listed, ranks_text, size_text
 from paro.topology import Link
 
 

@@ -15,7 +15,7 @@ from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
-from paro.quantities import count_text
+from paro.text import count_text
 
 _MOST_NODES = 2  # that the settings to compare may lose
 

@@ -10,8 +10,8 @@ from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Activity
-from paro.quantities import count_text
 from paro.strategy import legal_letters
+from paro.text import count_text
 from tools.planning.labels import place_labels
 from tools.shared.picture import drawing
 

@@ -13,7 +13,7 @@ from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import TIE, SearchResult, best_that_fits
 from paro.planning.search.remedies import single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.quantities import count_text, ranks_text
+from paro.text import count_text, ranks_text
 from tools.shared.table import align
 
 PACKING = "packing s"

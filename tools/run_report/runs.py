@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from paro.errors import UserError, one_line
+from paro.errors import UserError
 from paro.report.config import run_record_path
 from paro.report.run_record_file import read_record
+from paro.text import one_line
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import Count, Figure, conform, parse_json
 

@@ -9,15 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paro.errors import (
-    RunError,
-    UserError,
-    describe,
-    is_memory_failure,
-    is_storage_failure,
-    one_line,
-)
+from paro.errors import RunError, UserError, describe, is_memory_failure, is_storage_failure
 from paro.report.log import print_line
+from paro.text import one_line
 
 _PATH_KINDS = (
     "FILE",

@@ -25,7 +25,7 @@ from paro.checkpoint.convert.native import open_native, write_adapters, write_na
 from paro.checkpoint.convert.peft import open_peft, write_peft
 from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.errors import UserError, about, reading
-from paro.quantities import size_text
+from paro.text import size_text
 
 OPENERS: dict[str, Callable[[Path], Source]] = {
     "hf": open_hugging_face,

@@ -20,7 +20,7 @@ from paro.checkpoint.local.generation import DATA, RECORD
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id
 from paro.errors import UserError, writing
-from paro.quantities import size_text
+from paro.text import size_text
 
 MEMORY = Path("/dev/shm")
 FLAG = "--non-persistent-local-ckpt-dir"

@@ -27,8 +27,8 @@ from paro.planning.machine.machine import (
     rate_text,
 )
 from paro.planning.machine.rules import numbers
-from paro.quantities import count_text
 from paro.strategy import check_group_size
+from paro.text import count_text
 from paro.topology import Axes
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json

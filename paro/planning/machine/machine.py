@@ -20,8 +20,8 @@ from typing import Any
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
 from paro.planning.machine.rules import numbers, refuse, rule
-from paro.quantities import count_text
 from paro.strategy import fitting_group_size
+from paro.text import count_text
 from paro.topology import MOST_RANKS, Axes, Link
 
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from paro.planning.search.estimator import BITS_GAIN, Estimate
 from paro.planning.search.planner import TIE, SearchResult
-from paro.quantities import size_text
 from paro.quantization.formats import EXACT_BITS
+from paro.text import size_text
 
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Candidate, Materialize, Workload
-from paro.quantities import size_text
+from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
 _SMALLER = {

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.errors import UserError, listed
+from paro.errors import UserError
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
@@ -17,9 +17,9 @@ from paro.planning.search.trainable import Trainable
 from paro.planning.step.costs import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
-from paro.quantities import check_multiple
 from paro.quantization.formats import EXACT_BITS
 from paro.strategy import Strategy, effective_letters, parse_strategy
+from paro.text import count_text, listed
 
 FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as long to send
 
@@ -278,3 +278,16 @@ def collectives_of(machine: Machine) -> tuple[str, ...]:
         if not machine.is_of_gpus or row.algorithm in NCCL_COLLECTIVES
     )
     return tuple(names) or ("native", "ho-ring")
+
+
+def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
+    """`UserError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
+    at_once = micro_batch_size * data_parallel_size
+    if size > 0 and size % at_once == 0:
+        return
+    below = size // at_once * at_once
+    raise UserError(
+        f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
+        f"{count_text(data_parallel_size, 'data-parallel rank')} (= {at_once}): choose "
+        + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
+    )

@@ -17,7 +17,7 @@ from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine, Measured
 from paro.planning.search.estimator import Estimator
-from paro.quantities import size_text
+from paro.text import size_text
 from paro.topology import Axes
 from paro.training.assembly import build_training
 from paro.training.dry_run import PlannedRun, plan_run, run_dry

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paro.quantities import count_text
+from paro.text import count_text
 from tools.bench.gpu_check.running import Ended, Outcome, Runner
 
 _MB = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paro.quantities import count_text, ranks_text, size_text
+from paro.text import count_text, ranks_text, size_text
 
 
 def test_one_is_no_plural() -> None:
