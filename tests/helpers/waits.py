@@ -14,7 +14,10 @@ from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("collectives", "distributed", "optim", "rotation", "sharding", "training")
+_FOLDERS = (
+    *("collectives", "context_parallel", "distributed"),
+    *("optim", "rotation", "sharding", "training"),
+)
 _NAMES = ("wait", "_await", "synchronize")
 _BEGINNINGS = ("wait_", "synchronize_")
 

@@ -234,6 +234,7 @@ _TIMES = "no order needs it: the time of this wait is told from that of the gath
 _STAGES = "times the stages of threads' jobs"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
+_CONTEXT = "what attention waits for; tests/paro/context_parallel/test_partwise.py removes each"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them.
@@ -281,6 +282,24 @@ ELSEWHERE = {
     "collectives.shifts Ring.shift: message.wait()": _RING,
     "collectives.shifts Ring._exchange_ahead: arriving.popleft().wait()": _RING,
     "collectives.shifts Ring._exchange_ahead: leaving[number].wait()": _RING,
+    **dict.fromkeys(
+        (
+            "context_parallel.exchange Exchange.finish: "
+            "self._exposure.wait(WaitKind.CONTEXT, flight.event)",
+            *(
+                f"context_parallel.{place}: self._exposure.wait(WaitKind.CONTEXT, {event})"
+                for place, event in (
+                    ("ring RingTravel._held", "event"),
+                    ("ring _Sum.take", "self._event"),
+                    ("gather GatherTravel.visit", "event"),
+                    ("gather GatherTravel.collect", "event"),
+                )
+            ),
+            "context_parallel.gather GatherTravel.collect: "
+            "self._exposure.wait(WaitKind.CONTEXT, event) #2",
+        ),
+        _CONTEXT,
+    ),
     "sharding.sharded_unit ShardedUnit.use: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
     **dict.fromkeys(

@@ -1,0 +1,64 @@
+"""Keys and values of all places by one all-gather, their gradients by one reduce-scatter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paro.collectives.interface import Collectives
+from paro.context_parallel.partwise import GradsOf, See
+from paro.distributed.comm_stream import Event
+from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.topology import AxisSpan, Topology, nested_range
+
+
+class GatherTravel:
+    """A `Travel` by collectives along `span`; under way, the rank uses its own keys and values."""
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        span: AxisSpan,
+        topology: Topology,
+        rank: int,
+        exposure: Exposure,
+    ) -> None:
+        self._collectives = collectives
+        self._span = span
+        self._members = topology.members(span, rank)
+        self._exposure = exposure
+        self.place = self._members.index(rank)
+        self.num_places = len(self._members)
+
+    def visit(self, own_2BTKH: Tensor, see: See) -> None:
+        whole, event = self._gather(own_2BTKH)
+        see(self.place, own_2BTKH)
+        self._exposure.wait(WaitKind.CONTEXT, event)
+        for source in self._others():
+            see(source, self._part(whole, source).view_as(own_2BTKH))
+
+    def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        whole, event = self._gather(own_2BTKH)
+        add = grads_of(self.place, own_2BTKH)
+        total = torch.zeros_like(whole, dtype=torch.float32)
+        add(self._part(total, self.place).view_as(own_2BTKH))
+        self._exposure.wait(WaitKind.CONTEXT, event)
+        for source in self._others():
+            kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
+            grads_of(source, kv_2BTKH)(self._part(total, source).view_as(own_2BTKH))
+        with self._exposure.submitting(WaitKind.CONTEXT):
+            event = self._collectives.reduce_scatter(total, self._span, torch.float32)
+        self._exposure.wait(WaitKind.CONTEXT, event)
+        return self._part(total, self.place).view_as(own_2BTKH)
+
+    def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
+        whole = own_2BTKH.new_empty(self.num_places * own_2BTKH.numel())
+        with self._exposure.submitting(WaitKind.CONTEXT):
+            return whole, self._collectives.all_gather(whole, self._span, shard=own_2BTKH.view(-1))
+
+    def _others(self) -> list[int]:
+        return [place for place in range(self.num_places) if place != self.place]
+
+    def _part(self, whole: Tensor, place: int) -> Tensor:
+        start, stop = nested_range(self._span, self._members[place], whole.numel())
+        return whole[start:stop]

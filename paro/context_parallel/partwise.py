@@ -1,0 +1,144 @@
+"""Attention of a rank's queries to the keys of all places of a sample, place by place."""
+
+# B samples, T tokens on this rank, N query heads, K key and value heads, H head size. Keys and
+# values of a place are one tensor [2, B, T, K, H]. What brings them is a `Travel`: a ring or an
+# all-gather. Each brings them once in forward and again in backward, which saves those of this rank
+# alone; outputs and the gradients of queries are summed in fp32, those of keys and values too.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from model.attention import Core, Documents, documents_of
+from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
+from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
+
+See = Callable[[int, Tensor], None]  # a place, and its keys and values
+Share = Callable[[Tensor], None]  # adds gradients of a place's keys and values to an fp32 tensor
+GradsOf = Callable[[int, Tensor], Share]
+
+
+class Travel(Protocol):
+    """How keys and values reach other ranks, and their gradients come back.
+
+    All ranks call it in the same order. The number and sizes of messages depend on shapes alone.
+    """
+
+    place: int
+    num_places: int
+
+    def visit(self, own_2BTKH: Tensor, see: See) -> None:
+        """Calls `see` for every place, with this rank's `own` first; a tensor lasts one call."""
+
+    def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        """Calls `grads_of` for every place; returns the sum of all ranks' shares for `own`."""
+
+
+def partwise(travel: Travel) -> Core:
+    """Causal attention of this rank's tokens, which are two chunks of a sample, within documents.
+
+    The documents are those of whole samples.
+    """
+
+    def attend(
+        q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents | None
+    ) -> Tensor:
+        out: Tensor = _Partwise.apply(travel, documents, q_BTNH, k_BTKH, v_BTKH)
+        return out
+
+    return attend
+
+
+class _Mask:
+    """What the queries of this place see."""
+
+    def __init__(self, travel: Travel, documents: Documents | None, q_BTNH: Tensor) -> None:
+        self._place, self._num_places = travel.place, travel.num_places
+        seq_length = q_BTNH.shape[1] * travel.num_places
+        self._samples: Sequence[tuple[slice, Bounds]] = [(slice(None), (0, seq_length))]
+        self.squares = None
+        if documents is not None:
+            bounds = bounds_of(documents.lengths, seq_length)
+            self._samples = [(slice(number, number + 1), one) for number, one in enumerate(bounds)]
+            self.squares = _squares(bounds, self._place, self._num_places, q_BTNH.device)
+
+    def rectangles(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Samples, queries and keys of another place that see each other."""
+        for samples, bounds in self._samples:
+            piece = rectangle(bounds, self._place, source, self._num_places)
+            if piece is not None:
+                yield samples, *piece
+
+
+@lru_cache(maxsize=4)  # all blocks of a micro-batch ask for the same
+def _squares(
+    bounds: Sequence[Bounds], place: int, num_places: int, device: torch.device
+) -> Documents | None:
+    lengths = [length for one in bounds for length in squares(one, place, num_places)]
+    return documents_of(tuple(lengths), len(bounds), device)
+
+
+class _Partwise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        travel: Travel,
+        documents: Documents | None,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+    ) -> Tensor:
+        mask = _Mask(travel, documents, q_BTNH)
+        own_2BTKH = torch.stack((k_BTKH, v_BTKH))
+        found: list[Partial] = []
+
+        def see(source: int, kv_2BTKH: Tensor) -> None:
+            if source == travel.place:
+                own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares)
+                found.append(Partial(own.out_BSNH.float(), own.lse_BSN))
+                return
+            for samples, queries, keys in mask.rectangles(source):
+                k, v = kv_2BTKH[:, samples, keys]
+                found[0].of(samples, queries).merge_(attend_block(q_BTNH[samples, queries], k, v))
+
+        travel.visit(own_2BTKH, see)
+        out_BTNH, lse_BTN = found[0].out_BSNH.to(q_BTNH.dtype), found[0].lse_BSN
+        ctx.travel, ctx.mask = travel, mask
+        ctx.save_for_backward(q_BTNH, own_2BTKH, out_BTNH, lse_BTN)
+        return out_BTNH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BTNH, own_2BTKH, *saved = ctx.saved_tensors
+        grad_BTNH, whole, mask = grads[0].contiguous(), Partial(*saved), ctx.mask
+        dq_BTNH: list[Tensor] = []
+
+        def grads_of(source: int, kv_2BTKH: Tensor) -> Share:
+            shares = []
+            if source == ctx.travel.place:
+                k, v = kv_2BTKH
+                dq, *dkv = causal_grads(grad_BTNH, q_BTNH, k, v, whole, mask.squares)
+                dq_BTNH.append(dq.float())
+                shares.append((slice(None), slice(None), dkv))
+            else:
+                for samples, queries, keys in mask.rectangles(source):
+                    at = samples, queries
+                    k, v = kv_2BTKH[:, samples, keys]
+                    dq, *dkv = block_grads(grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at))
+                    dq_BTNH[0][at] += dq
+                    shares.append((samples, keys, dkv))
+
+            def add(total_2BTKH: Tensor) -> None:
+                for samples, keys, dkv in shares:
+                    for total, part in zip(total_2BTKH[:, samples, keys], dkv, strict=True):
+                        total += part
+
+            return add
+
+        dkv_2BTKH = ctx.travel.collect(own_2BTKH, grads_of).to(own_2BTKH.dtype)
+        return None, None, dq_BTNH[0].to(q_BTNH.dtype), *dkv_2BTKH

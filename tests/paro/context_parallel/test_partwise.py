@@ -1,0 +1,205 @@
+"""Attention in parts on gloo ranks, by rings and by gathers: outputs and gradients of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.attention import Documents, attend, documents_of
+from paro.collectives.api import make_collectives
+from paro.collectives.shifts import Ring
+from paro.context_parallel.attention import ContextAttention
+from paro.context_parallel.exchange import Exchange
+from paro.context_parallel.gather import GatherTravel
+from paro.context_parallel.partwise import Travel, partwise
+from paro.context_parallel.ring import RingTravel
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
+from paro.distributed.exposed_time import Exposure
+from paro.distributed.groups import GroupConfig, make_groups
+from paro.topology import Use, make_topology
+from tests.helpers.late_streams import LateStreams
+from tests.helpers.ranks import run_ranks
+from tests.helpers.waits import all_waits
+from tests.model.values import assert_near, normal
+
+CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
+CPU = torch.device("cpu")
+CONFIG = GroupConfig(timeout=timedelta(seconds=60))
+
+
+class Inputs(NamedTuple):
+    """Whole samples, and the lengths of their documents."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+    lengths: tuple[int, ...] | None
+
+
+def inputs(places: int, groups: int, *, packed: bool) -> Inputs:
+    tokens = 2 * places * CHUNK
+    lengths: tuple[int, ...] | None = None
+    if packed:
+        # One that spans all places, beside some of one token; then odd ones.
+        odd = [5] * (tokens // 5) + [tokens % 5] * (tokens % 5 > 0)
+        lengths = (1, 1, tokens - 3, 1, *odd)
+    heads = (HEADS, groups, groups, HEADS)
+    tensors = (normal(SAMPLES, tokens, each, CHANNELS, seed=n) for n, each in enumerate(heads))
+    return Inputs(*tensors, lengths)
+
+
+def whole(given: Inputs) -> list[Tensor]:
+    """Output and gradients of one call."""
+    leaves = [part.clone().requires_grad_() for part in given[:3]]
+    out = attend(*leaves, "auto", documents_of(given.lengths, SAMPLES, CPU))
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.grad)]
+
+
+def cut(tensor: Tensor, place: int, places: int) -> Tensor:
+    chunks = tensor.chunk(2 * places, 1)
+    return torch.cat([chunks[place], chunks[2 * places - 1 - place]], 1)
+
+
+def in_parts(travel: Travel, given: Inputs) -> list[Tensor]:
+    place, places = travel.place, travel.num_places
+    leaves = [cut(part, place, places).requires_grad_() for part in given[:3]]
+    out = partwise(travel)(*leaves, documents_of(given.lengths, SAMPLES, CPU))
+    return [out.detach(), *torch.autograd.grad(out, leaves, cut(given.grad, place, places))]
+
+
+class Ways:
+    """The ways in which keys and values travel among all ranks, `inner` of which are a group."""
+
+    def __init__(self, inner: int) -> None:
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.topology = make_topology(world_size=world, group_size=inner, degrees=())
+        self.whole = self.topology.axes
+        spans = frozenset({self.whole, *((axis,) for axis in self.whole)})
+        self.traffic = ByteCounter()
+        self.groups = make_groups(self.topology, self.rank, {Use.CONTEXT: spans}, CONFIG)
+        self.exposure = Exposure()
+        self._closes: list[Callable[[], None]] = [self.groups.close]
+
+    def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingTravel:
+        inner, outer = (
+            Ring(Use.CONTEXT, span, self.groups, streams, self.traffic) for span in spans
+        )
+        return RingTravel(inner, outer, self.exposure)
+
+    def rings(self, streams: CommStreams) -> Iterator[RingTravel]:
+        """A flat one and, with several groups, a double one."""
+        yield self.ring(self.whole, (), streams=streams)
+        if len(self.whole) > 1:
+            yield self.ring(self.whole[:1], self.whole[1:], streams=streams)
+
+    def gather(self, algorithm: str, streams: CommStreams) -> GatherTravel:
+        spans = frozenset({self.whole})
+        collectives = make_collectives(
+            algorithm,
+            topology=self.topology,
+            rank=self.rank,
+            spans={Use.GATHER: spans, Use.REDUCE: spans},
+            streams=streams,
+            traffic=self.traffic,
+            group_config=CONFIG,
+        )
+        self._closes.append(collectives.close)
+        return GatherTravel(collectives, self.whole, self.topology, self.rank, self.exposure)
+
+    def close(self) -> None:
+        for close in reversed(self._closes):
+            close()
+
+
+def compare(inner: int) -> None:
+    ways = Ways(inner)
+    streams = ThreadStreams(CPU)
+    gathers = (ways.gather(name, streams) for name in ("native", "ho-ring"))
+    travels = [*ways.rings(streams), *gathers]
+    places = dist.get_world_size()
+    for groups, packed in ((4, False), (2, True), (1, True)):
+        given = inputs(places, groups, packed=packed)
+        wanted = [cut(tensor, ways.rank, places) for tensor in whole(given)]
+        for travel in travels:
+            ways.traffic.take()
+            found = in_parts(travel, given)
+            label = f"rank {ways.rank}: {groups} {packed} {travel}"
+            for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+                assert_near(one, other, f"{label}: {name}")
+            # Keys and values twice, the gradients once, all in fp32.
+            sent = ways.traffic.take()
+            block = 2 * SAMPLES * 2 * CHUNK * groups * CHANNELS * 4
+            assert sent.intra + sent.inter == 3 * (places - 1) * block, label
+            if isinstance(travel, RingTravel) and travel._outer.size > 1:
+                assert sent.inter == 3 * (places // inner - 1) * block, label
+    ways.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "inner"), [(2, 2), (3, 3), (4, 4), (6, 3), (8, 4), (8, 2)])
+def test_parts_are_one_call(world_size: int, inner: int) -> None:
+    run_ranks(compare, world_size, inner)
+
+
+def by_heads(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
+    """With heads exchanged, in as many pieces as a rank has heads."""
+    exchange = Exchange(ways.whole, ways.groups, streams, ways.traffic, ways.exposure)
+    core = ContextAttention(ways.groups, exchange, attend_whole)
+    leaves = [part.chunk(4, 1)[ways.rank].clone().requires_grad_() for part in given[:3]]
+    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU))
+    return [out.detach(), *torch.autograd.grad(out, leaves, given.grad.chunk(4, 1)[ways.rank])]
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    return attend(q, k, v, "auto", documents)
+
+
+def all_ways(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
+    travels = [*ways.rings(streams), ways.gather("native", streams)]
+    found = [tensor for travel in travels for tensor in in_parts(travel, given)]
+    return found + by_heads(ways, streams, given)
+
+
+def repeat() -> None:
+    ways, given = Ways(2), inputs(4, 2, packed=True)
+    first = all_ways(ways, InlineStreams(), given)
+    late = (LateStreams(seed, eager=seed / 4) for seed in range(3))
+    for streams in (ThreadStreams(CPU), *late):
+        assert all(map(torch.equal, first, all_ways(ways, streams, given))), streams
+    ways.close()
+
+
+@pytest.mark.ranks
+def test_no_order_of_arrival_changes_a_bit() -> None:
+    run_ranks(repeat, 4)
+
+
+def hasty() -> list[str]:
+    """The waits without which jobs that run late change nothing."""
+    ways, given = Ways(2), inputs(4, 2, packed=True)
+    torch.use_deterministic_algorithms(True)  # so that new tensors are filled with NaN
+    first, unnoticed = all_ways(ways, InlineStreams(), given), []
+    for wait in all_waits():
+        if wait.module.startswith("paro.context_parallel"):
+            streams = LateStreams(0, eager=0.0)
+            with wait.removed():
+                found = all_ways(ways, streams, given)
+                if all(map(torch.equal, first, found)):
+                    unnoticed.append(wait.name)
+            streams.close()
+    torch.use_deterministic_algorithms(False)
+    ways.close()
+    return unnoticed
+
+
+@pytest.mark.ranks
+def test_every_wait_is_needed() -> None:
+    assert run_ranks(hasty, 4) == 4 * [[]]
