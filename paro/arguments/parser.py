@@ -264,6 +264,9 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "turns local copies on, as --paro-survive does")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
+    add("--paro-updated-ahead", default="all", metavar="UNITS",
+        help="how many units ahead of their first use updated parameters are all-gathered; all: "
+        "as soon as they are updated")
     add_inter_bits_args(parser, trains=True)
 
 

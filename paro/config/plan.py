@@ -12,7 +12,7 @@ from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.elastic import fitted_to_ranks, nodes_line
 from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
-from paro.config.sharding import ShardingConfig
+from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import merged, model_state_bytes
@@ -75,6 +75,7 @@ def take_sharding(
         world=replace(world, group=group_size),
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
+        updated_ahead=units_ahead(args.paro_updated_ahead, args.paro_prefetch_units),
         materialize=args.paro_materialize,
         rotate_in_place=args.paro_rotate_in_place,
         survive=args.paro_survive,
@@ -128,6 +129,7 @@ def case_of(
         global_batch_size=batches.global_batch_size,
         precision=precision,
         prefetch_units=sharding.prefetch_units,
+        updated_ahead=sharding.updated_ahead,
         collective=sharding.collective,
         materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
         device_type=device.type,

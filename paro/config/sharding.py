@@ -16,6 +16,7 @@ class ShardingConfig:
     world: World  # with the run's groups
     collective: str = "native"
     prefetch_units: int = 1
+    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
     machine: Machine | None = None  # measured speeds, for `auto` and the planner
     materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
     rotate_in_place: bool = False
@@ -40,3 +41,15 @@ class ShardingConfig:
     def needs_local_copies(self) -> bool:
         """Whether local copies are on without a flag of their own."""
         return self.survive > 0 or self.elastic
+
+
+def units_ahead(text: str, prefetch_units: int) -> int | None:
+    """The value of --paro-updated-ahead, None for all."""
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < prefetch_units:
+        raise UserError(
+            f"--paro-updated-ahead {text} must be all, or at least the {prefetch_units} of "
+            "--paro-prefetch-units: a unit is gathered after its updated parameters"
+        )
+    return int(text)

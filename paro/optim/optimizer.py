@@ -111,7 +111,7 @@ class UnitOptimizer:
             yield part, begin < cut, Rounding.of(piece, seed)
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
-        """One AdamW step on the gradients times `factor`; queues the all-gather of the result."""
+        """One AdamW step on the gradients times `factor`; the result is to be all-gathered."""
         unit = self.unit
         grad, in_full = unit.optim_grad, unit.coded_update is None or unit.full_precision
         copy = unit.optim_param if in_full and not self.master_is_param else None
@@ -123,10 +123,8 @@ class UnitOptimizer:
                 copy=None if copy is None else copy[part],
             )
             adamw.step(grad[part], update)
-        if in_full:
-            unit.gather_updated()
-        else:
-            unit.gather_differences(self.master)
+        if not in_full:
+            unit.encode_update(self.master)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Sets the number of updates in the moments, for bias correction."""
@@ -134,10 +132,9 @@ class UnitOptimizer:
             adamw.set_num_steps(num_steps)
 
     def write_params(self) -> None:
-        """Copies the master to the parameter shard and queues the all-gather of the parameters."""
+        """Copies the master to the parameter shard, which is to be all-gathered."""
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
-        self.unit.gather_updated()
 
     @property
     def num_bytes(self) -> int:
@@ -149,8 +146,8 @@ class ParoOptimizer:
     """The optimizer of a distributed model.
 
     A step is: `model.finish_gradients`, `local_square_sum` (summed over the ranks by the caller,
-    which decides whether to skip the step), `step`. The all-gather of updated parameters runs in
-    the background; the next use of each unit waits for it.
+    which decides whether to skip the step), `step`. The model all-gathers updated parameters in the
+    background; the next use of each unit waits for it.
     """
 
     def __init__(
@@ -226,6 +223,7 @@ class ParoOptimizer:
         with profile_range("update"):
             for part in self._parts:
                 part.update(lr=lr, weight_decay=weight_decay, factor=factor)
+                self.model.updated(part.unit)
 
     # Saving and loading #
 
@@ -273,10 +271,9 @@ class ParoOptimizer:
         self.num_steps = num_steps
         for part in self._parts:
             part.set_num_steps(num_steps)
-            if part.unit.coded_update is None:
+            if part.unit.coded_update is None:  # else loaded, and not the rounded masters
                 part.write_params()
-            else:  # loaded, and not the rounded masters
-                part.unit.gather_updated()
+            self.model.updated(part.unit)
         self.model.wait_for_updated_params()
 
     # Memory #

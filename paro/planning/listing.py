@@ -104,13 +104,14 @@ def step_lines(
     num_micro_batches: int,
     *,
     overlaps: bool,
+    updated_ahead: int | None,
     other_bytes: int,
 ) -> Iterator[str]:
     """The last micro-batch of a step, its end and the update; then what the others do otherwise.
 
     `other_bytes` are alive throughout, in addition to the model states.
     """
-    plan = tally.plan(num_micro_batches)
+    plan = tally.plan(num_micro_batches, updated_ahead)
     follower = _Follower(tally, topology, overlaps=overlaps, other_bytes=other_bytes)
     follower.follow(plan.update)
     *_, (forward, backward) = [

@@ -63,6 +63,8 @@ class RotatingPart:
         self.module = module
         self.spec = spec
         self._halves = tuple(halves)
+        self.units = [unit for half in halves for unit in half]
+        self.before_forward: Callable[[], None] = lambda: None
         self._plan = plan
         self._state = state
         self._of_slice = getattr(module, spec.of_slice)
@@ -76,7 +78,7 @@ class RotatingPart:
         self._leaves: dict[tuple[Position, int], dict[str, nn.Parameter]] = {}  # by position, slot
         self._replicated = [module.get_parameter(name) for name in spec.replicated]
         self._trains_replicated = any(parameter.requires_grad for parameter in self._replicated)
-        self._trains = any(unit.trainable for half in halves for unit in half)
+        self._trains = any(unit.trainable for unit in self.units)
         self._shifts_back = False
         self._in_backward: Position | None = None
         self._input_needs_grad = False
@@ -86,6 +88,7 @@ class RotatingPart:
     # Forward #
 
     def __call__(self, *args: Any) -> Tensor:
+        self.before_forward()
         plan, first_of_two = self._plan, self._state.phase is Phase.FORWARD
         self._shifts_back = (
             plan.backward_needs_weight

@@ -11,6 +11,7 @@ from paro.distributed.timers import Timers
 from paro.rotation.partition import Parts
 from paro.sharding.distributed_model import DistributedModel, Phase
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.step.updating import UpdatingPolicy
 
 
 class RotatedModel(DistributedModel):
@@ -20,13 +21,25 @@ class RotatedModel(DistributedModel):
     The parts do this themselves when the model calls them.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, ring: Ring, timers: Timers) -> None:
-        # The first unit's context is the model's: norms have a separate, replicated one.
-        super().__init__(model, [*parts.rotating, *parts.replicated], parts.state, timers)
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        ring: Ring,
+        timers: Timers,
+        *,
+        updated_ahead: int | None = None,
+    ) -> None:
         # Norms are updated and all-gathered first: the next step needs all of them at its start.
-        first = (*parts.replicated, *parts.rotating)
-        self.trainable_units = [unit for unit in first if unit.trainable]
+        units = [*parts.replicated, *parts.rotating]
+        numbers = {unit: number for number, unit in enumerate(units)}
+        needed = [[numbers[unit] for unit in part.units] for part in parts.parts]
+        needed[0] += range(len(parts.replicated))
+        super().__init__(model, units, parts.state, timers, UpdatingPolicy(needed, updated_ahead))
+        self.context = parts.rotating[0].context  # norms have a separate, replicated one
         self._parts = parts.parts
+        for index, part in enumerate(parts.parts):
+            part.before_forward = partial(self._before_forward, index)
         self._replicated = parts.replicated
         self._ring = ring
         parameters = dict(model.named_parameters())
@@ -46,6 +59,9 @@ class RotatedModel(DistributedModel):
         super()._begin(phase, last=last)
         for unit in self._replicated:
             unit.use()
+
+    def _before_forward(self, index: int) -> None:
+        self._gather_updated(self._updating.before_forward(index))
 
     def _end_backward(self) -> None:
         for part in self._parts:

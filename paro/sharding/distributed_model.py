@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from paro.distributed.timers import Timers
 from paro.sharding.shards import UnitShards
+from paro.step.actions import Action, Move
+from paro.step.updating import UpdatingPolicy
 
 
 class Phase(Enum):
@@ -41,7 +43,8 @@ class DistributedModel:
     """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
     Subclasses make parameters readable where the model needs them, and pass gradients to the units.
-    After an exception the model is unusable.
+    `UpdatingPolicy` decides when updated parameters are all-gathered. `record`, if it is a list,
+    gets every action that is carried out. After an exception the model is unusable.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class DistributedModel:
         units: Sequence[UnitShards],
         state: MicroBatchState,
         timers: Timers,
+        updating: UpdatingPolicy,
     ) -> None:
         self.model = model
         self.units = units
@@ -57,6 +61,9 @@ class DistributedModel:
         self.trainable_units = [unit for unit in units if unit.trainable]
         self._state = state
         self._timers = timers
+        self._updating = updating
+        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self.record: list[Move] | None = None
         self._handles: list[Removable] = []
 
     def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
@@ -110,8 +117,13 @@ class DistributedModel:
         self._state.phase = Phase.IDLE
         return loss
 
+    def updated(self, unit: UnitShards) -> None:
+        """Says that a unit's optimizer range has new parameters, to be all-gathered."""
+        self._gather_updated(self._updating.updated(self._numbers[unit]))
+
     def wait_for_updated_params(self) -> None:
         """Waits until `param_shard` of every unit holds the last update."""
+        self._gather_updated(self._updating.flush())
         for unit in self.units:
             unit.wait_for_updated_params()
 
@@ -134,6 +146,12 @@ class DistributedModel:
     def _end_backward(self) -> None:
         """Runs after the backward of a micro-batch; defined by subclasses."""
         raise NotImplementedError
+
+    def _gather_updated(self, actions: Iterable[Action]) -> None:
+        for verb, number in actions:
+            self.units[number].gather_updated()
+            if self.record is not None:
+                self.record.append((verb, number))
 
     def _assert_idle(self) -> None:
         assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"

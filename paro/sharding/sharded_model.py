@@ -14,13 +14,13 @@ from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.wrap import UnitModule
 from paro.step.actions import Action, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
+from paro.step.updating import UpdatingPolicy
 
 
 class ShardedModel(DistributedModel):
     """A model whose unit modules have whole parameters only while they run.
 
-    `GatheringPolicy` decides when units are gathered and released and gradients reduced. `record`,
-    if it is a list, gets every action that is carried out.
+    `GatheringPolicy` decides when units are gathered and released and gradients reduced.
     """
 
     def __init__(
@@ -30,21 +30,23 @@ class ShardedModel(DistributedModel):
         timers: Timers,
         *,
         prefetch_units: int,
+        updated_ahead: int | None = None,
     ) -> None:
         units = [unit for module in modules for unit in module.own]
-        super().__init__(model, units, MicroBatchState(), timers)
-        strategy = self.context.strategy
         kinds = [module.kind for module in modules]
+        numbered = number_buffers(kinds)
+        updating = UpdatingPolicy([unit.needed for unit in numbered], updated_ahead)
+        super().__init__(model, units, MicroBatchState(), timers, updating)
+        strategy = self.context.strategy
         self._policy = GatheringPolicy(
             StepShape(
-                units=number_buffers(kinds),
+                units=numbered,
                 gathers=strategy.params > 1,
                 reduces=strategy.grads > 1,
                 prefetch_units=prefetch_units,
             )
         )
         self._sharded = units
-        self.record: list[Action] | None = None
         self._carried_out: dict[Verb, Callable[[ShardedUnit], None]] = {
             Verb.GATHER: _gather,
             Verb.WAIT: ShardedUnit.use,
@@ -59,13 +61,12 @@ class ShardedModel(DistributedModel):
         }
         parameters = dict(model.named_parameters())
         borrowed = {name for kind in kinds for name in kind.borrows}
-        numbers = {unit: number for number, unit in enumerate(units)}
         for index, module in enumerate(modules):
             self._hook(index, module.wrapped)
             for unit in module.own:
                 if unit.trainable:
                     has_one_part = module.kind.name not in borrowed
-                    self._take_gradients(numbers[unit], parameters, by_matmuls=has_one_part)
+                    self._take_gradients(self._numbers[unit], parameters, by_matmuls=has_one_part)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for verb, number in actions:
@@ -124,6 +125,7 @@ class ShardedModel(DistributedModel):
         if phase is Phase.BACKWARD:  # activation recomputation, maybe of several blocks
             self._carry_out(self._policy.before_recompute(index))
         else:
+            self._gather_updated(self._updating.before_forward(index))
             self._carry_out(self._policy.before_forward(index))
 
     def _after_forward(self, index: int, output: Tensor) -> None:

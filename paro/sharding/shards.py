@@ -71,6 +71,7 @@ class UnitShards:
         self.grad_errors = self._grad_errors()
         self.full_precision = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
+        self._is_encoded = False  # what `gather_updated` sends next is `encode_update`'s
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
@@ -162,22 +163,27 @@ class UnitShards:
 
     # Communication once a step #
 
-    def gather_updated(self) -> None:
-        """Queues the all-gather of updated parameters: optimizer ranges fill `param_shard`."""
-        with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
-            self._updated = self.context.collectives.all_gather(
-                self.param_shard, self.context.comm_plan.gather_updated
-            )
-
-    def gather_differences(self, master: Tensor) -> None:
-        """Queues the same as codes of what the master has and the parameters do not have yet."""
-        coded, span = self.coded_update, self.context.comm_plan.gather_updated
-        assert coded is not None, f"{self.name} has no codes"
+    def encode_update(self, master: Tensor) -> None:
+        """Makes the codes of what the master has and the parameters do not have yet."""
+        assert self.coded_update is not None, f"{self.name} has no codes"
         place = (self.optim_start - self.param_start) // master.numel()
-        coded.encode(master, self.optim_param, place)
+        self.coded_update.encode(master, self.optim_param, place)
+        self._is_encoded = True
+
+    def gather_updated(self) -> None:
+        """Queues the all-gather of updated parameters: optimizer ranges fill `param_shard`.
+
+        After `encode_update` it sends the codes.
+        """
+        span, collectives = self.context.comm_plan.gather_updated, self.context.collectives
         with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
-            gathered = self.context.collectives.all_gather(coded.encoded, span)
-            self._updated = self.context.collectives.run_after(span, coded.apply, after=gathered)
+            if not self._is_encoded:
+                self._updated = collectives.all_gather(self.param_shard, span)
+                return
+            assert self.coded_update is not None, f"{self.name} has no codes"
+            gathered = collectives.all_gather(self.coded_update.encoded, span)
+            self._updated = collectives.run_after(span, self.coded_update.apply, after=gathered)
+            self._is_encoded = False
 
     def wait_for_updated_params(self) -> None:
         self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)

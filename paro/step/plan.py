@@ -10,6 +10,7 @@ from itertools import chain
 
 from paro.step.actions import Action, Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
+from paro.step.updating import UpdatingPolicy
 
 UnitActions = tuple[Move, ...]  # what comes with the events of one unit
 Pass = tuple[UnitActions, ...]
@@ -20,7 +21,7 @@ class StepPlan:
     """A step from one point at which gradients are complete to the next.
 
     It begins with the update of what the step before has summed, and the first forward waits for
-    the parameters that it sends.
+    the parameters that it changes.
     """
 
     update: Pass
@@ -34,16 +35,23 @@ class StepPlan:
 
 
 @lru_cache(maxsize=64)
-def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
-    """The actions of a step of `num_micro_batches` micro-batches."""
+def step_plan(
+    shape: StepShape, num_micro_batches: int, updated_ahead: int | None = None
+) -> StepPlan:
+    """The actions of a step of `num_micro_batches` micro-batches.
+
+    All-gathers of updated parameters are queued `updated_ahead` units ahead of their first use;
+    None: at once.
+    """
     policy = GatheringPolicy(shape)
-    update: list[UnitActions] = [*updates(shape.trainable)]
+    updating = UpdatingPolicy([unit.needed for unit in shape.units], updated_ahead)
+    update: list[UnitActions] = [*updates(shape.trainable, updating)]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []
     for number in range(num_micro_batches):
         policy.begin_micro_batch(last=number + 1 == num_micro_batches)
         units = range(len(shape.units))
-        forward = tuple(tuple(_forward(policy, index)) for index in units)
+        forward = tuple(tuple(_forward(policy, updating, index)) for index in units)
         backward = tuple(
             tuple(_backward(policy, index)) for index in reversed(units[shape.first_trained :])
         )
@@ -55,9 +63,9 @@ def step_plan(shape: StepShape, num_micro_batches: int) -> StepPlan:
     )
 
 
-def updates(trainable: Iterable[int]) -> Iterator[UnitActions]:
+def updates(trainable: Iterable[int], updating: UpdatingPolicy) -> Iterator[UnitActions]:
     """The update of these buffers."""
-    return (((Verb.UPDATE, buffer), (Verb.GATHER_UPDATED, buffer)) for buffer in trainable)
+    return (((Verb.UPDATE, buffer), *updating.updated(buffer)) for buffer in trainable)
 
 
 def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
@@ -75,8 +83,9 @@ def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
     }
 
 
-def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
+def _forward(policy: GatheringPolicy, updating: UpdatingPolicy, index: int) -> Iterator[Action]:
     shape = policy.shape
+    yield from updating.before_forward(index)
     yield from policy.before_forward(index)
     yield Verb.FORWARD, index
     if index in shape.grads_in_forward:

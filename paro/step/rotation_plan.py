@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from paro.step.actions import Move, SliceMove, Verb
 from paro.step.plan import StepPlan, updates
 from paro.step.rotating import RingShape, SlicePolicy
+from paro.step.updating import UpdatingPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +36,24 @@ class RotationShape:
     first_replicated: int  # the first part with replicated parameters that train
     recomputed: tuple[range, ...] = ()  # indices of parts that backward recomputes together
 
+    @property
+    def needed(self) -> tuple[tuple[int, ...], ...]:
+        """The buffers that each part reads; a forward begins with all that are replicated."""
+        first, *others = (tuple(chain.from_iterable(part.halves)) for part in self.parts)
+        return (*self.replicated, *first), *others
+
 
 @lru_cache(maxsize=64)
-def rotation_plan(shape: RotationShape, num_micro_batches: int) -> StepPlan:
+def rotation_plan(
+    shape: RotationShape, num_micro_batches: int, updated_ahead: int | None = None
+) -> StepPlan:
     """The actions of a step of `num_micro_batches` micro-batches."""
-    walk = _Walk(shape)
+    walk, updating = _Walk(shape), UpdatingPolicy(shape.needed, updated_ahead)
     return StepPlan(
-        update=tuple(updates(shape.trainable)),
+        update=tuple(updates(shape.trainable, updating)),
         micro_batches=tuple(
             (
-                tuple(map(tuple, walk.forward())),
+                tuple(map(tuple, walk.forward(updating))),
                 tuple(map(tuple, walk.backward(last=number + 1 == num_micro_batches))),
             )
             for number in range(num_micro_batches)
@@ -80,7 +90,7 @@ class _Walk:
             for buffer in half
         }
 
-    def forward(self) -> Iterator[Iterable[Move]]:
+    def forward(self, updating: UpdatingPolicy) -> Iterator[Iterable[Move]]:
         """The actions of every part."""
         yield ((Verb.WAIT, buffer) for buffer in self._shape.replicated)
         for index, part in enumerate(self._shape.parts):
@@ -89,7 +99,10 @@ class _Walk:
                 and index >= self._shape.first_trained
                 and not part.recomputed
             )
-            yield self._forward(index, Verb.FORWARD, shifts_back=shifts_back)
+            yield chain(
+                updating.before_forward(index),
+                self._forward(index, Verb.FORWARD, shifts_back=shifts_back),
+            )
 
     def backward(self, *, last: bool) -> Iterator[Iterable[Move]]:
         """The actions of every part that backward reaches."""

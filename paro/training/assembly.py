@@ -111,9 +111,9 @@ def _spread(
     is_planned = device.type == "meta"
     spans = _spans(config, topology, is_planned=is_planned)
     exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
-    overlap = sharding.prefetch_units > 0
+    units, ahead = sharding.prefetch_units, sharding.updated_ahead
     streams = make_comm_streams(
-        device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name
+        device, overlap=units > 0, backend=backend, note=exposure.note, name=exposure.name
     )
     group_config = GroupConfig(timeout=config.runtime.timeout, backend=backend, device=device)
     collectives = make_collectives(
@@ -146,7 +146,7 @@ def _spread(
     )
     if not rotates:
         nodes = make_unit_modules(model, model.units(), context)
-        return ShardedModel(model, nodes, timers, prefetch_units=sharding.prefetch_units)
+        return ShardedModel(model, nodes, timers, prefetch_units=units, updated_ahead=ahead)
     ring = make_ring(
         strategy.params,
         topology=topology,
@@ -156,7 +156,7 @@ def _spread(
         group_config=made,
     )
     parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
-    return RotatedModel(model, parts, ring, timers)
+    return RotatedModel(model, parts, ring, timers, updated_ahead=ahead)
 
 
 def _spans(

@@ -370,6 +370,7 @@ def _step(plan: PlannedRun) -> Iterator[str]:
         plan.training.model.context.topology,
         plan.num_micro_batches,
         overlaps=config.sharding.prefetch_units > 0,
+        updated_ahead=config.sharding.updated_ahead,
         other_bytes=memory.allocated - memory.allocations.total,
     )
 

@@ -43,21 +43,27 @@ class LateStreams:
 
     The order is drawn from `seed`, so it is the same on all ranks, which wait in the same order.
     A job runs at submit with probability `eager`, with what it needs. Like CUDA's streams, and
-    unlike threads, it queues one job per message.
+    unlike threads, it queues one job per message. `in_order` is NCCL's rule under
+    NCCL_LAUNCH_ORDER_IMPLICIT: a job begins after all jobs submitted earlier have begun, on any
+    stream, so it also needs what these need.
     """
 
     runs_concurrently = False
 
-    def __init__(self, seed: int, *, eager: float) -> None:
+    def __init__(self, seed: int, *, eager: float, in_order: bool = False) -> None:
         self._random = Random(seed)
         self._eager = eager
+        self._in_order = in_order
         self._last: dict[Hashable, _LateEvent] = {}
+        self._begun: list[_LateEvent] = []  # what has run once the last submitted job has begun
         self._after: list[_LateEvent] | None = None  # collects what `after` stands for
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         needs = [] if after is None else self._needed_by(after)
         if stream in self._last:
             needs.append(self._last[stream])
+        if self._in_order:
+            needs = self._begun = list(dict.fromkeys((*self._begun, *needs)))
         event = _LateEvent(self, job, [need for need in needs if need.job is not None])
         event.buffers = [(buffer, _FREED[buffer]) for buffer in _buffers_in(job)]
         self._last[stream] = event

@@ -16,11 +16,13 @@ from paro.collectives.pipelined import PipelinedCollectives
 from paro.sharding.shards import UnitShards
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import SlicePolicy
+from paro.step.updating import UpdatingPolicy
 
 HO_RING = "--paro-collective ho-ring"
 ROTATE = "--paro-materialize rotate"
 IN_PLACE = f"{ROTATE} --paro-rotate-in-place"
 FULL = "--recompute-granularity full"
+AHEAD = "--paro-updated-ahead 1"
 FLAT = "--paro-collective flat"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
 FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
@@ -69,6 +71,10 @@ MUTATIONS = (
         "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)",
         "",
         "IIG",
+    ),
+    Mutation(UpdatingPolicy, "before_forward", "return self._queue", "return []  #", "IIG", AHEAD),
+    Mutation(
+        UpdatingPolicy, "flush", "return self._queue", "return []  #", "NIG", f"{SAVED} {AHEAD}"
     ),
     Mutation(SlicePolicy, "begin_forward", "[(Verb.WAIT,)]", "[]", "IIG", ROTATE),
     Mutation(
@@ -207,7 +213,7 @@ CAUGHT = {
     "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": ("IIG", ""),
-    "sharding.shards UnitShards.gather_differences: after=gathered": ("IIG", CODES),
+    "sharding.shards UnitShards.gather_updated: after=gathered": ("IIG", CODES),
     "sharding.shards UnitShards._sum_over_world: after=event": ("IIG", CODES),
     "sharding.shards UnitShards._sum_over_world: after=event #2": ("IIG", CODES),
     "sharding.shards UnitShards._sum_over_world: after=event #3": ("IIG", ""),

@@ -32,6 +32,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, save_run, train
 from tests.helpers.waits import Wait, all_waits
 from tests.paro.late_mutations import (
+    AHEAD,
     AUTO,
     CAUGHT,
     CODES,
@@ -49,17 +50,22 @@ from tests.paro.late_mutations import (
 SEEDS = (0, 1, 2)
 FEW = (
     ("IIG", SAVED),
-    ("NIG", f"{CODES} {FULL}"),
+    ("IIG", f"{SAVED} {AHEAD}"),
+    ("NIG", f"{CODES} {FULL} {AHEAD}"),
     ("GGG", HO_RING),
-    ("IIG", ROTATE),
+    ("IIG", f"{ROTATE} {AHEAD}"),
     ("IIG", IN_PLACE),
 )
-FEW_SEEDS = {HO_RING: (1,), ROTATE: (1,)}  # some jobs of seed 1 run at submit; others have seed 0
+FEW_SEEDS = {
+    HO_RING: (1,),
+    f"{ROTATE} {AHEAD}": (1,),
+}  # some jobs of seed 1 run at submit; others have seed 0
 MORE = (
     *("", "--bf16", "--bf16 --recompute-granularity selective", FULL),
     *(SAVED, f"{SAVED} --async-save", HO_RING, f"{HO_RING} --bf16 {FULL}"),
     *("--paro-collective flat", AUTO, ROTATE, IN_PLACE, f"{ROTATE} --bf16 {FULL}"),
     *(CODES, f"{CODES} {SAVED} --async-save", f"{CODES} {HO_RING}", f"{CODES} {ROTATE}"),
+    *(f"{more} {AHEAD}" for more in (SAVED, HO_RING, f"{ROTATE} {FULL}", CODES)),
 )
 algorithm_of = assembly._algorithm
 
@@ -134,10 +140,12 @@ def differing(cases: Sequence[str], group_size: int, seeds: Sequence[int]) -> li
     """The cases and seeds with other losses, norms, parameters or files than without overlap."""
     wrong = []
     for flags in cases:
-        wanted = train_on(InlineStreams(), f"{flags} --paro-prefetch-units 0", group_size)
+        plain = f"{flags} --paro-prefetch-units 0 --paro-updated-ahead all"
+        wanted = train_on(InlineStreams(), plain, group_size)
         assert all(isinstance(s, float) or s.loss == s.loss for s in wanted[0].steps), "NaN"
         for seed in seeds:
-            late = LateStreams(seed, eager=0.0 if seed % 2 == 0 else 0.4)
+            eager = 0.0 if seed % 2 == 0 else 0.4
+            late = LateStreams(seed, eager=eager, in_order=AHEAD in flags)
             if not same_bits(train_on(late, flags, group_size), wanted):
                 wrong.append(f"{flags}, seed {seed}")
     return wrong

@@ -18,6 +18,7 @@ from paro.arguments.model import (
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.inter_bits import take_inter_bits
 from paro.config.model import take_model
+from paro.config.sharding import units_ahead
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.search.search_space import Materialize, Workload
@@ -42,6 +43,7 @@ def make_parser() -> Parser:
     add("--paro-group-size", type=int, metavar="RANKS", help="of I; default: the machine's groups")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native", help="of the rows")
     add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
+    add("--paro-updated-ahead", default="all", metavar="UNITS", help="as in pretrain_llama.py")
     add("--paro-materialize", choices=("gather", "rotate"), default="gather", help="of the search")
     add("--paro-rotate-in-place", action="store_true", help="with --paro-materialize rotate")
     add("--paro-survive", type=int, default=0, metavar="NODES", help="as in pretrain_llama.py")
@@ -148,6 +150,7 @@ def case_of(args: Namespace) -> Workload:
         global_batch_size=args.micro_batch_size * world_size if batch is None else batch,
         precision=precision,
         prefetch_units=args.paro_prefetch_units,
+        updated_ahead=units_ahead(args.paro_updated_ahead, args.paro_prefetch_units),
         collective=args.paro_collective,
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
         trainable=Trainable.of_flag(args.trainable),

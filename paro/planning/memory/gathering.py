@@ -195,9 +195,9 @@ class StepTally:
         self.keeps: set[int] = set()  # buffers whose weights' casts stay
         self.cast: set[int] = set()  # units whose weights' casts exist
 
-    def plan(self, num_micro_batches: int) -> StepPlan:
+    def plan(self, num_micro_batches: int, updated_ahead: int | None = None) -> StepPlan:
         """The actions of a step, of three micro-batches at most."""
-        return step_plan(self.shape, min(num_micro_batches, MOST_MICRO_BATCHES))
+        return step_plan(self.shape, min(num_micro_batches, MOST_MICRO_BATCHES), updated_ahead)
 
     def computing(self, action: Move) -> tuple[int, str]:
         """What a computing action is about: a buffer of its unit, and the name."""

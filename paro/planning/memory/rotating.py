@@ -137,9 +137,9 @@ class SliceTally:
         self._kept = [0] * len(self._parts)
         self._done = [0] * len(self._parts)  # slices whose backward has run
 
-    def plan(self, num_micro_batches: int) -> StepPlan:
+    def plan(self, num_micro_batches: int, updated_ahead: int | None = None) -> StepPlan:
         """The actions of a step, of three micro-batches at most."""
-        return rotation_plan(self.shape, min(num_micro_batches, MOST_MICRO_BATCHES))
+        return rotation_plan(self.shape, min(num_micro_batches, MOST_MICRO_BATCHES), updated_ahead)
 
     def computing(self, action: Move) -> tuple[int, str]:
         """What a computing action is about: a buffer of its part, and the part's name."""

@@ -101,6 +101,7 @@ class Estimator:
             comm_costs=self._comm_costs_of(candidate),
             pass_loads=self._loads_of(candidate),
             prefetch_units=workload.prefetch_units,
+            updated_ahead=workload.updated_ahead,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
         )
 

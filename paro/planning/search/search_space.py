@@ -60,6 +60,7 @@ class Workload:
     global_batch_size: int
     precision: PrecisionConfig
     prefetch_units: int = 1
+    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)

@@ -23,6 +23,7 @@ class StepCosts:
     comm_costs: CommCosts
     pass_loads: PassLoads | None  # None where weights rotate
     prefetch_units: int
+    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
     num_micro_batches: int
 
     @property
@@ -34,7 +35,7 @@ class StepCosts:
     @property
     def plan(self) -> StepPlan:
         """The actions of the step."""
-        return step_plan(self.shape, self.num_micro_batches)
+        return step_plan(self.shape, self.num_micro_batches, self.updated_ahead)
 
     @property
     def machine(self) -> Machine:

@@ -134,7 +134,8 @@ class RotatingCosts(StepCosts):
 
     @property
     def plan(self) -> StepPlan:
-        return rotation_plan(self.computing.rotation, self.num_micro_batches)
+        rotation = self.computing.rotation
+        return rotation_plan(rotation, self.num_micro_batches, self.updated_ahead)
 
     def landing_seconds(self, buffer: int, *, of_grads: bool) -> float:
         """In place: time to copy a received slice out of staging."""

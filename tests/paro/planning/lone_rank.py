@@ -97,17 +97,21 @@ def lone_rank(
     topology: Topology,
     precision: PrecisionConfig,
     *,
-    prefetch_units: int = 1,
+    units_ahead: tuple[int, int | None] = (1, None),
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
-    """Builds the last rank as training does; call `silence` before it runs."""
+    """Builds the last rank as training does; call `silence` before it runs.
+
+    `units_ahead`: of gathers, and of updated parameters' all-gathers.
+    """
     context = _context(strategy, topology, precision, device)
     llama = _empty_llama(config, precision, is_trained)
     nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(
-        config, ShardedModel(llama, nodes, Timers(), prefetch_units=prefetch_units), precision
+    model = ShardedModel(
+        llama, nodes, Timers(), prefetch_units=units_ahead[0], updated_ahead=units_ahead[1]
     )
+    return _lone(config, model, precision)
 
 
 def lone_pipelining_rank(
@@ -145,11 +149,11 @@ def lone_rotating_rank(
     precision: PrecisionConfig,
     *,
     in_place: bool,
-    device: str = "cpu",
+    updated_ahead: int | None = None,
     is_trained: Callable[[str], bool] = lambda _name: True,
 ) -> LoneRank:
     """The same with rotation."""
-    context = _context(strategy, topology, precision, device)
+    context = _context(strategy, topology, precision, "cpu")
     llama = _empty_llama(config, precision, is_trained)
     collectives = context.collectives
     assert isinstance(collectives, NativeCollectives)
@@ -157,7 +161,8 @@ def lone_rotating_rank(
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
     ring = Ring(Use.ROTATE, span, groups, InlineStreams(), collectives._wire._traffic)
     parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
-    return _lone(config, RotatedModel(llama, parts, ring, Timers()), precision)
+    model = RotatedModel(llama, parts, ring, Timers(), updated_ahead=updated_ahead)
+    return _lone(config, model, precision)
 
 
 def _context(

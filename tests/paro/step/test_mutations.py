@@ -10,12 +10,13 @@ import pytest
 from paro.planning.search.estimator import Estimator
 from paro.planning.step.timeline import simulate
 from paro.step import plan
+from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
 from tests.paro.late_mutations import Mutation
 from tests.paro.planning import cases
 from tests.paro.planning.cases import TINY, machine, order_case, workload
 from tests.paro.planning.lone_rank import silence
-from tests.paro.step.test_plan import engine, planned, recorded
+from tests.paro.step.test_plan import engine, planned
 
 WHOLE_GRADS = "MAX_WHOLE_GRADS if shape.prefetch_units else 1"
 MUTATIONS = {
@@ -53,12 +54,12 @@ def test_predictions_and_engine_follow_the_policy(
     silence(monkeypatch)
     strategy, method, old, new = MUTATIONS[name]
 
-    def found() -> tuple[int, float, list[tuple[int, int]]]:
+    def found() -> tuple[int, float, list[Move]]:
         plan.step_plan.cache_clear()
         estimator = Estimator(GIVEN)
         candidate = GIVEN.candidate(GIVEN.strategy(strategy))
         rank = engine(GIVEN, strategy)
-        record = recorded(rank.model)
+        rank.model.record = record = []
         rank.step(2)
         memory = estimator.memory(candidate).allocated
         return memory, simulate(estimator.costs(candidate)).seconds, [*record]

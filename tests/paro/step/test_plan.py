@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, takewhile
 
 import pytest
 import torch
 
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Workload
-from paro.sharding.sharded_model import ShardedModel
-from paro.step.actions import Action, Verb
+from paro.planning.search.search_space import Materialize, Workload
+from paro.step.actions import Move, Verb
 from paro.step.plan import StepPlan
 from tests.paro.planning.cases import ORDERS, order_case
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
 # What the optimizer and the training loop do, or the model computes.
-ELSEWHERE = {Verb.UPDATE, Verb.GATHER_UPDATED, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
+ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
 
 
 def planned(given: Workload, strategy: str) -> StepPlan:
@@ -31,15 +32,16 @@ def engine(given: Workload, strategy: str) -> LoneRank:
         parsed,
         topology,
         given.precision,
-        prefetch_units=given.prefetch_units,
+        units_ahead=(given.prefetch_units, given.updated_ahead),
         is_trained=given.trainable.names(given.model).__contains__,
     )
 
 
-def recorded(model: object) -> list[Action]:
-    assert isinstance(model, ShardedModel)
-    model.record = []
-    return model.record
+def from_forward_on(actions: Iterable[Move]) -> list[Move]:
+    """The actions of a step that begins with the forward and ends with the update."""
+    moves = list(actions)
+    num_at_once = sum(1 for _ in takewhile(lambda move: move[0] is Verb.GATHER_UPDATED, moves))
+    return moves[num_at_once:] + moves[:num_at_once]
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -48,15 +50,40 @@ def test_the_engine_does_what_the_plan_lists(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silence(monkeypatch)
-    for ahead in (0, 1, 2, 3):
-        given = order_case(name, prefetch_units=ahead)
+    for ahead, updated in ((0, None), (1, 1), (2, 3), (3, None)):
+        given = order_case(name, prefetch_units=ahead, updated_ahead=updated)
         rank = engine(given, strategy)
+        rank.step(1)
         for num_micro_batches in (1, 3):
-            record = recorded(rank.model)
+            rank.model.record = []
             rank.step(num_micro_batches)
             actions = planned(replace(given, global_batch_size=4 * num_micro_batches), strategy)
-            wanted = [(verb, n) for verb, n in actions.actions() if verb not in ELSEWHERE]
-            assert record == wanted, f"{ahead} units ahead, {num_micro_batches} micro-batches"
+            wanted = [move for move in actions.actions() if move[0] not in ELSEWHERE]
+            assert rank.model.record == from_forward_on(wanted), f"{ahead}, {updated} units ahead"
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, None])
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [("IIG", Materialize.GATHER), ("NNG", Materialize.GATHER), ("IIG", Materialize.ROTATE)],
+)
+def test_updated_parameters_are_gathered_so_many_units_ahead(
+    strategy: str, way: Materialize, ahead: int | None
+) -> None:
+    plan = planned(order_case("plain", materialize=way, updated_ahead=ahead), strategy)
+    forward, found = plan.micro_batches[0][0], {}
+    if way is Materialize.ROTATE:
+        forward = forward[1:]  # after the wait for the norms
+    for place, actions in ((0, chain.from_iterable(plan.update)), *enumerate(forward)):
+        for verb, number, *_ in actions:
+            if verb is Verb.GATHER_UPDATED:
+                found[number] = place
+            assert verb not in (Verb.GATHER, Verb.WAIT) or number in found, "not updated"
+    norms = int(way is Materialize.ROTATE)  # buffer 0, which the first part needs
+    assert found == {
+        buffer: 0 if ahead is None else max(0, buffer - norms - ahead) for buffer in found
+    }
+    assert len(found) == len(forward) + norms
 
 
 @pytest.mark.parametrize("strategy", ["GGG", "NIG"])
@@ -66,7 +93,7 @@ def test_an_evaluation_gathers_every_unit_once(
     silence(monkeypatch)
     rank = engine(order_case("tied"), strategy)
     tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
-    record = recorded(rank.model)
+    rank.model.record = record = []
     rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
     waits = [(Verb.WAIT, number) for number in (0, 1, 2, 3, 4, 0)]
     assert [action for action in record if action[0] is Verb.WAIT] == waits

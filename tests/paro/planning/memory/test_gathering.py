@@ -356,7 +356,7 @@ def measure(workload: Workload, device: str) -> int:
         strategy,
         topology,
         workload.precision,
-        prefetch_units=workload.prefetch_units,
+        units_ahead=(workload.prefetch_units, None),
         device=device,
         is_trained=workload.trainable.names(workload.config).__contains__,
     )

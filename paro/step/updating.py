@@ -1,0 +1,50 @@
+"""Decides when all-gathers of updated parameters are queued, event by event."""
+
+# [Note: updated parameters]
+# A step ends with the update, and the next forward is the first to read what it changed. The
+# all-gather of a unit's updated parameters may be queued at once, when links have most time for it.
+# Or it is queued so many units ahead of the unit's first use, so that of all that is queued, a
+# unit's parameters come before what later units need: this is faster where collectives begin in the
+# order in which they are queued, on whichever stream (planning/step/simulation.py).
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from paro.step.actions import Action, Verb
+
+
+class UpdatingPolicy:
+    """Answers the events of updates and forwards with the all-gathers to queue, in order.
+
+    `needed` are the buffers that each unit, or rotating part, reads, in forward order. With `ahead`
+    None all-gathers are queued at once.
+    """
+
+    def __init__(self, needed: Sequence[Iterable[int]], ahead: int | None) -> None:
+        self._first_use: dict[int, int] = {}
+        for index, buffers in enumerate(needed):
+            for buffer in buffers:
+                self._first_use.setdefault(buffer, index)
+        self._num_units = len(needed)
+        self._ahead = self._num_units if ahead is None else ahead
+        self._updated: list[int] = []  # buffers whose all-gather is not queued yet
+
+    def updated(self, buffer: int) -> list[Action]:
+        """After the update of a buffer."""
+        self._updated.append(buffer)
+        return self.before_forward(0)
+
+    def before_forward(self, index: int) -> list[Action]:
+        """Before a unit's forward, of training or of an evaluation."""
+        return self._queue(index + self._ahead)
+
+    def flush(self) -> list[Action]:
+        """Before parameters are read outside of a forward."""
+        return self._queue(self._num_units)
+
+    def _queue(self, last: int) -> list[Action]:
+        """The all-gathers of what the units up to the last one read."""
+        due = [buffer for buffer in self._updated if self._first_use[buffer] <= last]
+        self._updated = [buffer for buffer in self._updated if self._first_use[buffer] > last]
+        return [(Verb.GATHER_UPDATED, buffer) for buffer in due]

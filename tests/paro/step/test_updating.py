@@ -1,0 +1,47 @@
+"""What a step's first gather waits for where collectives begin in the order they are queued in."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from paro.distributed.comm_stream import Event
+from paro.planning.search.search_space import Materialize
+from paro.step.actions import Verb
+from tests.helpers.late_streams import LateStreams
+from tests.paro.planning.cases import order_case
+from tests.paro.step.test_plan import planned
+
+
+def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: int) -> set[int]:
+    """The buffers whose updates have been sent when the first gather, or shift, is done."""
+    streams = LateStreams(seed, eager=0.0, in_order=True)
+    sent: set[int] = set()
+    updated: dict[int, Event] = {}
+    inside: dict[int, Event] = {}
+    given = order_case("plain", materialize=way, updated_ahead=ahead)
+    for verb, number, *_ in planned(given, "IIG").actions():
+        if verb is Verb.GATHER_UPDATED:
+            updated[number] = streams.submit("between", partial(sent.add, number))
+        elif verb in (Verb.GATHER, Verb.SHIFT):
+            inside[number] = streams.submit("inside", lambda: None, after=updated[number])
+        elif verb in (Verb.WAIT, Verb.WAIT_SHIFTED) and number in inside:
+            inside[number].wait()
+            break
+        elif verb is Verb.WAIT:
+            updated[number].wait()
+    return sent
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("way", "own", "num_buffers"),
+    # Where weights rotate, the first part needs the norms too.
+    [(Materialize.GATHER, {0}, 5), (Materialize.ROTATE, {0, 1}, 9)],
+)
+def test_the_first_gather_needs_its_own_unit_alone(
+    way: Materialize, own: set[int], num_buffers: int, seed: int
+) -> None:
+    assert gathered_before_the_first_unit(way, 1, seed) == own
+    assert gathered_before_the_first_unit(way, None, seed) == {*range(num_buffers - 1)}
