@@ -41,6 +41,15 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """What the planner expects of a step on the machine that --paro-machine names."""
+
+    machine: str
+    global_batch_size: int
+    seconds: Mapping[str, float]  # of the step, of computing and of exposed communication by kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
     """Constants of a run that convert seconds into throughput."""
 
@@ -52,6 +61,7 @@ class RunFacts:
     peak: Peak
     model_state_bytes: int  # this rank's parameters, gradients, master parameters and moments
     predicted: Mapping[str, int] = field(default_factory=dict)  # bytes by kind, at the peak
+    planned: PlannedStep | None = None  # None without a machine whose device is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

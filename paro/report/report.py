@@ -16,6 +16,7 @@ from paro.report.log import Log
 from paro.report.log_line import iteration_line, perplexity, validation_block
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes, peak_reserved_bytes
 from paro.report.metrics import MetricsFile
+from paro.report.planned_step import COMPARED, SETTLED, comparison, measured_seconds
 from paro.report.rank_times import RankTimes, straggler_line, timer_lines
 from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
 from paro.report.run_record import RunRecord
@@ -59,11 +60,12 @@ class Records:
             self.log.log0(f"--metrics-file is left out from here on: {error}")
             self.metrics = None
 
-    def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:
+    def add(self, write: Callable[[RunRecord], None]) -> None:
+        """Adds to the run's record."""
         if self.run is None or not self.is_ours():
             return
         try:
-            self.run.validation(iteration=iteration, data_set=data_set, lm_loss=lm_loss)
+            write(self.run)
         except OSError as error:
             self.log.log0(f"the record of --metrics-file is left out from here on: {error}")
             self.run = None
@@ -97,6 +99,8 @@ class Report:
         self._is_first = True
         self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
+        self._num_seen = 0
+        self._to_compare: list[IterationRecord] = []
 
     def start(self, choices: Mapping[str, str]) -> None:
         """Prints the choices a reader needs to judge the numbers, one per line."""
@@ -122,6 +126,7 @@ class Report:
     def iteration(self, record: IterationRecord) -> None:
         """Records one iteration; prints and writes if that is due."""
         self._interval.append(record)
+        self._compare(record)
         due = self.is_due(record.iteration)
         alone = self._summarize([record])
         self._totals["skipped-iterations"] += alone.skipped_iterations
@@ -148,6 +153,26 @@ class Report:
         self.records.write(metrics)
         self._interval.clear()
         self._is_first = False
+
+    def _compare(self, record: IterationRecord) -> None:
+        """Says once, after the first iterations, how far the planner was off."""
+        planned, forecast = self.facts.planned, self.forecast
+        if planned is None or forecast is None or self._num_seen == COMPARED:
+            return
+        self._num_seen += 1
+        if self._num_seen > SETTLED and record.global_batch_size == planned.global_batch_size:
+            self._to_compare.append(record)
+        if self._num_seen < COMPARED or not self._to_compare:
+            return
+        measured, peak = measured_seconds(self._to_compare), peak_memory_bytes(self.device)
+        for line in comparison(
+            planned,
+            measured,
+            peak_bytes=peak,
+            planned_bytes=forecast.bytes_before + forecast.predicted_bytes,
+        ):
+            self.log.log0(line)
+        self.records.add(lambda run: run.measured(measured, peak))
 
     def ranks(
         self,
@@ -192,7 +217,9 @@ class Report:
         self._show(lambda view: view.validation(name, iteration=iteration, lm_loss=lm_loss))
         scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
         self.scalars(scalars, iteration, samples)
-        self.records.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
+        self.records.add(
+            lambda run: run.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
+        )
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Writes values to the dashboards."""

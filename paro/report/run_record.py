@@ -1,6 +1,6 @@
 """FILE.run.json next to a metrics file: arguments, environment and evaluations of the run."""
 
-# {"starts": [{"iteration", "time", "arguments", "facts", "environment"}, ...],
+# {"starts": [{"iteration", "time", "arguments", "facts", "environment", "measured"}, ...],
 #  "validations": [{"iteration", "data_set", "lm_loss"}, ...]}
 # A resumed run adds its start, and removes evaluations of iterations that it will run again.
 
@@ -47,6 +47,11 @@ class RunRecord:
                 "environment": environment(device),
             }
         )
+        self._write()
+
+    def measured(self, seconds: Mapping[str, float], peak_bytes: int) -> None:
+        """Adds to this start what steps take, as `facts.planned` has it, and the peak memory."""
+        self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
         self._write()
 
     def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:

@@ -21,6 +21,7 @@ def scalars_of(
         **_throughput(record, metrics, facts),
         **_memory(record, metrics, facts),
         **_communication(record),
+        **_planned(facts),
         "data/wait-ms": record.data_wait_ms,
         **{f"steps/{name}": number for name, number in totals.items()},
     }
@@ -66,6 +67,12 @@ def _memory(record: IterationRecord, metrics: Metrics, facts: RunFacts) -> dict[
     found |= {f"memory/measured-{kind}-bytes": size for kind, size in record.held.items()}
     found |= {f"memory/predicted-{kind}-bytes": size for kind, size in facts.predicted.items()}
     return found
+
+
+def _planned(facts: RunFacts) -> dict[str, float]:
+    """To draw beside the iteration's time and its exposed communication."""
+    seconds = {} if facts.planned is None else facts.planned.seconds
+    return {f"planned/{name}-ms": value * 1000.0 for name, value in seconds.items()}
 
 
 def _communication(record: IterationRecord) -> dict[str, float]:

@@ -49,6 +49,7 @@ from paro.strategy import (
 )
 from paro.topology import AxisSpan, Topology, Use
 from paro.training.loop import HeldOut, Sources
+from paro.training.planned_time import planned_step
 from paro.training.step import Training, TrainState, last_iteration
 
 _MOST_DRAWING_THREADS = 16
@@ -325,4 +326,5 @@ def run_facts(
         ),
         model_state_bytes=training.optimizer.model_state_bytes(),
         predicted=predicted or {},
+        planned=planned_step(config, training.device.type),
     )

@@ -15,7 +15,6 @@ from paro.arguments.parser import given
 from paro.checkpoint.directory import common_of, find_checkpoint
 from paro.config.checkpoint import resumed_samples
 from paro.config.checks import check_overwriting
-from paro.config.plan import RankDevice, case_of
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
@@ -38,6 +37,7 @@ from paro.training.assembly import build_training
 from paro.training.local_copies import every_text, local_copies_bytes
 from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of
 from paro.training.placement import placement_lines
+from paro.training.planned_time import workload_of
 from paro.training.resume import base_of
 from paro.training.step import Training
 
@@ -80,7 +80,7 @@ def plan_run(config: RunConfig) -> PlannedRun:
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
     memory, run = RunMemory(config.sharding.machine), plan_of(config, device)
     peak = memory.of(run)
-    workload, launch, other_bits = _case(config, device), None, None
+    workload, launch, other_bits = workload_of(config, device), None, None
     if workload is not None and config.trained:
         estimator, candidate = Estimator(workload), workload.candidate(config.strategy)
         # Evaluations and other steps of a schedule may need more memory than the one that is timed.
@@ -96,21 +96,6 @@ def plan_run(config: RunConfig) -> PlannedRun:
         launch=launch,
         other_bits=other_bits,
         consumed=resumed_samples(config.checkpoint) if config.batches.changes else 0,
-    )
-
-
-def _case(config: RunConfig, device_type: str) -> Workload | None:
-    machine = config.sharding.machine
-    if machine is None or machine.device is None:
-        return None
-    return case_of(
-        config.model,
-        config.batches,
-        config.sharding,
-        config.precision,
-        config.trainable,
-        seq_length=config.data.seq_length,
-        device=RankDevice(device_type, config.launch.device_memory_gb),
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from paro.distributed.exposed_time import Exposed
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
-from paro.report.record import IterationRecord, Peak, RunFacts
+from paro.report.record import IterationRecord, Peak, PlannedStep, RunFacts
 from paro.report.report import Report, open_report
 
 FACTS = RunFacts(
@@ -164,3 +165,64 @@ def test_a_run_that_was_replaced_leaves_the_files_to_its_successor(tmp_path: Pat
     report.close()
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
     assert len(files) == 2
+
+
+PLANNED = PlannedStep(
+    machine="ours",
+    global_batch_size=8,
+    seconds={"step": 0.1, "computing": 0.06, "gather": 0.01, "reduce": 0.02, "publish": 0.01},
+)
+
+
+def compared(
+    path: Path, planned: PlannedStep, last: int, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What a run prints of a plan, whose steps take 100 ms and wait 40 of them."""
+    report = make(ReportConfig(log_interval=100, metrics_file=str(path)))
+    report.facts = replace(FACTS, planned=planned)
+    report.forecast = MemoryForecast(
+        predicted_bytes=0, reserved_bytes=0, states_bytes=0, bytes_before=2**60
+    )
+    waits = Exposed(gather=0.01, reduce=0.02, gather_updated=0.01)
+    for iteration in range(1, last + 1):
+        # The first steps of a process take longer, and a ramp-up has smaller ones.
+        slower = replace(record(iteration), iteration_time_ms=900.0 if iteration < 10 else 100.0)
+        size = 4 if iteration == 12 else 8
+        report.iteration(replace(slower, exposed=waits, global_batch_size=size))
+    report.close()
+    return "\n".join(
+        line for line in capsys.readouterr().out.splitlines() if "iteration" not in line
+    )
+
+
+def test_measured_steps_are_set_beside_the_planners(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert compared(path, PLANNED, 19, capsys) == ""
+    as_planned = compared(path, PLANNED, 25, capsys)
+    assert as_planned.startswith(
+        "> measured (and planned on machine ours), in seconds: a step 0.1 (0.1): computing 0.06 "
+        "(0.06), gathers 0.01 (0.01), gradient reductions 0.02 (0.02), updated parameters 0.01 "
+        "(0.01); memory "
+    )
+    assert "than planned" not in as_planned
+    assert as_planned.count("> memory is not as planned; --log-memory-interval 1 measures") == 1
+    start = json.loads(Path(f"{path}.run.json").read_text())["starts"][-1]
+    assert start["measured"]["seconds"] == pytest.approx(dict(PLANNED.seconds))
+    slow = {**PLANNED.seconds, "step": 0.05, "reduce": 0.001, "computing": 0.029}
+    lines = compared(path, replace(PLANNED, seconds=slow), 25, capsys).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "> measured (and planned on machine ours), in seconds",
+        "> computing",
+        "> gradient reductions",
+        "> memory is not as planned; --log-memory-interval 1 measures it by kind",
+    ]
+    assert lines[2].startswith("> gradient reductions: 0.019 s more than planned; tools/bench_coll")
+
+
+def test_steps_of_another_batch_size_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = replace(PLANNED, global_batch_size=16)
+    assert compared(tmp_path / "metrics.jsonl", larger, 25, capsys) == ""

@@ -1,0 +1,69 @@
+"""Sets a run's measured steps beside the planner's, and says what to measure where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from paro.report.record import IterationRecord, PlannedStep
+
+SETTLED, COMPARED = 10, 20  # iterations before those that are compared, and with them
+_TOLERANCE = 0.15  # of the step, or of memory
+
+_LINKS = "tools/bench_collectives.py --machine-file, launched as this run, measures the links"
+_DEVICE = "tools/bench_collectives.py --machine-file, given this model's sizes, measures the device"
+
+
+class Part(NamedTuple):
+    """A part of a step; waits are the exposed ones alone."""
+
+    name: str  # in the record and in tags
+    words: str
+    seconds: Callable[[IterationRecord], float]
+    remedy: str  # where the planner is wrong about it
+
+
+def _computing(record: IterationRecord) -> float:
+    return (record.iteration_time_ms - record.data_wait_ms) / 1000.0 - record.exposed.total
+
+
+PARTS = (
+    Part("computing", "computing", _computing, _DEVICE),
+    Part("gather", "gathers", lambda record: record.exposed.gather, _LINKS),
+    Part("reduce", "gradient reductions", lambda record: record.exposed.reduce, _LINKS),
+    Part("publish", "updated parameters", lambda record: record.exposed.gather_updated, _LINKS),
+)
+
+
+def measured_seconds(records: Sequence[IterationRecord]) -> dict[str, float]:
+    """The medians of a step and of its parts, by their names in `PlannedStep.seconds`."""
+    whole = median(record.iteration_time_ms / 1000.0 for record in records)
+    return {"step": whole} | {part.name: median(map(part.seconds, records)) for part in PARTS}
+
+
+def comparison(
+    planned: PlannedStep,
+    measured: Mapping[str, float],
+    *,
+    peak_bytes: int,
+    planned_bytes: int,
+) -> Iterator[str]:
+    """A line with measured and, in brackets, planned values; one more for each that is far off."""
+    texts = [
+        f"{part.words} {measured[part.name]:.3g} ({planned.seconds[part.name]:.3g})"
+        for part in PARTS
+    ]
+    yield (
+        f"> measured (and planned on machine {planned.machine}), in seconds: a step "
+        f"{measured['step']:.3g} ({planned.seconds['step']:.3g}): {', '.join(texts)}; memory "
+        f"{peak_bytes / 1e9:.3g} ({planned_bytes / 1e9:.3g}) GB"
+    )
+    step = max(measured["step"], planned.seconds["step"])
+    for part in PARTS:
+        more = measured[part.name] - planned.seconds[part.name]
+        if abs(more) > _TOLERANCE * step:
+            than = "more" if more > 0.0 else "less"
+            yield f"> {part.words}: {abs(more):.3g} s {than} than planned; {part.remedy}"
+    if abs(peak_bytes - planned_bytes) > _TOLERANCE * planned_bytes:
+        yield "> memory is not as planned; --log-memory-interval 1 measures it by kind"
