@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paro.errors import UserError
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -21,8 +21,8 @@ class PrecisionConfig:
     compute: str
     grad_reduce_in_bf16: bool = False
     accumulate_allreduce_grads_in_fp32: bool = False
-    inter_param_bits: int = EXACT_BITS
-    inter_grad_bits: int = EXACT_BITS
+    inter_param_bits: int = FULL_BITS
+    inter_grad_bits: int = FULL_BITS
     inter_grad_error_feedback: bool = False
     lora_base_dtype: str | None = None  # of parameters that adapters freeze; None: `compute`
     exp_avg_dtype: str = "fp32"
@@ -44,7 +44,7 @@ class PrecisionConfig:
                 "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each "
                 "other: give one of them"
             )
-        if self.accumulate_allreduce_grads_in_fp32 and self.inter_grad_bits != EXACT_BITS:
+        if self.accumulate_allreduce_grads_in_fp32 and self.inter_grad_bits != FULL_BITS:
             raise UserError(
                 "--accumulate-allreduce-grads-in-fp32 and --paro-inter-grad-bits "
                 f"{self.inter_grad_bits} contradict each other: give one of them"
@@ -59,7 +59,7 @@ class PrecisionConfig:
 
     def _check_error_feedback(self) -> None:
         flag = "--paro-inter-grad-error-feedback"
-        if self.inter_grad_bits == EXACT_BITS:
+        if self.inter_grad_bits == FULL_BITS:
             raise UserError(
                 f"{flag} adds what codes of gradients lose to later ones: give "
                 "--paro-inter-grad-bits 8 or 4 too, or leave it out"
@@ -73,11 +73,11 @@ class PrecisionConfig:
     @property
     def has_codes(self) -> bool:
         """Whether something may cross groups as codes."""
-        return (self.inter_param_bits, self.inter_grad_bits) != (EXACT_BITS, EXACT_BITS)
+        return (self.inter_param_bits, self.inter_grad_bits) != (FULL_BITS, FULL_BITS)
 
     def with_inter_bits(self, bits: int) -> PrecisionConfig:
         """The same with updated parameters and gradients in `bits` between groups."""
-        feedback = self.inter_grad_error_feedback and bits != EXACT_BITS
+        feedback = self.inter_grad_error_feedback and bits != FULL_BITS
         return replace(
             self,
             inter_param_bits=bits,
@@ -90,7 +90,7 @@ class PrecisionConfig:
         if self.inter_param_bits == self.inter_grad_bits:
             return f"gradients and updates in {self.inter_grad_bits} bits"
         parts = (("gradients", self.inter_grad_bits), ("updates", self.inter_param_bits))
-        return " and ".join(f"{what} in {b} bits" for what, b in parts if b != EXACT_BITS)
+        return " and ".join(f"{what} in {b} bits" for what, b in parts if b != FULL_BITS)
 
     @property
     def frozen(self) -> str:
@@ -126,7 +126,7 @@ class PrecisionConfig:
             ("updates of params", self.inter_param_bits),
             ("gradients", self.inter_grad_bits),
         ):
-            if bits != EXACT_BITS:
+            if bits != FULL_BITS:
                 text += f", {what} cross groups in {bits} bits"
         if self.inter_grad_error_feedback:
             text += " with error feedback"

@@ -53,14 +53,14 @@ class CodedReduction:
         *,
         inter: AxisSpan,
         replicas: AxisSpan,
-        exact_dtype: torch.dtype,
+        uncoded_dtype: torch.dtype,
     ) -> None:
         self._groups = groups
         self._streams = streams
         self._wire = Wire(groups, traffic)
         self._inter = inter
         self._replicas = replicas
-        self._exact_dtype = exact_dtype  # of elements that have no code
+        self._uncoded_dtype = uncoded_dtype  # of elements that have no code
 
     def num_pieces(self) -> int:
         """How many pieces, one for each owner, a rank encodes of its gradients."""
@@ -74,11 +74,11 @@ class CodedReduction:
         codes = gradients.codes
 
         def job() -> None:
-            total, exact, place = self._exchange(gradients)
+            total, uncoded, place = self._exchange(gradients)
             if self._replicas:
-                self._gather(total, exact, place, codes, result)
+                self._gather(total, uncoded, place, codes, result)
             else:
-                _write(result, hadamard(total) / PAD, exact)
+                _write(result, hadamard(total) / PAD, uncoded)
 
         return self._streams.submit((Use.EXCHANGE, *self._inter), job, after=after)
 
@@ -87,7 +87,7 @@ class CodedReduction:
         self._groups.close()
 
     def _exchange(self, gradients: Contribution) -> tuple[Tensor, Tensor, int]:
-        """The sum of this rank's piece, its transformed and its exact elements, and its start."""
+        """The sum of this rank's piece, its transformed and its uncoded elements, and its start."""
         rank, whole, start = self._groups.rank, gradients.values, gradients.start
         codes, errors = gradients.codes, gradients.errors
         members = self._groups.topology.members(self._inter, rank)
@@ -101,26 +101,26 @@ class CodedReduction:
         place = start + nested_range(self._inter, rank, whole.numel())[0]
         coded = codes.num_coded(place)
         total = torch.zeros(-(-coded // PAD) * PAD, device=whole.device)
-        exact = torch.zeros(codes.numel - coded, device=whole.device)
+        uncoded = torch.zeros(codes.numel - coded, device=whole.device)
         for row in received:
-            payload, plain = split_encoded(row, codes, place, self._exact_dtype)
+            payload, plain = split_encoded(row, codes, place, self._uncoded_dtype)
             decode(payload, codes.form, total, adds=True)
-            exact += plain
-        return total, exact, place
+            uncoded += plain
+        return total, uncoded, place
 
     def _encode(
         self, values: Tensor, start: int, codes: RangeCodes, out: Tensor, error: Tensor | None
     ) -> None:
-        payload, exact = split_encoded(out, codes, start, self._exact_dtype)
+        payload, uncoded = split_encoded(out, codes, start, self._uncoded_dtype)
         coded = codes.num_coded(start)
         if error is None:
             encode(values[:coded], codes.form, payload, transforms=True)
         else:
             encode_with_feedback(values[:coded], codes.form, payload, error[: error_bytes(coded)])
-        exact.copy_(values[coded:])
+        uncoded.copy_(values[coded:])
 
     def _gather(
-        self, total: Tensor, exact: Tensor, start: int, codes: RangeCodes, result: Tensor
+        self, total: Tensor, uncoded: Tensor, start: int, codes: RangeCodes, result: Tensor
     ) -> None:
         """Encodes a sum that is still transformed; all holders decode the same bytes."""
         rank, span = self._groups.rank, self._replicas
@@ -129,10 +129,10 @@ class CodedReduction:
             len(ranges) * codes.range_bytes, dtype=torch.uint8, device=result.device
         )
         payload, plain = split_encoded(
-            shard_in(encoded, span, rank), codes, start, self._exact_dtype
+            shard_in(encoded, span, rank), codes, start, self._uncoded_dtype
         )
         encode(total, codes.form, payload)
-        plain.copy_(exact)
+        plain.copy_(uncoded)
         for depth in reversed(range(len(span))):
             part, axis = shard_in(encoded, span[:depth], rank), (span[depth],)
             self._wire.all_gather(Use.EXCHANGE, axis, part, shard_in(part, axis, rank))
@@ -140,16 +140,16 @@ class CodedReduction:
         for index, values in enumerate(ranges):
             begin = start - own + index * codes.numel
             row = encoded[index * codes.range_bytes :]
-            payload, plain = split_encoded(row, codes, begin, self._exact_dtype)
+            payload, plain = split_encoded(row, codes, begin, self._uncoded_dtype)
             sums = torch.zeros(-(-codes.num_coded(begin) // PAD) * PAD, device=result.device)
             decode(payload, codes.form, sums)
             _write(values, hadamard(sums) / PAD, plain)
 
 
-def _write(result: Tensor, sums: Tensor, exact: Tensor) -> None:
-    coded = result.numel() - exact.numel()
+def _write(result: Tensor, sums: Tensor, uncoded: Tensor) -> None:
+    coded = result.numel() - uncoded.numel()
     result[:coded] = sums[:coded]
-    result[coded:] = exact
+    result[coded:] = uncoded
 
 
 def make_coded_reduction(
@@ -159,7 +159,7 @@ def make_coded_reduction(
     rank: int,
     streams: CommStreams,
     traffic: ByteCounter,
-    exact_dtype: torch.dtype,
+    uncoded_dtype: torch.dtype,
     group_config: GroupConfig | None,
 ) -> CodedReduction:
     """The reduction with process groups of its own; collective over the world.
@@ -177,5 +177,5 @@ def make_coded_reduction(
         traffic,
         inter=exchange_span(comm_plan),
         replicas=comm_plan.replicas,
-        exact_dtype=exact_dtype,
+        uncoded_dtype=uncoded_dtype,
     )

@@ -39,7 +39,7 @@ _STAGES = {
 }
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """A backend collective of one piece on one level, after the stage with the index `after`."""
 
     level: int
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def make_pipeline(op: Op, pieces: int) -> tuple[Stage, ...]:
+def make_pipeline(op: Op, pieces: int) -> tuple[PipelineStage, ...]:
     """The stages of a collective over two levels, in the order in which all ranks queue them.
 
     An all-reduce visits level 0 twice: the next piece's first visit goes before a piece's second,
@@ -63,7 +63,7 @@ def make_pipeline(op: Op, pieces: int) -> tuple[Stage, ...]:
     )
     index_of = {stage: index for index, stage in enumerate(order)}
     return tuple(
-        Stage(
+        PipelineStage(
             level=kinds[number][0],
             op=kinds[number][1],
             piece=piece,

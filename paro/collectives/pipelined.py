@@ -14,7 +14,7 @@ from paro.collectives.choice import Pieces
 from paro.collectives.executor import stream_of
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
-from paro.collectives.pipeline import SLOTS, Stage, cut_evenly, make_pipeline
+from paro.collectives.pipeline import SLOTS, PipelineStage, cut_evenly, make_pipeline
 from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans, has_both_links, ring_levels
 from paro.collectives.transfer import Scratch
@@ -157,7 +157,7 @@ class _StageJobs:
         self._slots = slots
         self._scratch = scratch
 
-    def job(self, stage: Stage) -> Job:
+    def job(self, stage: PipelineStage) -> Job:
         carry_out = {
             Op.ALL_GATHER: self._gather,
             Op.REDUCE_SCATTER: self._reduce_scatter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters
 from paro.text import count_text
 
@@ -34,7 +34,7 @@ def take_inter_bits(
         f"{' and '.join(given)} without effect, 16 bits in use: with one group, of "
         f"{count_text(world_size, 'rank')}, nothing crosses groups (--paro-group-size)"
     )
-    return None, precision.with_inter_bits(EXACT_BITS), (line,)
+    return None, precision.with_inter_bits(FULL_BITS), (line,)
 
 
 def _given(precision: PrecisionConfig) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def _given(precision: PrecisionConfig) -> tuple[str, ...]:
         "--paro-inter-param-bits": precision.inter_param_bits,
         "--paro-inter-grad-bits": precision.inter_grad_bits,
     }
-    return tuple(f"{flag} {bits}" for flag, bits in flags.items() if bits != EXACT_BITS)
+    return tuple(f"{flag} {bits}" for flag, bits in flags.items() if bits != FULL_BITS)
 
 
 def inter_bits_notices(
@@ -55,7 +55,7 @@ def inter_bits_notices(
         ("--paro-inter-param-bits", precision.inter_param_bits, "parameters", strategy.params),
         ("--paro-inter-grad-bits", precision.inter_grad_bits, "gradients", strategy.grads),
     ):
-        if bits == EXACT_BITS:
+        if bits == FULL_BITS:
             continue
         if degree > group_size:
             better = _inside_groups(strategy, group_size, world_size)

@@ -14,7 +14,7 @@ from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
 from paro.optim.states import adamw_states, bytes_of, master_is_param
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.step.actions import UnitKind, Verb
 from paro.step.plan import gathers_per_micro_batch
@@ -178,15 +178,15 @@ def _summed(
 ) -> Iterator[tuple[AxisSpan, int]]:
     """The spans of a step's gradient sums, with the bytes of the whole unit as it is sent."""
     plan = make_comm_plan(strategy, topology)
-    exact = unit.trainable_numel * BYTES_OF[precision.wire]
+    full = unit.trainable_numel * BYTES_OF[precision.wire]
     codes = gradient_codes_of(unit, strategy, topology, precision)
     if codes is None:
-        yield plan.step_reduce, exact
-        yield plan.replicas, 2 * exact  # two passes
+        yield plan.step_reduce, full
+        yield plan.replicas, 2 * full  # two passes
         return
     intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
     encoded = codes.range_bytes * topology.world_size
-    yield intra, exact
+    yield intra, full
     yield inter, encoded
     yield plan.replicas, encoded
 
@@ -230,7 +230,7 @@ def codes_of(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> RangeCodes | None:
     """How a unit's updated parameters are encoded; None if they are sent exactly."""
-    if precision.inter_param_bits == EXACT_BITS or not unit.trainable_numel:
+    if precision.inter_param_bits == FULL_BITS or not unit.trainable_numel:
         return None
     return codes_of_updates(
         bits=precision.inter_param_bits,
@@ -239,7 +239,7 @@ def codes_of(
         numel=unit.trainable_numel,
         num_slices=unit.num_slices,
         matrix_stop=unit.matrix_stop,
-        exact_bytes=BYTES_OF[precision.compute],
+        uncoded_bytes=BYTES_OF[precision.compute],
     )
 
 
@@ -247,7 +247,7 @@ def gradient_codes_of(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> RangeCodes | None:
     """How a unit's gradients are encoded; None if they are sent exactly."""
-    if precision.inter_grad_bits == EXACT_BITS or not unit.trainable_numel:
+    if precision.inter_grad_bits == FULL_BITS or not unit.trainable_numel:
         return None
     plan = make_comm_plan(strategy, topology)
     return codes_of_gradients(
@@ -257,7 +257,7 @@ def gradient_codes_of(
         numel=unit.trainable_numel,
         num_slices=unit.num_slices,
         matrix_stop=unit.matrix_stop,
-        exact_bytes=BYTES_OF[precision.wire],
+        uncoded_bytes=BYTES_OF[precision.wire],
     )
 
 

@@ -11,8 +11,8 @@ from paro.quantization.ranges import RangeCodes
 def split_encoded(
     payload: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The scales and codes of the range at `start`, and its exact elements, of `dtype`."""
-    assert dtype.itemsize == codes.exact_bytes, f"{dtype} is not of {codes.exact_bytes} bytes"
+    """The scales and codes of the range at `start`, and its uncoded elements, of `dtype`."""
+    assert dtype.itemsize == codes.uncoded_bytes, f"{dtype} is not of {codes.uncoded_bytes} bytes"
     coded = codes.num_coded(start)
     cut = codes.form.num_bytes(coded)
     stop = cut + (codes.numel - coded) * dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-EXACT_BITS = 16  # no codes: values are sent in their own dtype
+FULL_BITS = 16  # no codes: values are sent in their own dtype
 PAD = 32  # codes are padded to a multiple: the length of a Hadamard transform
 _SCALE_BYTES = 4  # a float32 for each block
 

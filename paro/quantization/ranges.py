@@ -8,18 +8,18 @@
 #
 #   scales   float32, one for every block of its matrices' elements
 #   codes    of its matrices' elements, padded to 32
-#   exact    its other elements, as the compute dtype: norms, biases, padding
+#   uncoded  its other elements, as the compute dtype: norms, biases, padding
 #   padding  to the longest range of the unit, since shards of an all-gather have equal sizes
 #
 # A range with less than 2,048 elements of matrices is sent exactly. Gradients are sent in the same
-# form (Note: sums of codes in paro/collectives/coded.py), their exact elements in the communication
-# dtype.
+# form (Note: sums of codes in paro/collectives/coded.py), their uncoded elements in the
+# communication dtype.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paro.quantization.formats import EXACT_BITS, BlockFormat, error_bytes
+from paro.quantization.formats import FULL_BITS, BlockFormat, error_bytes
 from paro.topology import AxisSpan, Link
 
 UPDATE_BLOCK, GRADIENT_BLOCK = 2048, 128  # elements
@@ -35,7 +35,7 @@ class RangeCodes:
     numel: int  # elements of a range
     slice_numel: int  # elements of a slice of the unit's flat buffer, usually all
     matrix_stop: int  # matrices are before this element of every slice
-    exact_bytes: int  # of an element that has no code
+    uncoded_bytes: int  # of an element that has no code
 
     def num_coded(self, start: int) -> int:
         """How many of the first elements of the range at `start` have codes."""
@@ -56,7 +56,7 @@ class RangeCodes:
 
     def _num_bytes(self, start: int) -> int:
         coded = self.num_coded(start)
-        return self.form.num_bytes(coded) + (self.numel - coded) * self.exact_bytes
+        return self.form.num_bytes(coded) + (self.numel - coded) * self.uncoded_bytes
 
 
 def codes_of_updates(
@@ -67,22 +67,22 @@ def codes_of_updates(
     numel: int,
     num_slices: int,
     matrix_stop: int,
-    exact_bytes: int,
+    uncoded_bytes: int,
 ) -> RangeCodes | None:
     """The codes of a unit's updated parameters; None if they are sent exactly.
 
     That is so if `bits` says it, if their all-gather crosses no group, or if codes save nothing.
     """
-    if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in gather_updated):
+    if bits == FULL_BITS or not any(axis.link is Link.INTER for axis in gather_updated):
         return None
     codes = RangeCodes(
         form=BlockFormat(bits=bits, block=UPDATE_BLOCK),
         numel=numel // optim,
         slice_numel=numel // num_slices,
         matrix_stop=matrix_stop,
-        exact_bytes=exact_bytes,
+        uncoded_bytes=uncoded_bytes,
     )
-    return codes if codes.range_bytes < codes.numel * exact_bytes else None
+    return codes if codes.range_bytes < codes.numel * uncoded_bytes else None
 
 
 def codes_of_gradients(
@@ -93,19 +93,19 @@ def codes_of_gradients(
     numel: int,
     num_slices: int,
     matrix_stop: int,
-    exact_bytes: int,
+    uncoded_bytes: int,
 ) -> RangeCodes | None:
     """The codes of a unit's gradients, summed along `span` once a step; None if exact.
 
     A range is the piece that one rank of the world adds up.
     """
-    if bits == EXACT_BITS or not any(axis.link is Link.INTER for axis in span):
+    if bits == FULL_BITS or not any(axis.link is Link.INTER for axis in span):
         return None
     codes = RangeCodes(
         form=BlockFormat(bits=bits, block=GRADIENT_BLOCK),
         numel=numel // world_size,
         slice_numel=numel // num_slices,
         matrix_stop=matrix_stop,
-        exact_bytes=exact_bytes,
+        uncoded_bytes=uncoded_bytes,
     )
-    return codes if codes.range_bytes < codes.numel * exact_bytes else None
+    return codes if codes.range_bytes < codes.numel * uncoded_bytes else None

@@ -33,10 +33,10 @@ class CodedUpdate:
         The parameters have it at once, and not after the all-gather: copies of this range for
         checkpoints and for the node's memory wait for no other rank.
         """
-        codes, exact = self._parts(place)
+        codes, uncoded = self._parts(place)
         coded = self._codes.num_coded(self._range_start(place))
         encode(master[:coded], self._codes.form, codes, minus=param[:coded])
-        exact.copy_(master[coded:])
+        uncoded.copy_(master[coded:])
         self._add(param, place)
         self._own = place
 
@@ -48,16 +48,16 @@ class CodedUpdate:
 
     def _add(self, param: Tensor, place: int) -> None:
         """Adds what range `place` has as codes, and writes what it has exactly."""
-        codes, exact = self._parts(place)
+        codes, uncoded = self._parts(place)
         coded = self._codes.num_coded(self._range_start(place))
         decode(codes, self._codes.form, param[:coded], adds=True)
-        param[coded:] = exact
+        param[coded:] = uncoded
 
     def _range_start(self, place: int) -> int:
         return self._start + place * self._codes.numel
 
     def _parts(self, place: int) -> tuple[Tensor, Tensor]:
-        """The bytes of scales and codes of a range, and its exact elements."""
+        """The bytes of scales and codes of a range, and its uncoded elements."""
         size = self._codes.range_bytes
         payload = self.encoded[place * size : (place + 1) * size]
         start = self._range_start(place)

@@ -13,7 +13,7 @@ from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedBox, UnitLayout, whole_box
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
 from paro.sharding.coded_update import CodedUpdate
@@ -35,8 +35,8 @@ class ShardingContext:
     frozen_dtype: torch.dtype  # of frozen parameters, as they are held and gathered
     reduce_dtype: torch.dtype
     accumulate_dtype: torch.dtype
-    inter_param_bits: int = EXACT_BITS  # of updated parameters that cross groups
-    inter_grad_bits: int = EXACT_BITS  # of gradients that cross groups once a step
+    inter_param_bits: int = FULL_BITS  # of updated parameters that cross groups
+    inter_grad_bits: int = FULL_BITS  # of gradients that cross groups once a step
     inter_grad_error_feedback: bool = False  # what their codes lose is added to later ones
     coded_reduction: CodedReduction | None = None  # if gradients have codes
     ledger: Ledger
@@ -84,7 +84,7 @@ class UnitShards:
             numel=layout.numel,
             num_slices=layout.num_slices,
             matrix_stop=layout.decayed_stop,
-            exact_bytes=context.compute_dtype.itemsize,
+            uncoded_bytes=context.compute_dtype.itemsize,
         )
         return None if codes is None else CodedUpdate(codes, self.param_shard, self.param_start)
 
@@ -97,7 +97,7 @@ class UnitShards:
             numel=layout.numel,
             num_slices=layout.num_slices,
             matrix_stop=layout.decayed_stop,
-            exact_bytes=context.reduce_dtype.itemsize,
+            uncoded_bytes=context.reduce_dtype.itemsize,
         )
 
     def _grad_errors(self) -> Tensor | None:

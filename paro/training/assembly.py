@@ -31,7 +31,7 @@ from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.optim.states import adamw_states
 from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
 from paro.rotation.partition import cut_into_parts
@@ -168,7 +168,7 @@ def _spans(
         return dict.fromkeys(Use, frozenset[AxisSpan]())
     if config.sharding.materialize == "rotate":
         return rotation_spans(config.strategy, topology)
-    has_codes = config.precision.inter_grad_bits != EXACT_BITS
+    has_codes = config.precision.inter_grad_bits != FULL_BITS
     return spans_by_use(make_comm_plan(config.strategy, topology), coded_gradients=has_codes)
 
 
@@ -182,7 +182,7 @@ def _coded_reduction(
 ) -> CodedReduction | None:
     """The sums of gradients between groups, if they are sent as codes."""
     comm_plan = make_comm_plan(config.strategy, topology)
-    if config.precision.inter_grad_bits == EXACT_BITS or not exchange_span(comm_plan):
+    if config.precision.inter_grad_bits == FULL_BITS or not exchange_span(comm_plan):
         return None
     return make_coded_reduction(
         comm_plan,
@@ -190,7 +190,7 @@ def _coded_reduction(
         rank=rank,
         streams=streams,
         traffic=traffic,
-        exact_dtype=TORCH_TYPES[config.precision.wire],
+        uncoded_dtype=TORCH_TYPES[config.precision.wire],
         group_config=group_config,
     )
 

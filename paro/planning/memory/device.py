@@ -42,7 +42,7 @@ from paro.planning.cost_model import (
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.gathering import MemorySnapshot
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.strategy import (
     Strategy,
     exchange_groups,
@@ -169,7 +169,7 @@ def nccl_communication(
 ) -> Communication:
     """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
     plan = make_comm_plan(strategy, topology)
-    has_codes = precision.inter_grad_bits != EXACT_BITS
+    has_codes = precision.inter_grad_bits != FULL_BITS
     spans = spans_by_use(plan, coded_gradients=has_codes)
     if rotates:
         spans = rotation_spans(strategy, topology)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from paro.planning.search.estimator import BITS_GAIN, Estimate
 from paro.planning.search.planner import TIE, SearchResult
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 
 
@@ -37,14 +37,14 @@ def describe_launch(estimate: Estimate) -> str:
 
 def bits_text(own: Estimate, other: Estimate) -> str:
     """What a step takes with codes between groups and with 16 bits, and if codes do not pay."""
-    exact, coded = (other, own) if own.precision.has_codes else (own, other)
+    full, coded = (other, own) if own.precision.has_codes else (own, other)
     text = (
         f"a step takes {seconds_text(coded.seconds)} with {coded.precision.describe_inter_bits()} "
-        f"between groups, {seconds_text(exact.seconds)} with 16"
+        f"between groups, {seconds_text(full.seconds)} with 16"
     )
-    if coded.seconds >= exact.seconds:
+    if coded.seconds >= full.seconds:
         return f"{text}: packing costs more than it saves"
-    if coded.seconds >= exact.seconds * (1 - BITS_GAIN):
+    if coded.seconds >= full.seconds * (1 - BITS_GAIN):
         return f"{text}: that is less than {BITS_GAIN:.0%} saved"
     return text
 
@@ -58,7 +58,7 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
     yield f"planner: because {_reason(plan, best)}"
     if plan.other_bits is not None:
         yield f"planner: {bits_text(best, plan.other_bits)}"
-    elif best.candidate.inter_bits == EXACT_BITS:
+    elif best.candidate.inter_bits == FULL_BITS:
         yield "planner: 16 bits: nothing that codes could shorten crosses groups"
     if plan.runner_up is None:
         yield "planner: no other strategy fits"

@@ -19,7 +19,7 @@ from paro.planning.step.rotating import RotatingComputing, RotatingCosts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.planning.units import shape_of
 from paro.precision import PrecisionConfig
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 
 BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
 
@@ -48,12 +48,12 @@ class Estimate:
         return self.memory.total
 
 
-def faster_bits(exact: Estimate | None, coded: Estimate | None) -> Estimate | None:
+def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | None:
     """The one with codes only where they save enough; None if there is neither."""
-    if exact is None or coded is None:
-        return exact or coded
-    saves = coded.seconds < exact.seconds * (1 - BITS_GAIN)
-    return coded if saves and coded.fits >= exact.fits else exact
+    if full is None or coded is None:
+        return full or coded
+    saves = coded.seconds < full.seconds * (1 - BITS_GAIN)
+    return coded if saves and coded.fits >= full.fits else full
 
 
 class Estimator:
@@ -192,7 +192,7 @@ class Estimator:
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""
         if candidate.precision(self.workload).has_codes:
-            coded, other = candidate, replace(candidate, inter_bits=EXACT_BITS)
+            coded, other = candidate, replace(candidate, inter_bits=FULL_BITS)
         elif self.workload.chooses_bits:
             coded = other = replace(candidate, inter_bits=FEWEST_BITS)
         else:
@@ -207,9 +207,9 @@ class Estimator:
         second = self.estimate(other)
         if not self.workload.chooses_bits:
             return own, second
-        exact, coded = sorted((own, second), key=lambda e: e.precision.has_codes)
-        better = faster_bits(exact, coded)
-        return (coded, exact) if better is coded else (exact, coded)
+        full, coded = sorted((own, second), key=lambda e: e.precision.has_codes)
+        better = faster_bits(full, coded)
+        return (coded, full) if better is coded else (full, coded)
 
     def _computing_of(self, candidate: Candidate) -> Computing:
         rotates = candidate.materialize.rotates

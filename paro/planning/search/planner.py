@@ -138,8 +138,8 @@ class _Search:
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """The best with 16 bits, or where codes save enough, the best with codes."""
         coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
-        exact = [row for row in rows if row.candidate.inter_bits != FEWEST_BITS]
-        return faster_bits(self._best(exact), self._best(coded))
+        full = [row for row in rows if row.candidate.inter_bits != FEWEST_BITS]
+        return faster_bits(self._best(full), self._best(coded))
 
     def other_bits(self, best: Estimate | None) -> Estimate | None:
         other = None if best is None else self._estimator.with_other_bits(best.candidate)

@@ -17,7 +17,7 @@ from paro.planning.search.trainable import Trainable
 from paro.planning.step.costs import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
-from paro.quantization.formats import EXACT_BITS
+from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters, parse_strategy
 from paro.text import count_text, listed
 
@@ -148,7 +148,7 @@ class Candidate:
     def name(self) -> str:
         """The strategy, whether its weights rotate, and bits that were chosen."""
         suffix = f" {self.materialize.value}" if self.materialize.rotates else ""
-        if self.inter_bits not in (None, EXACT_BITS):
+        if self.inter_bits not in (None, FULL_BITS):
             suffix += f" {self.inter_bits}-bit"
         return self.strategy.name + suffix
 
@@ -212,7 +212,7 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
         for materialize in search_space.materializes or (workload.materialize,)
         if workload.infeasible_reason(strategy, materialize) is None
     ]
-    inter_bits = (EXACT_BITS, FEWEST_BITS) if workload.chooses_bits else (None,)
+    inter_bits = (FULL_BITS, FEWEST_BITS) if workload.chooses_bits else (None,)
     for (strategy, materialize), size, collective, recompute, bits in product(
         pairs, sizes, collectives, recomputes, inter_bits
     ):

@@ -237,13 +237,13 @@ def _sum_of(
     pieces: Sequence[Tensor], errors: Sequence[Tensor], coded: int, bits: int, *, again: bool
 ) -> Tensor:
     """The sum of the ranks' pieces in their order, each rounded to codes; `again`: also the sum."""
-    total, exact = torch.zeros(-(-coded // 32) * 32), torch.zeros(pieces[0].numel() - coded)
+    total, uncoded = torch.zeros(-(-coded // 32) * 32), torch.zeros(pieces[0].numel() - coded)
     for piece, error in zip(pieces, errors, strict=True):
         total += _rounded(hadamard(piece[:coded].float()) + error, bits)
-        exact += piece[coded:].bfloat16()
+        uncoded += piece[coded:].bfloat16()
     if again:
-        total, exact = _rounded(total, bits), exact.bfloat16().float()
-    return torch.cat([hadamard(total)[:coded] / 32, exact])
+        total, uncoded = _rounded(total, bits), uncoded.bfloat16().float()
+    return torch.cat([hadamard(total)[:coded] / 32, uncoded])
 
 
 def _rounded(values: Tensor, bits: int) -> Tensor:

@@ -31,7 +31,7 @@ def codes(numel: int, matrix_stop: int, *, bits: int = 4, ranges: int = 1) -> Ra
         numel=numel,
         slice_numel=numel * ranges,
         matrix_stop=matrix_stop,
-        exact_bytes=2,
+        uncoded_bytes=2,
     )
 
 
