@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,13 +28,20 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one rank; labels are the next tokens, ignored where loss_mask is 0."""
+    """One micro-batch of one rank; labels are the next tokens, ignored where loss_mask is 0.
+
+    A batch that was cut has some positions of each sample: tokens, labels, mask and positions are
+    theirs, the other fields of whole samples.
+    """
 
     tokens_BS: Tensor  # noqa: N815  int64
     labels_BS: Tensor  # noqa: N815  int64
     loss_mask_BS: Tensor  # noqa: N815  float32
-    positions_BS: Tensor | None = None  # noqa: N815  int64; None: 0 to S - 1
+    mask_sum: float
+    positions_BS: Tensor | None = None  # noqa: N815  int64, [B or 1, S]; None: 0 to S - 1
     document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
+    seq_length: int | None = None  # of a whole sample; None: nothing was cut
+    ranges: tuple[range, ...] | None = None  # the positions that are here, in order; None: all
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
         return self._with(lambda part: part.to(device, non_blocking=non_blocking))
@@ -47,30 +54,50 @@ class Batch:
 
     def documents(self) -> dict[str, Any]:
         """Keyword arguments for the model that describe documents sharing a sample."""
-        return {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
+        found = {"positions_BS": self.positions_BS, "document_lengths": self.document_lengths}
+        return found if self.seq_length is None else {**found, "seq_length": self.seq_length}
+
+    def cut(self, ranges: tuple[range, ...]) -> Batch:
+        """These positions of each sample, with copies of their tokens alone."""
+
+        def own(part_BS: Tensor) -> Tensor:
+            return torch.cat([part_BS[:, each.start : each.stop] for each in ranges], dim=1)
+
+        seq_length, places_BS = self.tokens_BS.shape[1], self.positions_BS
+        if places_BS is None:
+            places_BS = torch.arange(seq_length)[None]
+        cut = replace(self, positions_BS=places_BS, seq_length=seq_length, ranges=ranges)
+        return cut._with(own)
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> Batch:
         positions_BS = self.positions_BS
-        return Batch(
-            change(self.tokens_BS),
-            change(self.labels_BS),
-            change(self.loss_mask_BS),
-            None if positions_BS is None else change(positions_BS),
-            self.document_lengths,
+        return replace(
+            self,
+            tokens_BS=change(self.tokens_BS),
+            labels_BS=change(self.labels_BS),
+            loss_mask_BS=change(self.loss_mask_BS),
+            positions_BS=None if positions_BS is None else change(positions_BS),
         )
 
 
-def collate(samples: Sequence[NDArray[np.int64]], rules: DocumentRules | None = None) -> Batch:
-    """A batch of tokens and labels from samples of seq_length + 1 tokens."""
+def collate(
+    samples: Sequence[NDArray[np.int64]],
+    rules: DocumentRules | None = None,
+    *,
+    num_masked: int = 0,
+) -> Batch:
+    """A batch of tokens and labels from samples of seq_length + 1 tokens, the last ones masked."""
     text = np.stack(samples)
     bounds = bounds_of(text[:, :-1], rules)
-    positions = bounds.positions_BS
+    positions, loss_mask = bounds.positions_BS, bounds.loss_mask_BS
+    loss_mask[len(samples) - num_masked :] = 0.0
     return Batch(
         torch.from_numpy(text[:, :-1].copy()),
         torch.from_numpy(text[:, 1:].copy()),
-        torch.from_numpy(bounds.loss_mask_BS),
-        None if positions is None else torch.from_numpy(positions),
-        bounds.document_lengths,
+        torch.from_numpy(loss_mask),
+        mask_sum=float(loss_mask.sum(dtype=np.float64)),
+        positions_BS=None if positions is None else torch.from_numpy(positions),
+        document_lengths=bounds.document_lengths,
     )
 
 
@@ -88,14 +115,13 @@ class Fetch(Dataset[Batch | Failure]):
     dataset: Samples
     rules: DocumentRules | None
     masks_beyond_end: bool = False
+    ranges: tuple[range, ...] | None = None  # None: whole samples
 
     def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1
         if self.masks_beyond_end:
-            batch = self._collate([min(number, last) for number in numbers])
-            if isinstance(batch, Batch):
-                batch.loss_mask_BS[[number > last for number in numbers]] = 0.0
-            return batch
+            beyond = sum(number > last for number in numbers)
+            return self._collate([min(number, last) for number in numbers], num_masked=beyond)
         if numbers[-1] > last:
             return UserError(
                 f"the data set ends after {len(self.dataset)} samples and sample {numbers[-1]} is "
@@ -104,9 +130,11 @@ class Fetch(Dataset[Batch | Failure]):
             )
         return self._collate(numbers)
 
-    def _collate(self, numbers: Sequence[int]) -> Batch | Failure:
+    def _collate(self, numbers: Sequence[int], *, num_masked: int = 0) -> Batch | Failure:
         try:
-            return collate([self.dataset[number] for number in numbers], self.rules)
+            samples = [self.dataset[number] for number in numbers]
+            batch = collate(samples, self.rules, num_masked=num_masked)
+            return batch if self.ranges is None else batch.cut(self.ranges)
         except UserError as error:
             return error
         except OSError as error:

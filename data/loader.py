@@ -220,6 +220,7 @@ class MicroBatches:
     pin_memory: bool = False
     rules: DocumentRules | None = None
     whole: bool = False  # whole rounds, each padded at its end with masked samples
+    ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
     _source: Iterator[Batch | Failure] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -281,8 +282,11 @@ class MicroBatches:
             round_of=len(self.dataset) if self.whole else None,
         )
 
+    def _fetch(self) -> Fetch:
+        return Fetch(self.dataset, self.rules, masks_beyond_end=self.whole, ranges=self.ranges)
+
     def _read(self) -> Iterator[Batch | Failure]:
-        fetch = Fetch(self.dataset, self.rules, masks_beyond_end=self.whole)
+        fetch = self._fetch()
         for numbers in self.sample_numbers():
             batch = fetch[numbers]
             if self.pin_memory and isinstance(batch, Batch):
@@ -291,7 +295,7 @@ class MicroBatches:
 
     def _read_ahead(self) -> Iterator[Batch | Failure]:
         loader: DataLoader[Batch | Failure] = DataLoader(
-            Fetch(self.dataset, self.rules, masks_beyond_end=self.whole),
+            self._fetch(),
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,

@@ -30,21 +30,22 @@ class DropKey(NamedTuple):
     seed: int
     step: int
     samples: tuple[int, ...]  # the number of each sample of the micro-batch in the global batch
+    ranges: tuple[range, ...] | None = None  # the positions of its tokens; None: from 0 on
 
 
 def drops_of(
     config: object, seed: int, step: int, data_parallel_rank: int, data_parallel_size: int
-) -> Callable[[int, int], dict[str, Any]]:
+) -> Callable[[int, int, tuple[range, ...] | None], dict[str, Any]]:
     """What the model's dropout depends on in a micro-batch of a size; nothing without dropout.
 
     A sample's number in the global batch is the same for any number of ranks.
     """
     if not (isinstance(config, LlamaConfig) and config.lora and config.lora.dropout):
-        return lambda _index, _size: {}
+        return lambda _index, _size, _ranges: {}
 
-    def drops(index: int, size: int) -> dict[str, Any]:
+    def drops(index: int, size: int, ranges: tuple[range, ...] | None) -> dict[str, Any]:
         first = (index * data_parallel_size + data_parallel_rank) * size
-        return {"drops": DropKey(seed, step, tuple(range(first, first + size)))}
+        return {"drops": DropKey(seed, step, tuple(range(first, first + size)), ranges)}
 
     return drops
 
@@ -218,25 +219,38 @@ def keep_mask(
 ) -> Tensor:
     """Which elements are kept: a hash of seed, parameter name, step, sample and element.
 
-    If the last dim is only some of the `columns`, elements have their numbers in all of them.
+    If the last dim is only some of the `columns`, or tokens are of some ranges, elements have their
+    numbers in all of them.
     """
     assert len(drops.samples) == shape[0], f"{len(drops.samples)} sample numbers for {shape}"
     numel, threshold = shape[1:].numel(), round(dropout * 2**_BITS)
     kept = torch.empty(shape[0], numel, dtype=torch.bool, device=device)
     for row, sample in enumerate(drops.samples):
         key = _key(drops, name, sample)
-        for first in range(0, numel, _AT_ONCE):  # 64 bits an element are too many for all at once
-            last = min(first + _AT_ONCE, numel)
-            mixed = torch.arange(first, last, device=device)
+        for first, last, shift in _runs(drops.ranges or (range(shape[1]),), shape[2]):
+            mixed = torch.arange(first + shift, last + shift, device=device)
             if columns is not None:
                 line, column = mixed // shape[-1], mixed % shape[-1]
                 mixed = line.mul_(columns.number).add_(column).add_(columns.first)
             mixed.add_(1).mul_(_GOLDEN).add_(key)
-            for shift, factor in zip((30, 27), _MIX, strict=True):
-                mixed = mixed.bitwise_xor_(_shifted(mixed, shift)).mul_(factor)
+            for bits, factor in zip((30, 27), _MIX, strict=True):
+                mixed = mixed.bitwise_xor_(_shifted(mixed, bits)).mul_(factor)
             mixed.bitwise_xor_(_shifted(mixed, 31))
             kept[row, first:last] = _shifted(mixed, 64 - _BITS) >= threshold
     return kept.view(shape)
+
+
+def _runs(ranges: Sequence[range], width: int) -> Iterator[tuple[int, int, int]]:
+    """Runs of elements of the tokens in `ranges`, and how far on these are in a whole sample.
+
+    64 bits an element are too many for all at once.
+    """
+    begin = 0
+    for each in ranges:
+        end = begin + len(each) * width
+        for first in range(begin, end, _AT_ONCE):
+            yield first, min(first + _AT_ONCE, end), each.start * width - begin
+        begin = end
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:

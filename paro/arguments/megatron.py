@@ -1,6 +1,6 @@
 """Megatron's flags that PaRO does not have: accepted if they change nothing, ignored or refused."""
 
-# So a LLaMA script for Megatron-LM without tensor, pipeline or context parallelism runs unchanged;
+# So a LLaMA script for Megatron-LM without tensor or pipeline parallelism runs unchanged;
 # for other scripts the error names the PaRO configuration that fits the same model.
 
 from __future__ import annotations

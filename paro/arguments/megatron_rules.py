@@ -12,10 +12,6 @@ _SHARD = (
     "give --paro-strategy GGG, or IIG with --paro-group-size {value}, which spread the parameters "
     "over at least as many ranks"
 )
-_FIT_LONG = (
-    "to fit long sequences give --recompute-granularity full, and --paro-strategy GGG to free "
-    "memory for activations"
-)
 _STRETCH = (
     "YaRN is not supported; --use-rope-scaling stretches as LLaMA-3.1 does, and "
     "--rotary-seq-len-interpolation-factor divides positions"
@@ -113,7 +109,6 @@ VALUES: tuple[tuple[str, tuple[str | int | float, ...], str, str], ...] = (
      "give tensorwise, the only recipe"),
     ("--tensor-model-parallel-size", (1,), "blocks are not cut", _SHARD),
     ("--pipeline-model-parallel-size", (1,), "layers are not cut", _SHARD),
-    ("--context-parallel-size", (1,), "sequences are not cut", _FIT_LONG),
     ("--expert-model-parallel-size", (1,), *_DENSE),
     ("--expert-tensor-parallel-size", (1,), *_DENSE),
     ("--outer-dp-sharding-strategy", ("no_shard",), "states are spread as --paro-strategy says",
@@ -164,7 +159,6 @@ IGNORED = (
      "--defer-embedding-wgrad-compute --wgrad-deferral-limit --delay-wgrad-compute "
      "--use-ring-exchange-p2p --no-align-grad-reduce --disable-align-grad-reduce "
      "--no-align-param-gather"),
-    ("sequences are not cut", "--cp-comm-type"),
     ("there is one implementation of sharding", "--megatron-fsdp-version"),
     ("parameters are gathered unit by unit, see --paro-prefetch-units",
      "--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer "
@@ -291,9 +285,8 @@ REFUSED = (
      "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
      "--pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split "
      "--account-for-loss-in-pipeline-split"),
-    (_FIT_LONG,
-     "--hierarchical-context-parallel-sizes --hybrid-context-parallel "
-     "--max-seqlen-per-dp-cp-rank"),
+    ("every sample is spread over as many ranks: give --context-parallel-size",
+     "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank"),
     ("give --paro-strategy GGG, or III to stay inside groups",
      "--use-torch-fsdp2 --enable-full-sharding-in-hsdp"),
     ("give --paro-strategy NGG, whose parameters stay whole between forward and backward",
@@ -367,7 +360,6 @@ BECOMES: Mapping[str, str | Mapping[str, str]] = {
     "--encoder-seq-length": "--seq-length {value}",
     "--tensor-model-parallel-size": "--paro-strategy GGG",
     "--pipeline-model-parallel-size": "--paro-strategy GGG",
-    "--context-parallel-size": "--recompute-granularity full",
     "--use-torch-fsdp2": "--paro-strategy GGG",
     "--enable-full-sharding-in-hsdp": "--paro-strategy GGG",
     "--torch-fsdp2-no-reshard-after-forward": "--paro-strategy NGG",

@@ -281,6 +281,17 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
         help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
+    add("--context-parallel-size", type=int, default=1, metavar="RANKS",
+        help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
+        "long sequences; divides the ranks, and divides a group or is a multiple of one; "
+        "twice as many must divide --seq-length; they stay ranks of the strategy")
+    add("--cp-comm-type", nargs="+", default=["p2p"], metavar="TYPE",
+        help="what they send for attention: a2a, they exchange tokens for heads (of which the "
+        "ranks must have equally many; heads of keys and values are repeated for more ranks); "
+        "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks")
+    add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="RANKS",
+        help="with a2a+p2p: the ranks that exchange heads, then those that keys and values go "
+        "round; their product is --context-parallel-size")
 
 
 def _add_dry_run_args(parser: ArgumentParser) -> None:

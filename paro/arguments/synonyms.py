@@ -120,8 +120,9 @@ TABLE = (
         "pipeline-parallel pipeline-parallel-degree pipeline-parallel-size model-parallel-size",
     ),
     (
-        "--recompute-granularity full to fit long sequences: they are not cut",
-        "cp cp-size context-parallel context-parallel-degree sequence-parallel-size",
+        "--context-parallel-size",
+        "cp cp-size context-parallel context-parallel-degree sequence-parallel-size "
+        "context-parallel-shard-degree ulysses-degree sp-size",
     ),
     ("--distributed-backend", "backend dist-backend device accelerator"),
     (

@@ -24,7 +24,7 @@ def make_collectives(
     spans: dict[Use, frozenset[AxisSpan]],
     streams: CommStreams,
     traffic: ByteCounter,
-    group_config: GroupConfig,
+    group_config: GroupConfig | None,
 ) -> Collectives:
     """Collectives along `spans`; every rank must call it with the same arguments."""
     choice = (

@@ -21,7 +21,7 @@ from torch import Tensor
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event
-from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
+from paro.distributed.groups import GroupConfig, Groups, make_groups
 from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
 from paro.quantization.encoded import split_encoded
 from paro.quantization.formats import PAD, error_bytes
@@ -166,11 +166,8 @@ def make_coded_reduction(
 
     With `group_config` None no process group is created: for planning a rank that never runs.
     """
-    if group_config is None:
-        groups = no_groups(topology, rank)
-    else:
-        spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
-        groups = make_groups(topology, rank, spans, group_config)
+    spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
+    groups = make_groups(topology, rank, spans, group_config)
     return CodedReduction(
         groups,
         streams,

@@ -21,7 +21,7 @@ from torch import Tensor
 from paro.collectives.wire import Pending, Wire
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, Event, Stage
-from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
+from paro.distributed.groups import GroupConfig, Groups, make_groups
 from paro.layout import chunk_numel
 from paro.topology import AxisSpan, Topology, Use
 
@@ -179,10 +179,7 @@ def make_ring(
     """
     span = topology.axes_between(1, degree)
     assert len(span) == 1, f"{degree} ranks are no axis of {topology}"
-    if group_config is None:
-        groups = no_groups(topology, rank)
-    else:
-        groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, group_config)
+    groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, group_config)
     return Ring(Use.ROTATE, span, groups, streams, traffic)
 
 

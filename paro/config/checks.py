@@ -6,6 +6,7 @@ import importlib.util
 import math
 import tempfile
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from data.config import DataConfig
@@ -15,6 +16,7 @@ from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
+from paro.context_parallel.layout import misfit
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
@@ -24,6 +26,7 @@ from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.strategy import Strategy
+from paro.text import listed
 
 _FP8_MULTIPLE = 16
 
@@ -36,16 +39,21 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
         )
 
 
-def check_fp8(model: LlamaConfig, data: DataConfig, micro_batch_size: int) -> None:
+def check_fp8(
+    model: LlamaConfig, data: DataConfig, micro_batch_size: int, sharding: ShardingConfig
+) -> None:
     """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
     if model.fp8_format is None:
         return
+    sharing, tokens = sharding.world.context_parallel_size, "--micro-batch-size x --seq-length"
+    if sharing > 1:
+        tokens += " / --context-parallel-size"
     for flags, size in (
         ("--hidden-size", model.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size),
         ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
         ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
-        ("--micro-batch-size x --seq-length", micro_batch_size * data.seq_length),
+        (tokens, micro_batch_size * data.seq_length // sharing),
     ):
         if size % _FP8_MULTIPLE != 0:
             raise UserError(
@@ -60,6 +68,34 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
             "--adam-implementation apex keeps moments in fp32 alone: leave it out, or "
             "--exp-avg-dtype and --exp-avg-sq-dtype"
         )
+
+
+def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig) -> None:
+    """`UserError` if ranks cannot share samples of this model and length; names what can."""
+    context = sharding.context
+    if context.context_parallel_size == 1:
+        return
+    if sharding.materialize == "rotate":
+        raise UserError(
+            "--paro-materialize rotate and --context-parallel-size contradict each other: ranks of "
+            "a ring have different heads at a time, which cannot be exchanged: leave one out"
+        )
+
+    def reason(size: int) -> str | None:
+        return misfit(
+            replace(context, context_parallel_size=size).layout,
+            world_size=sharding.world.size,
+            group_size=sharding.world.group_size,
+            seq_length=data.seq_length,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_query_groups,
+        )
+
+    size = context.context_parallel_size
+    if (why := reason(size)) is not None:
+        fitting = [str(each) for each in range(1, sharding.world.size + 1) if not reason(each)]
+        advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
+        raise UserError(f"--context-parallel-size {size}: {why}: {advice}")
 
 
 def check_compile(model: LlamaConfig) -> None:
@@ -199,6 +235,13 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     if given and args.lr_decay_style != "WSD":
         style = f"--lr-decay-style is {args.lr_decay_style}"
         notices.append(f"{_listed(given)} no effect without --lr-decay-style WSD: {style}")
+    shared = {
+        "--cp-comm-type": args.cp_comm_type != ["p2p"],
+        "--hierarchical-context-parallel-sizes": args.hierarchical_context_parallel_sizes,
+    }
+    given = [flag for flag, is_given in shared.items() if is_given]
+    if given and args.context_parallel_size == 1:
+        notices.append(f"{_listed(given)} no effect without --context-parallel-size")
     return tuple(notices)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
+from paro.config.context_parallel import sharing
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -93,6 +94,7 @@ def nodes_line(batches: BatchSchedule, world: World) -> tuple[str, ...]:
     for num_nodes in range(1, world.num_nodes + 1):
         try:
             left = replace(world, size=num_nodes * world.ranks_per_node)
+            left = sharing(left, world.context_parallel_size)
             replace(batches, data_parallel_size=left.data_parallel_size).check_from(0)
             allowed.append(str(num_nodes))
         except UserError as error:

@@ -19,12 +19,14 @@ from paro.config.checkpoint import resumed_samples
 from paro.config.checks import (
     check_collective,
     check_compile,
+    check_context,
     check_fp8,
     check_intervals,
     check_local_copies,
     check_profile,
     check_sequence,
 )
+from paro.config.context_parallel import sharing
 from paro.config.model import take_model
 from paro.config.parts import (
     take,
@@ -104,7 +106,7 @@ def _missing(args: Namespace) -> set[str]:
 def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, object]:
     """`better_values` for the ranks that are given, if they are right."""
     try:
-        world = take(LaunchConfig, args).world()
+        world = sharing(take(LaunchConfig, args).world(), args.context_parallel_size)
     except UserError:
         return {}
     return {} if "--world-size" in missing else better_values(args, world.data_parallel_size)
@@ -149,6 +151,7 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
             return None
 
     checkpoint = part(partial(take, CheckpointConfig), args)
+    world = part(sharing, world, args.context_parallel_size) or world
     batches = part(take_batches, args, world)
     if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
         batches = part(take_batches, _with(args, {"global_batch_size": None}), world)
@@ -173,7 +176,8 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
         part(partial(take, config_type), args)
     part(check_sequence, model, data)
     part(check_compile, model)
-    part(check_fp8, model, data, batches and batches.micro_batch_size)
+    part(check_fp8, model, data, batches and batches.micro_batch_size, sharding)
+    part(check_context, sharding, model, data)
     part(lambda whole: Trainable.of_flag(args.trainable).names(whole), model)
     part(check_intervals, train, checkpoint)
     part(check_local_copies, checkpoint, sharding, precision)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
+from paro.config.context_parallel import take_context
 from paro.config.elastic import fitted_to_ranks, nodes_line
 from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
 from paro.config.sharding import ShardingConfig, units_ahead
@@ -73,6 +74,7 @@ def take_sharding(
         )
     sharding = ShardingConfig(
         world=replace(world, group=group_size),
+        context=take_context(args),
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
         updated_ahead=units_ahead(args.paro_updated_ahead, args.paro_prefetch_units),
@@ -123,7 +125,7 @@ def case_of(
         model=model,
         machine=machine_of(sharding, FLAG),
         group_size=sharding.world.group_size,
-        context_parallel_size=sharding.world.context_parallel_size,
+        context=sharding.context.layout,
         seq_length=seq_length,
         micro_batch_size=batches.micro_batch_size,
         global_batch_size=batches.global_batch_size,

@@ -21,6 +21,7 @@ from paro.config.checkpoint import resumed_samples, saved_common, with_checkpoin
 from paro.config.checks import (
     check_collective,
     check_compile,
+    check_context,
     check_fp8,
     check_intervals,
     check_load,
@@ -33,6 +34,7 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
+from paro.config.context_parallel import ContextParallelConfig, sharing
 from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
 from paro.config.parts import (
@@ -101,6 +103,11 @@ class RunConfig:
         return self.sharding.world
 
     @property
+    def context(self) -> ContextParallelConfig:
+        """The ranks that share samples."""
+        return self.sharding.context
+
+    @property
     def local_copies_interval(self) -> int | None:
         """Every how many iterations the states are copied to the node's memory; None: never."""
         flags = self.checkpoint
@@ -131,6 +138,7 @@ class RunConfig:
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices += lines
+        world = sharing(world, args.context_parallel_size)
         batches = take_batches(args, world)
         train = take_train(args, batches)
         data, tokenizer = take_data(args), take_tokenizer(args)
@@ -185,9 +193,10 @@ class RunConfig:
             # Else the run may continue from local copies, and checks it when it knows where.
             self.batches.check_from(resumed_samples(self.checkpoint))
         check_sequence(self.model, self.data)
+        check_context(self.sharding, self.model, self.data)
         check_compile(self.model)
         check_moments(self.optim, self.precision)
-        check_fp8(self.model, self.data, self.batches.micro_batch_size)
+        check_fp8(self.model, self.data, self.batches.micro_batch_size, self.sharding)
         check_intervals(self.train, self.checkpoint)
         check_profile(self.profile, self.report, self.checkpoint)
         if not self.launch.dry_run:  # they concern the machine that trains

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from paro.config.context_parallel import ContextParallelConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.machine import Machine
@@ -14,6 +15,7 @@ class ShardingConfig:
     """How the model states are sharded and communicated (the flags `--paro-*`)."""
 
     world: World  # with the run's groups
+    context: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     collective: str = "native"
     prefetch_units: int = 1
     updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all

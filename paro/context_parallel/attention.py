@@ -11,15 +11,13 @@ from torch import Tensor
 from model.attention import Core, Documents, attend
 from model.config import AttentionBackend
 from paro.context_parallel.exchange import Exchange, Trip
-from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import GroupConfig, Groups, make_groups, no_groups
+from paro.distributed.groups import GroupConfig, Groups, make_groups
 from paro.distributed.world import World
 from paro.topology import Use
-
-_MOST_PIECES = 4
 
 
 class ContextAttention:
@@ -80,16 +78,6 @@ class ContextAttention:
         self._groups.close()
 
 
-def num_pieces(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """In how many pieces heads are exchanged: each has whole groups of queries, or one is shared.
-
-    The keys' and values' heads are those that are sent, repeated where ranks are more.
-    """
-    queries, keys = num_heads // num_ranks, num_kv_heads // num_ranks
-    fitting = (pieces for pieces in (_MOST_PIECES, 2) if queries % pieces == 0)
-    return next((pieces for pieces in fitting if keys == 1 or keys % pieces == 0), 1)
-
-
 def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
     """Of every rank's heads, which are neighbours, the first ones, the next, and so on."""
     parts = x_BTNH.unflatten(2, (num_ranks, pieces, -1)).unbind(3)
@@ -121,8 +109,6 @@ def context_groups(layout: ContextLayout, world: World, group_config: GroupConfi
     With `group_config` None none is created: for planning a rank that never runs.
     """
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    if group_config is None:
-        return no_groups(topology, world.rank)
     spans = layout.heads_span(topology), layout.ring_span(topology)
     by_use = {Use.CONTEXT: frozenset(span for span in spans if span)}
     return make_groups(topology, world.rank, by_use, group_config)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from paro.topology import AxisSpan, Topology, make_topology
 
+_MOST_PIECES = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLayout:
@@ -30,6 +32,11 @@ class ContextLayout:
     def ring(self) -> int:
         """The number of places of the ring."""
         return self.size // self.heads
+
+    @property
+    def num_groups(self) -> int:
+        """The process groups that a rank has for it."""
+        return (self.heads > 1) + (self.ring > 1)
 
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
         """The positions of a sample's tokens on `rank`, in the order in which it has them.
@@ -62,3 +69,44 @@ class ContextLayout:
     def ring_span(self, topology: Topology) -> AxisSpan:
         """The axes along which ranks form a ring: maybe one inside groups and one between them."""
         return topology.axes_between(self.heads, self.size)
+
+
+ALONE = ContextLayout()  # no rank shares its samples
+
+
+def misfit(
+    layout: ContextLayout,
+    *,
+    world_size: int,
+    group_size: int,
+    seq_length: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> str | None:
+    """Why a sample cannot be shared this way, in words that follow a colon; None if it can."""
+    size, heads = layout.size, layout.heads
+    if world_size % size:
+        return f"it does not divide the {world_size} ranks"
+    for part in (size, heads):
+        if part % group_size and group_size % part:
+            return f"{part} ranks and groups of {group_size} do not divide one another"
+    if seq_length % (2 * size):
+        return f"--seq-length {seq_length} is no multiple of {2 * size}, two parts for each rank"
+    if num_heads % heads:
+        return f"{num_heads} heads cannot be exchanged among {heads} ranks"
+    if num_kv_heads % heads and heads % num_kv_heads:
+        return (
+            f"{num_kv_heads} heads of keys and values cannot be exchanged among {heads} ranks: "
+            "one number must divide the other"
+        )
+    return None
+
+
+def num_pieces(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """In how many pieces heads are exchanged: each has whole groups of queries, or one is shared.
+
+    The keys' and values' heads are those that are sent, repeated where ranks are more.
+    """
+    queries, keys = num_heads // num_ranks, num_kv_heads // num_ranks
+    fitting = (pieces for pieces in (_MOST_PIECES, 2) if queries % pieces == 0)
+    return next((pieces for pieces in fitting if keys == 1 or keys % pieces == 0), 1)

@@ -17,6 +17,12 @@ class Sent:
     intra: int = 0
     inter: int = 0
 
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.intra + other.intra, self.inter + other.inter)
+
+    def __mul__(self, times: int) -> Sent:
+        return Sent(self.intra * times, self.inter * times)
+
 
 class ByteCounter:
     """Bytes sent, added by the collectives and read by the training loop once per iteration."""

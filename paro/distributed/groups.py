@@ -50,11 +50,6 @@ class Groups:
             dist.destroy_process_group(self._by_use_and_span.popitem()[1])
 
 
-def no_groups(topology: Topology, rank: int) -> Groups:
-    """For a rank that is planned and never runs."""
-    return Groups(topology=topology, rank=rank, _by_use_and_span={})
-
-
 def make_save_groups(
     folders: Sequence[tuple[int, ...]], rank: int, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -72,9 +67,14 @@ def make_save_groups(
 
 
 def make_groups(
-    topology: Topology, rank: int, spans: dict[Use, frozenset[AxisSpan]], config: GroupConfig
+    topology: Topology, rank: int, spans: dict[Use, frozenset[AxisSpan]], config: GroupConfig | None
 ) -> Groups:
-    """Creates the groups for `spans`, in the same order on all ranks; collective over the world."""
+    """Creates the groups for `spans`, in the same order on all ranks; collective over the world.
+
+    With `config` None none is created: for planning a rank that never runs.
+    """
+    if config is None:
+        return Groups(topology=topology, rank=rank, _by_use_and_span={})
     device = config.device if config.backend == "nccl" else None
     mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
     for use in Use:

@@ -16,7 +16,8 @@
 # forward, that of its normalized input. The gradient of the output weight is written into its
 # buffer, or kept, if the weight is tied: it has two gradients then. A fully recomputed block
 # keeps only its input, blocks recomputed together keep one input; recomputing core attention saves
-# the log-sum-exp.
+# the log-sum-exp. Where ranks exchange tokens for heads, attention keeps queries, keys and values
+# as exchanged, keys and values maybe repeated, and its output before and after it is sent back.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
 # nothing is kept, and in the first block with adapters nothing before the first of them. Adapters
 # keep nothing. In forward, what those of gate and up add is there as well as what the weights make;
@@ -32,23 +33,10 @@ from typing import Any
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.planning.cost_model import UnitSize, first_trained, size_units
+from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import rotating_units_of
 from paro.precision import PrecisionConfig
 from paro.step.actions import StepShape, number_buffers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """Size and data type of one micro-batch on a rank, and the device type that computes it."""
-
-    size: int
-    seq_length: int
-    compute_bytes: int  # per element
-    device_type: str  # decides which kernels exist
-
-    @property
-    def num_tokens(self) -> int:
-        return self.size * self.seq_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +297,10 @@ def _with_scores(config: LlamaConfig, batch: MicroBatch, width: int) -> int:
         # Instead of queries, keys and values: an fp32 copy of each for every query head.
         width -= query + 2 * key
         in_fp32 = 3 * query + config.num_attention_heads * batch.seq_length
+    if batch.context.heads > 1 and not without_core:
+        query, key = _attention_widths(config)
+        repeats = max(1, batch.context.heads // config.num_query_groups)
+        width += query + 2 * (repeats - 1) * key
     if config.qk_layernorm:
         width += sum(_attention_widths(config))
         in_fp32 += config.num_attention_heads + config.num_query_groups

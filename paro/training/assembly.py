@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
@@ -18,6 +19,7 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction, make_coded_reduction
 from paro.collectives.shifts import make_ring
 from paro.config.run import RunConfig
+from paro.context_parallel.attention import ContextAttention, context_groups, make_context_attention
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
@@ -75,7 +77,9 @@ def build_training(
         model = Llama(kernels.config)
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)
-    sharded = _spread(model, config, control, traffic, timers)
+    links = _links(config, device, traffic)
+    sharded = _spread(model, config, control, links, timers)
+    model.core = attention = _context_attention(config, links)
     states = adamw_states(config.precision)
     optimizer = ParoOptimizer(sharded, config.optim, states, config.train.seed)
     if initialized and device.type != "meta":
@@ -92,6 +96,7 @@ def build_training(
         device=device,
         checks=config.checks,
         timers=timers,
+        context_attention=attention,
     )
 
 
@@ -100,72 +105,97 @@ def start_state(config: RunConfig) -> TrainState:
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
 
 
-def _spread(
-    model: Llama, config: RunConfig, control: Control, traffic: ByteCounter, timers: Timers
-) -> DistributedModel:
-    """Shards the model's states over the ranks; its parameters are gathered or rotated."""
-    sharding, strategy, rank = config.sharding, config.strategy, control.world.rank
-    device, backend = control.device, config.runtime.distributed_backend
-    topology = config.world.topology(*strategy.degrees)
-    rotates = sharding.materialize == "rotate"
-    comm_plan = make_comm_plan(strategy, topology)
-    is_planned = device.type == "meta"
-    spans = _spans(config, topology, is_planned=is_planned)
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """What a rank's communication runs on; `group_config` is None for a rank that never runs."""
+
+    streams: CommStreams
+    traffic: ByteCounter
+    exposure: Exposure
+    group_config: GroupConfig | None
+
+
+def _links(config: RunConfig, device: torch.device, traffic: ByteCounter) -> _Links:
+    backend = config.runtime.distributed_backend
     exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
-    units, ahead = sharding.prefetch_units, sharding.updated_ahead
+    overlap = config.sharding.prefetch_units > 0
     streams = make_comm_streams(
-        device, overlap=units > 0, backend=backend, note=exposure.note, name=exposure.name
+        device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name
     )
     group_config = GroupConfig(timeout=config.runtime.timeout, backend=backend, device=device)
-    collectives = make_collectives(
-        _algorithm(config, control),
-        topology=topology,
-        rank=rank,
-        spans=spans,
-        streams=streams,
-        traffic=traffic,
-        group_config=group_config,
-    )
-    made = None if is_planned else group_config
-    context = ShardingContext(
-        topology=topology,
-        rank=rank,
-        strategy=strategy,
-        comm_plan=comm_plan,
-        collectives=collectives,
-        device=device,
-        compute_dtype=TORCH_TYPES[config.precision.compute],
-        frozen_dtype=TORCH_TYPES[config.precision.frozen],
-        reduce_dtype=TORCH_TYPES[config.precision.wire],
-        accumulate_dtype=TORCH_TYPES[config.precision.accumulate],
-        inter_param_bits=config.precision.inter_param_bits,
-        inter_grad_bits=config.precision.inter_grad_bits,
-        inter_grad_error_feedback=config.precision.inter_grad_error_feedback,
-        coded_reduction=_coded_reduction(config, topology, rank, streams, traffic, made),
-        ledger=Ledger(),
-        exposure=exposure,
-    )
-    if not rotates:
+    return _Links(streams, traffic, exposure, None if device.type == "meta" else group_config)
+
+
+def _spread(
+    model: Llama, config: RunConfig, control: Control, links: _Links, timers: Timers
+) -> DistributedModel:
+    """Shards the model's states over the ranks; its parameters are gathered or rotated."""
+    sharding, context = config.sharding, _sharding_context(config, control, links)
+    units, ahead = sharding.prefetch_units, sharding.updated_ahead
+    if sharding.materialize != "rotate":
         nodes = make_unit_modules(model, model.units(), context)
         return ShardedModel(model, nodes, timers, prefetch_units=units, updated_ahead=ahead)
     ring = make_ring(
-        strategy.params,
-        topology=topology,
-        rank=rank,
-        streams=streams,
-        traffic=traffic,
-        group_config=made,
+        config.strategy.params,
+        topology=context.topology,
+        rank=context.rank,
+        streams=links.streams,
+        traffic=links.traffic,
+        group_config=links.group_config,
     )
     parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
     return RotatedModel(model, parts, ring, timers, updated_ahead=ahead)
 
 
-def _spans(
-    config: RunConfig, topology: Topology, *, is_planned: bool
-) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans that need process groups; a rank that never runs needs none."""
-    if is_planned:
-        return dict.fromkeys(Use, frozenset[AxisSpan]())
+def _sharding_context(config: RunConfig, control: Control, links: _Links) -> ShardingContext:
+    strategy, rank, device = config.strategy, control.world.rank, control.device
+    topology, precision = config.world.topology(*strategy.degrees), config.precision
+    collectives = make_collectives(
+        _algorithm(config, control),
+        topology=topology,
+        rank=rank,
+        spans=_spans(config, topology),
+        streams=links.streams,
+        traffic=links.traffic,
+        group_config=links.group_config,
+    )
+    return ShardingContext(
+        topology=topology,
+        rank=rank,
+        strategy=strategy,
+        comm_plan=make_comm_plan(strategy, topology),
+        collectives=collectives,
+        device=device,
+        compute_dtype=TORCH_TYPES[precision.compute],
+        frozen_dtype=TORCH_TYPES[precision.frozen],
+        reduce_dtype=TORCH_TYPES[precision.wire],
+        accumulate_dtype=TORCH_TYPES[precision.accumulate],
+        inter_param_bits=precision.inter_param_bits,
+        inter_grad_bits=precision.inter_grad_bits,
+        inter_grad_error_feedback=precision.inter_grad_error_feedback,
+        coded_reduction=_coded_reduction(config, topology, rank, links),
+        ledger=Ledger(),
+        exposure=links.exposure,
+    )
+
+
+def _context_attention(config: RunConfig, links: _Links) -> ContextAttention | None:
+    """The model's attention where ranks share samples; None where none do."""
+    if config.context.context_parallel_size == 1:
+        return None
+    layout = config.context.layout
+    return make_context_attention(
+        layout,
+        context_groups(layout, config.world, links.group_config),
+        backend=config.model.attention_backend,
+        streams=links.streams,
+        traffic=links.traffic,
+        exposure=links.exposure,
+    )
+
+
+def _spans(config: RunConfig, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
+    """The axis spans that need process groups."""
     if config.sharding.materialize == "rotate":
         return rotation_spans(config.strategy, topology)
     has_codes = config.precision.inter_grad_bits != FULL_BITS
@@ -176,9 +206,7 @@ def _coded_reduction(
     config: RunConfig,
     topology: Topology,
     rank: int,
-    streams: CommStreams,
-    traffic: ByteCounter,
-    group_config: GroupConfig | None,
+    links: _Links,
 ) -> CodedReduction | None:
     """The sums of gradients between groups, if they are sent as codes."""
     comm_plan = make_comm_plan(config.strategy, topology)
@@ -188,10 +216,10 @@ def _coded_reduction(
         comm_plan,
         topology=topology,
         rank=rank,
-        streams=streams,
-        traffic=traffic,
+        streams=links.streams,
+        traffic=links.traffic,
         uncoded_dtype=TORCH_TYPES[config.precision.wire],
-        group_config=group_config,
+        group_config=links.group_config,
     )
 
 
@@ -257,7 +285,8 @@ def build_sources(
 ) -> Sources:
     """This rank's micro-batches of every split, from the sample at which `state` is."""
 
-    batches, world = config.batches, training.control.world
+    batches, world, context = config.batches, training.control.world, config.context
+    ranges = context.layout.ranges(world.rank, config.data.seq_length)
 
     def read(samples: Samples, size: int, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
         return MicroBatches(
@@ -270,6 +299,7 @@ def build_sources(
             pin_memory=training.device.type == "cuda",
             rules=config.data.document_rules(config.eod),
             whole=whole,
+            ranges=ranges if context.context_parallel_size > 1 else None,
         )
 
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:

@@ -41,6 +41,7 @@ def plan_of(config: RunConfig, device_type: str) -> RunPlan:
         micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
         num_micro_batches=batches.most_micro_batches,
         eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
+        context=config.context.layout,
     )
 
 

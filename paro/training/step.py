@@ -16,6 +16,7 @@ from model.lora import drops_of
 from paro.collectives.coded import FORGOTTEN_AFTER
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
+from paro.context_parallel.attention import ContextAttention
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposed, Exposure
@@ -100,6 +101,7 @@ class Training:
     device: torch.device
     checks: StepChecksConfig = field(default_factory=StepChecksConfig)
     timers: Timers = field(default_factory=Timers)
+    context_attention: ContextAttention | None = None  # None: no ranks share a sample
 
     @property
     def exposure(self) -> Exposure:
@@ -109,6 +111,8 @@ class Training:
         """Waits for queued communication and ends it; collective, after the last step."""
         self.model.wait_for_updated_params()
         self.model.close()
+        if self.context_attention is not None:
+            self.context_attention.close()
 
 
 class Reasons(NamedTuple):
@@ -130,6 +134,7 @@ class _Sums(NamedTuple):
     gather: float
     reduce: float
     gather_updated: float
+    context: float
     intra: float
     inter: float
     signalled: float
@@ -158,7 +163,7 @@ def train_step(
     training.model.begin_step(num_micro_batches, full_precision=_warms_up(training, state))
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
-    sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens(), timed.seconds, reasons)
+    sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens, timed.seconds, reasons)
     unscale = weigh.unscale(sums.num_tokens)
     loss = sums.loss * unscale
     grad_norm = math.sqrt(sums.square_sum) * unscale if sums.square_sum >= 0 else math.nan
@@ -200,29 +205,30 @@ def train_step(
 def _add_up(
     training: Training,
     loss_sum: Tensor,
-    num_tokens: Tensor,
+    num_tokens: float,
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
     """The sums over all ranks, mean exposed communication times, and this rank's own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
-    on_device = [loss_sum.double(), num_tokens]
+    on_device = [loss_sum.double()]
     if training.config.log_num_zeros_in_grad:
         on_device.append(optimizer.local_num_zeros())
     with training.timers.measure("optimizer-clip-main-grad"):
         on_device.append(optimizer.local_square_sum())
     # The step's only copy to the host, which waits until the device has finished.
-    own_loss, own_tokens, *zeros, square_sum = torch.stack(on_device).tolist()
+    own_loss, *zeros, square_sum = torch.stack(on_device).tolist()
     own = training.exposure.take()
     mine = _Sums(
         square_sum=square_sum,
         loss=own_loss,
-        num_tokens=own_tokens,
+        num_tokens=num_tokens,
         num_zeros=sum(zeros),
         data_wait=data_wait,
         gather=own.gather,
         reduce=own.reduce,
         gather_updated=own.gather_updated,
+        context=own.context,
         intra=own.intra or 0.0,
         inter=own.inter or 0.0,
         **{name: float(holds) for name, holds in reasons()._asdict().items()},
@@ -234,6 +240,7 @@ def _add_up(
         gather=sums.gather / num_ranks,
         reduce=sums.reduce / num_ranks,
         gather_updated=sums.gather_updated / num_ranks,
+        context=sums.context / num_ranks,
         intra=None if own.intra is None else sums.intra / num_ranks,
         inter=None if own.inter is None else sums.inter / num_ranks,
     )
@@ -282,10 +289,10 @@ def _forward_backward(
             loss_sum += model.forward_backward(
                 batch.tokens_BS,
                 batch.labels_BS,
-                weigh(batch.loss_mask_BS),
+                weigh(batch),
                 last=index + 1 == num_micro_batches,
                 **batch.documents(),
-                **drops(index, len(batch.tokens_BS)),
+                **drops(index, len(batch.tokens_BS), batch.ranges),
             )
     with training.timers.measure("all-grads-sync"):
         model.finish_gradients()
@@ -351,11 +358,11 @@ def evaluate(
     with training.traffic.paused():
         for _ in range(num_micro_batches):
             batch = next(batches)
-            weights_BS = weigh(batch.loss_mask_BS)
+            weights_BS = weigh(batch)
             loss_sum += model.evaluate(
                 batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
             )
             training.exposure.take()  # waits of an evaluation belong to no step
-    loss, num_tokens = training.control.sum(torch.stack([loss_sum, weigh.num_tokens()]).tolist())
+    loss, num_tokens = training.control.sum([loss_sum.item(), weigh.num_tokens])
     training.exposure.take()  # the rest: the GPU has finished by now
     return loss * weigh.unscale(num_tokens)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from data.batch import Batch
 from paro.distributed.world import World
 
 
@@ -14,6 +14,8 @@ class TokenWeights:
     Megatron's loss is the mean over micro-batches of their token means. With
     --calculate-per-token-loss it is the mean over all tokens of the global batch, whose number is
     known only at the end of the step: until then a full batch is assumed; `unscale` corrects it.
+
+    Ranks that share a sample weigh its tokens alike: what they divide by is of whole samples.
     """
 
     def __init__(
@@ -25,21 +27,23 @@ class TokenWeights:
         per_token: bool,
     ) -> None:
         self._per_token = per_token
+        self._num_sharing = world.context_parallel_size
         self._num_parts = num_micro_batches * world.data_parallel_size
         self._factor = scale / self._num_parts
         self._scale = scale
         self._nominal_tokens = 0
-        self._masks: list[Tensor] = []
+        self._mask_sum = 0.0
 
-    def __call__(self, mask_BS: Tensor) -> Tensor:
-        self._nominal_tokens = mask_BS.numel()
-        self._masks.append(mask_BS.sum())
-        tokens = float(mask_BS.numel()) if self._per_token else mask_BS.sum().clamp(min=1.0)
-        return mask_BS * (self._factor / tokens)
+    def __call__(self, batch: Batch) -> Tensor:
+        self._nominal_tokens = batch.loss_mask_BS.numel() * self._num_sharing
+        self._mask_sum += batch.mask_sum
+        tokens = self._nominal_tokens if self._per_token else max(batch.mask_sum, 1.0)
+        return batch.loss_mask_BS * (self._factor / tokens)
 
-    def num_tokens(self) -> Tensor:
-        """Unmasked tokens of this rank in this step so far, a fp64 scalar."""
-        return torch.stack(self._masks).double().sum()
+    @property
+    def num_tokens(self) -> float:
+        """This rank's share of the unmasked tokens of its samples in this step so far."""
+        return self._mask_sum / self._num_sharing
 
     def unscale(self, num_tokens: float) -> float:
         """The factor from the accumulated loss and gradients to the true ones.

@@ -80,7 +80,7 @@ def train(
         trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
         trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
         config = replace(config, trainable=trainable)
-    control = control or Control(world, device_for(config.runtime, world))
+    control = control or Control(config.world, device_for(config.runtime, world))
     training = build_training(config, control)
     check_placement(config, training)
     if before is not None:

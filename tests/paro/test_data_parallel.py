@@ -30,7 +30,8 @@ FLAGS = TINY.replace("--micro-batch-size 1", "--micro-batch-size 2") + " --train
 
 
 def configured(words: str = "", world: World = PAIRS) -> RunConfig:
-    return RunConfig.from_args(parse_args(f"{FLAGS} {words}".split()), world)
+    share = f"--context-parallel-size {world.context_parallel_size} --cp-comm-type a2a"
+    return RunConfig.from_args(parse_args(f"{FLAGS} {share} {words}".split()), world)
 
 
 def test_ranks_that_share_samples_are_one_data_parallel_rank() -> None:
@@ -84,7 +85,7 @@ def test_losses_and_dropout_count_data_parallel_ranks(
     one = loss(World())
     assert loss(replace(PAIRS, context_parallel_size=1)) == pytest.approx(one)
     # Every rank of a pair weighs its tokens as the pair's; here both have all tokens of the sample.
-    assert loss(PAIRS) == pytest.approx(one if per_token else 2 * one)
+    assert loss(PAIRS) == pytest.approx(2 * one)
 
     numbers: list[Any] = []
     monkeypatch.setattr("paro.training.step.drops_of", lambda *given: numbers.append(given[3:]))

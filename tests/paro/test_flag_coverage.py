@@ -95,6 +95,8 @@ CASES = {
     "bias_swiglu_fusion": ((), "", "--no-bias-swiglu-fusion"),
     "base": ((), "--load .", "--load . --base elsewhere"),
     "ckpt_step": ((), "--load .", "--load . --ckpt-step 5"),
+    "context_parallel_size": ((), "", "--context-parallel-size 2 --cp-comm-type a2a"),
+    "cp_comm_type": ((), "", "--cp-comm-type a2a"),
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
     "data_args_path": (("mock-data",), "--data-path corpus", "--data-args-path blend.json"),
     "device_memory_gb": ((), DRY, f"{DRY} --device-memory-gb 80"),

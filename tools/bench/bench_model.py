@@ -128,7 +128,8 @@ def task_of(args: argparse.Namespace) -> Task:
     text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     device = device_of(args.device)
-    batch = Batch(tokens_BS, labels_BS, torch.ones(tokens_BS.shape)).to(device)
+    mask_BS = torch.ones(tokens_BS.shape)
+    batch = Batch(tokens_BS, labels_BS, mask_BS, mask_sum=mask_BS.numel()).to(device)
     return Task(
         config=config,
         device=device,

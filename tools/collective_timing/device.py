@@ -30,10 +30,10 @@ from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.machine import Device
+from paro.planning.micro_batch import MicroBatch
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing
-from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
@@ -212,7 +212,8 @@ def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
     size = config.batches.micro_batch_size, config.data.seq_length
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens_BS = torch.randint(0, config.model.vocab_size, size, generator=generator)
-    batch = Batch(tokens_BS=tokens_BS, labels_BS=tokens_BS, loss_mask_BS=torch.ones(size))
+    mask_BS = torch.ones(size)
+    batch = Batch(tokens_BS, tokens_BS, mask_BS, mask_sum=mask_BS.numel())
     return repeat(batch.to(device))
 
 

@@ -24,13 +24,8 @@ from typing import NamedTuple
 
 from model.config import LlamaConfig
 from paro.planning.cost_model import UnitSize, merged, model_state_bytes
-from paro.planning.units import (
-    MicroBatch,
-    UnitActivations,
-    activations_of,
-    matmuls_write,
-    shape_of,
-)
+from paro.planning.micro_batch import MicroBatch
+from paro.planning.units import UnitActivations, activations_of, matmuls_write, shape_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import Move, Verb
 from paro.step.plan import StepPlan, step_plan

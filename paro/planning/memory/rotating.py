@@ -26,9 +26,9 @@ from paro.planning.memory.gathering import (
     Point,
     fp32_copy_bytes,
 )
+from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import ring_shape, rotation_shape, unit_parts
 from paro.planning.units import (
-    MicroBatch,
     block_activations,
     embedding_adds_rows,
     matmuls_write,

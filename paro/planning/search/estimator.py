@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paro.distributed.byte_counter import Sent
+from paro.planning.context_parallel import context_traffic
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
@@ -91,6 +92,7 @@ class Estimator:
             seq_length=workload.seq_length,
             micro_batch_size=candidate.micro_batch_size,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+            context=workload.context,
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
@@ -157,12 +159,18 @@ class Estimator:
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
         comm_costs = self._comm_costs_of(candidate)
-        return traffic_per_step(
+        num_micro_batches = self.workload.micro_batches(candidate.micro_batch_size)
+        states = traffic_per_step(
             candidate.strategy,
             comm_costs.topology,
             comm_costs.units,
             candidate.precision(self.workload),
-            self.workload.micro_batches(candidate.micro_batch_size),
+            num_micro_batches,
+        )
+        plan = self.plan_of(candidate)
+        topology, units = comm_costs.topology, comm_costs.units
+        return (
+            states + context_traffic(plan.config, plan.batch, units, topology) * num_micro_batches
         )
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:

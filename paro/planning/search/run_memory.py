@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig, RecomputeConfig
+from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.planning.cost_model import UnitSize, code_bytes
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
@@ -18,8 +19,9 @@ from paro.planning.memory.device import (
 )
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory, StepTally
 from paro.planning.memory.rotating import SliceTally, rotating_peak
+from paro.planning.micro_batch import MicroBatch
 from paro.planning.search.search_space import Materialize
-from paro.planning.units import MicroBatch, units_of
+from paro.planning.units import units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import make_topology
@@ -44,6 +46,7 @@ class RunPlan:
     micro_batch_size: int
     num_micro_batches: int  # the most of a step
     eval_micro_batch_size: int = 0  # 0: no evaluation
+    context: ContextLayout = ALONE
 
     @property
     def config(self) -> LlamaConfig:
@@ -57,6 +60,7 @@ class RunPlan:
             seq_length=self.seq_length,
             compute_bytes=BYTES_OF[self.precision.compute],
             device_type=self.device_type,
+            context=self.context,
         )
 
 
@@ -157,5 +161,6 @@ class RunMemory:
                 self._pieces,
                 rotates=plan.materialize.rotates,
             )
+            found = replace(found, num_groups=found.num_groups + plan.context.num_groups)
         codes = code_bytes(plan.strategy, topology, units, plan.precision)
         return replace(found, code_bytes=codes)

@@ -9,6 +9,7 @@ from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
+from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
@@ -54,7 +55,7 @@ class Workload:
     model: LlamaConfig
     machine: Machine  # with the world size of the run
     group_size: int  # the degree of letter I
-    context_parallel_size: int = 1  # neighbouring ranks that share a sample
+    context: ContextLayout = ALONE  # the neighbouring ranks that share a sample
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -82,7 +83,7 @@ class Workload:
     @property
     def data_parallel_size(self) -> int:
         """The number of ranks, or sets of ranks, that read different samples."""
-        return self.world_size // self.context_parallel_size
+        return self.world_size // self.context.size
 
     @property
     def units(self) -> tuple[UnitSize, ...]:

@@ -24,7 +24,7 @@ from model.units import recomputed_groups, unit_specs
 from paro.optim.states import adamw_states, bytes_of
 from paro.planning.cost_model import UnitSize, first_trained
 from paro.planning.machine.machine import Device
-from paro.planning.units import MicroBatch
+from paro.planning.micro_batch import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 

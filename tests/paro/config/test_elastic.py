@@ -17,6 +17,7 @@ from paro.checkpoint.boxes import BoxedState, boxed_states, may_be_missing
 from paro.checkpoint.local.regions import Region, remainder
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
+from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
@@ -25,7 +26,6 @@ from paro.planning.survival import survival
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training.assembly import build_training
-from paro.training.dry_run import PlannedControl
 from tests.paro.planning.cases import machine
 
 NODES = 4

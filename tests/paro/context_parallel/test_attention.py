@@ -13,8 +13,8 @@ from torch import Tensor
 
 from model.attention import Documents, attend
 from model.lora import checkpointed
-from paro.context_parallel.attention import context_groups, make_context_attention, num_pieces
-from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.attention import context_groups, make_context_attention
+from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.exposed_time import Exposure

@@ -17,7 +17,8 @@ from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.memory.rotating import rotating_peak
-from paro.planning.units import MicroBatch, units_of
+from paro.planning.micro_batch import MicroBatch
+from paro.planning.units import units_of
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.rotation.rotated_model import RotatedModel
 from tests.helpers.training import slices_by_part

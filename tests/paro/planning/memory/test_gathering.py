@@ -11,8 +11,8 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.planning import units as planning_llama
 from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
+from paro.planning.micro_batch import MicroBatch
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.units import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

@@ -1,0 +1,119 @@
+"""Ranks that share samples train like one process, and send the bytes of the formula."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import product
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Trained, train
+from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, assert_same
+
+# 8 heads and 16 tokens can be cut for up to 8 ranks; a tenth of the tokens end a document.
+MODEL = (
+    "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 10 "
+    "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
+    "--num-attention-heads 8 --ffn-hidden-size 37 --seq-length 16 --num-workers 0 --lr 0.002 "
+    "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-6 --init-method-std 0.1 "
+    "--micro-batch-size 2 --global-batch-size 16"
+)
+APART = "--reset-position-ids --reset-attention-mask"
+MASKED = "--eod-mask-loss"
+PER_TOKEN = f"{MASKED} --calculate-per-token-loss"
+GROUPED = "--group-query-attention --num-query-groups"
+FULL = "--recompute-granularity full"
+CORE = "--recompute-activations"
+LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules all-linear"
+TIED = "--tie-embeddings-and-output-weights"
+COMPILED = "--torch-compile aot_eager"
+FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
+
+
+class Case(NamedTuple):
+    """A run on ranks of which `size` share a sample."""
+
+    size: int
+    strategy: str
+    more: str = ""
+    frozen: tuple[str, ...] = ()
+    kind: str = "a2a"
+
+    def flags(self, steps: int = FEW_STEPS) -> str:
+        return (
+            f"{MODEL} --train-iters {steps} --paro-strategy {self.strategy} {self.more} "
+            f"--context-parallel-size {self.size} --cp-comm-type {self.kind}"
+        )
+
+
+# By ranks and group size: inside a group, equal to one, and across.
+CASES = {
+    (2, 2): (Case(2, "GGG", LORA),),
+    (4, 2): (
+        Case(2, "IIG", f"{APART} {MASKED} {CORE}"),
+        Case(4, "NNG", f"{APART} {PER_TOKEN} {GROUPED} 2"),
+        Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),
+        Case(4, "GGG", f"{TIED} {GROUPED} 4 --paro-prefetch-units 0"),
+        Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
+        Case(2, "IGG", "--paro-collective ho-ring --qk-layernorm"),
+    ),
+    (8, 4): (
+        Case(2, "IIG", f"{LORA} {FULL} {GROUPED} 2"),
+        Case(4, "GGG", f"{APART} {MASKED} {CORE} {GROUPED} 4"),
+        Case(8, "2,4,8", PER_TOKEN),
+    ),
+}
+KINDS = ("a2a",)
+
+
+def train_cases(cases: list[Case], group_size: int, steps: int) -> list[Trained]:
+    return [train(one.flags(steps), group_size=group_size, frozen=one.frozen) for one in cases]
+
+
+@cache
+def alone(more: str, frozen: tuple[str, ...], steps: int) -> Trained:
+    """One process on the same micro-batches."""
+    return train(f"{MODEL} --train-iters {steps} {more}", frozen=frozen)
+
+
+def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> None:
+    by_rank = run_ranks(train_cases, world_size, cases, group_size, steps)
+    for number, case in enumerate(cases):
+        more = re.sub(r"--(paro|recompute-[gn]|torch-compile)\S* \S+", "", case.more)
+        wanted = alone(more.replace(CORE, "").strip(), case.frozen, steps)
+        for trained in by_rank:
+            assert_same(trained[number], wanted, f"{case} on {world_size}")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "group_size"), CASES)
+def test_ranks_that_share_samples_train_as_one_process_does(
+    world_size: int, group_size: int
+) -> None:
+    check(world_size, group_size, [*CASES[world_size, group_size]], FEW_STEPS)
+
+
+def grid(world_size: int, group_size: int) -> list[Case]:
+    """Every strategy of the list and number of ranks, each with flags drawn from all."""
+    random = Random(world_size * 8 + group_size)
+    flags = ("", f"{APART} {MASKED}", f"{PER_TOKEN} {FULL}", f"{APART} {LORA} {CORE}", TIED)
+    heads = ("", *(f"{GROUPED} {number}" for number in (1, 2, 4)))
+    return [
+        Case(size, strategy, f"{random.choice(flags)} {random.choice(heads)}", kind=kind)
+        for size, strategy, kind in product((2, 4, 8), ("IIG", "GGG", "NNG", "NIG"), KINDS)
+        if size <= world_size
+    ]
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+def test_all_ways_to_share_samples_train_as_one_process_does(
+    world_size: int, group_size: int
+) -> None:
+    check(world_size, group_size, grid(world_size, group_size), MANY_STEPS)
