@@ -24,7 +24,7 @@ PURE = (
     *(f"paro.collectives.{name}" for name in ("choice", "schedule", "pipeline", "spans")),
     *(f"paro.collectives.{name}" for name in ("ring", "h_ring", "ho_ring")),
     "paro.config.batch_schedule",
-    "paro.context_parallel.pieces",
+    *("paro.context_parallel.layout", "paro.context_parallel.pieces"),
     "paro.distributed.byte_counter",
     *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.states"),
     "paro.optim.step_checks",

@@ -13,6 +13,7 @@ from paro.arguments.parser import parse_args
 from paro.config.elastic import nodes_line
 from paro.config.mistakes import better_values
 from paro.config.run import RunConfig
+from paro.context_parallel.layout import ContextLayout
 from paro.distributed.control import Control, PlannedControl
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -124,7 +125,7 @@ def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture
 
 
 def test_plans_count_data_parallel_ranks() -> None:
-    pairs = workload(context_parallel_size=2)
+    pairs = workload(context=ContextLayout(size=2, heads=2))
     assert (pairs.world_size, pairs.data_parallel_size) == (32, 16)
     assert pairs.micro_batches(2) == 6
     assert micro_batch_sizes(pairs) == (1, 2, 3, 4, 6, 12)

@@ -114,7 +114,9 @@ SCRIPTS = {
         128,
         f"{SIZES_70B} {LLAMA} {ADAM} {OVERLAP} --tensor-model-parallel-size 4 "
         "--pipeline-model-parallel-size 8 --num-layers-per-virtual-pipeline-stage 5 "
-        "--context-parallel-size 2 --sequence-parallel --distributed-timeout-minutes 15 "
+        "--context-parallel-size 2 --cp-comm-type a2a --recompute-granularity full "
+        "--sequence-parallel "
+        "--distributed-timeout-minutes 15 "
         "--seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1 "
         "--global-batch-size 1024 --train-iters 27500 --reset-position-ids "
         "--reset-attention-mask --no-load-rng --no-load-optim --save d "
@@ -145,7 +147,7 @@ ADDED = {
     "LLaMA-3.1 70B, Swallow": (
         "--use-rope-scaling --rope-scaling-factor --rope-scaling-low-freq-factor "
         "--rope-scaling-high-freq-factor --rope-scaling-original-max-position-embeddings "
-        "--wandb-exp-name HuggingFaceTokenizer --paro-strategy GGG --recompute-granularity full"
+        "--wandb-exp-name HuggingFaceTokenizer --paro-strategy GGG"
     ),
 }
 

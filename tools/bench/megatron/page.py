@@ -18,10 +18,10 @@ others are below: accepted, without effect, or refused; `--moe-*` stands for all
 have no row of their own. One start names all flags that are refused, unknown or missing and all
 values that are wrong, each with what to do. If flags are refused, it ends with those that are left,
 ready to paste: without what is refused, unknown or has no effect, with what replaces it
-(`--paro-strategy GGG` for tensor or pipeline parallelism, `--recompute-granularity full` for
-context parallelism), with batch sizes that divide by the ranks, all of which take a part of the
-batch, and with the tokenizer type that reads the given files where Megatron-LM's forks have another
-name. Other values that are refused are left out, which a line says: then the default holds.
+(`--paro-strategy GGG` for tensor or pipeline parallelism), with batch sizes that divide by the
+ranks, all of which take a part of the batch, and with the tokenizer type that reads the given files
+where Megatron-LM's forks have another name. Other values that are refused are left out, which a
+line says: then the default holds.
 
 The model is a LLaMA whether its flags are given or not: where a script leaves out `--swiglu`,
 `--normalization RMSNorm`, `--position-embedding-type rope`, `--disable-bias-linear` or the dropouts
