@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from model.units import UnitSpec
+from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
 from paro.optim.states import adamw_states, bytes_of, master_is_param
@@ -19,7 +21,7 @@ from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_up
 from paro.step.actions import UnitKind, Verb
 from paro.step.plan import gathers_per_micro_batch
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
-from paro.topology import Axis, AxisSpan, Link, Topology, split_by_link
+from paro.topology import Axis, AxisSpan, Link, Topology, Use, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,11 @@ class UnitSize:
     @property
     def numel(self) -> int:
         return self.trainable_numel + self.frozen_numel
+
+    @property
+    def traffic_kind(self) -> tuple[int, int, int, bool]:
+        """Units of equal kind send the same."""
+        return self.trainable_numel, self.frozen_numel, self.matrix_stop, self.replicated
 
     @property
     def kind(self) -> UnitKind:
@@ -134,71 +141,77 @@ def traffic_per_step(
     for unit in units:
         gathers = unit.gathers_per_micro_batch * num_micro_batches
         reductions = unit.reductions_per_micro_batch * num_micro_batches
-        for (verb, _), spans in sent_spans(unit, strategy, topology, precision).items():
+        for (verb, _), collectives in unit_collectives(unit, strategy, topology, precision).items():
             count = {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
-            sent = sent_along(spans)
+            sent = sent_by(collectives)
             intra += count * sent.intra
             inter += count * sent.inter
     return Sent(intra, inter)
 
 
-Spans = tuple[tuple[AxisSpan, int], ...]  # with the bytes of the whole buffer as it is sent
+class Collective(NamedTuple):
+    """A collective of a unit's flat buffer."""
+
+    use: Use
+    op: Op
+    span: AxisSpan  # empty: nothing is sent
+    whole_bytes: int  # of the whole unit as it is sent
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer that it gathers, or reduces."""
+        return self.whole_bytes // self.span[0].inner if self.span else 0
+
+    @property
+    def is_coded(self) -> bool:
+        return self.itemsize == 1
 
 
-def sent_spans(
+def unit_collectives(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
-) -> dict[tuple[Verb, bool], Spans]:
-    """Where the actions on a unit's buffers send: by verb, and whether the buffer trains."""
+) -> dict[tuple[Verb, bool], tuple[Collective, ...]]:
+    """What the actions on a unit's buffers send: by verb, and whether the buffer trains."""
     own = strategy_of(unit, strategy)
     plan = make_comm_plan(own, topology)
-    params = unit.trainable_numel * BYTES_OF[precision.compute]
-    frozen = unit.frozen_numel * BYTES_OF[precision.frozen]
-    grads = unit.trainable_numel * BYTES_OF[precision.wire]
-    updated = updated_bytes(unit, own, topology, precision)
+    compute, frozen = BYTES_OF[precision.compute], BYTES_OF[precision.frozen]
+    wire, numel = BYTES_OF[precision.wire], unit.trainable_numel
+    updated, codes = (numel * compute, compute), codes_of(unit, own, topology, precision)
+    if codes is not None:
+        updated = codes.range_bytes * own.optim, 1
+    gather, reduce = (Use.GATHER, Op.ALL_GATHER), (Use.REDUCE, Op.REDUCE_SCATTER)
+    summed: tuple[Collective, ...] = (
+        Collective(*reduce, plan.step_reduce, numel * wire, wire),
+        Collective(Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel * wire, wire),
+    )
+    codes = gradient_codes_of(unit, own, topology, precision)
+    if codes is not None:
+        intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
+        encoded = codes.range_bytes * topology.world_size
+        summed = (
+            Collective(*reduce, intra, numel * wire, wire),
+            Collective(Use.EXCHANGE, Op.REDUCE_SCATTER, inter, encoded, 1),
+            Collective(Use.EXCHANGE, Op.ALL_GATHER, plan.replicas, encoded, 1),
+        )
     return {
-        (Verb.GATHER, True): ((plan.gather, params),),
-        (Verb.GATHER, False): ((plan.gather, frozen),),
-        (Verb.REDUCE, True): ((plan.reduce, grads),),
-        (Verb.STEP_REDUCE, True): tuple(_summed(unit, own, topology, precision)),
-        (Verb.GATHER_UPDATED, True): ((plan.gather_updated, updated),),
+        (Verb.GATHER, True): (Collective(*gather, plan.gather, numel * compute, compute),),
+        (Verb.GATHER, False): (
+            Collective(*gather, plan.gather, unit.frozen_numel * frozen, frozen),
+        ),
+        (Verb.REDUCE, True): (Collective(*reduce, plan.reduce, numel * wire, wire),),
+        (Verb.STEP_REDUCE, True): summed,
+        (Verb.GATHER_UPDATED, True): (Collective(*gather, plan.gather_updated, *updated),),
     }
 
 
-def sent_along(spans: Spans) -> Sent:
-    """Bytes that a rank sends to gather or reduce along these spans."""
+def sent_by(collectives: Iterable[Collective]) -> Sent:
+    """Bytes that a rank sends."""
     sent = dict.fromkeys(Link, 0)
-    for span, num_bytes in spans:
-        for axis in span:
-            sent[axis.link] += _sent_along(axis, num_bytes)
+    for one in collectives:
+        passes = 2 if one.op is Op.ALL_REDUCE else 1
+        for axis in one.span:
+            sent[axis.link] += passes * _sent_along(axis, one.whole_bytes)
     return Sent(sent[Link.INTRA], sent[Link.INTER])
-
-
-def _summed(
-    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
-) -> Iterator[tuple[AxisSpan, int]]:
-    """The spans of a step's gradient sums, with the bytes of the whole unit as it is sent."""
-    plan = make_comm_plan(strategy, topology)
-    full = unit.trainable_numel * BYTES_OF[precision.wire]
-    codes = gradient_codes_of(unit, strategy, topology, precision)
-    if codes is None:
-        yield plan.step_reduce, full
-        yield plan.replicas, 2 * full  # two passes
-        return
-    intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
-    encoded = codes.range_bytes * topology.world_size
-    yield intra, full
-    yield inter, encoded
-    yield plan.replicas, encoded
-
-
-def updated_bytes(
-    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
-) -> int:
-    """Bytes of the whole unit's updated parameters as they are sent."""
-    codes = codes_of(unit, strategy, topology, precision)
-    if codes is None:
-        return unit.trainable_numel * BYTES_OF[precision.compute]
-    return codes.range_bytes * strategy.optim
 
 
 def code_bytes(

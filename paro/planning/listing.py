@@ -13,15 +13,8 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import (
-    codes_of,
-    gradient_codes_of,
-    sent_along,
-    sent_spans,
-    strategy_of,
-)
-from paro.planning.memory.gathering import Point, StepTally
-from paro.planning.memory.rotating import SliceTally
+from paro.planning.cost_model import sent_by, unit_collectives
+from paro.planning.memory.tally import StepTally
 from paro.step.actions import WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import count_text, size_text
@@ -48,29 +41,26 @@ _WORDS = {
     Verb.BACKWARD: "BACKWARD {}: to its first gradient",
     Verb.GRADIENTS: "BACKWARD {}: the rest",
 }
-# The collectives of an action, one for each of its spans.
+# The collectives of an action.
 _SENT = {
-    Verb.GATHER: ((Use.GATHER, "all-gather {}"),),
-    Verb.REDUCE: ((Use.REDUCE, "reduce-scatter gradients of {}"),),
-    Verb.STEP_REDUCE: (
-        (Use.REDUCE, "step reduce-scatter of {}"),
-        (Use.REDUCE, "replica all-reduce of {}"),
-    ),
-    Verb.GATHER_UPDATED: ((Use.GATHER, "all-gather updated {}"),),
-    Verb.SHIFT: ((Use.ROTATE, "send the slice of {} on"),),
-    Verb.SHIFT_BACK: ((Use.ROTATE, "send the slice of {} back"),),
-    Verb.SHIFT_GRADS: ((Use.ROTATE, "send the slice's gradients of {} back"),),
+    Verb.GATHER: ("all-gather {}",),
+    Verb.REDUCE: ("reduce-scatter gradients of {}",),
+    Verb.STEP_REDUCE: ("step reduce-scatter of {}", "replica all-reduce of {}"),
+    Verb.GATHER_UPDATED: ("all-gather updated {}",),
+    Verb.SHIFT: ("send the slice of {} on",),
+    Verb.SHIFT_BACK: ("send the slice of {} back",),
+    Verb.SHIFT_GRADS: ("send the slice's gradients of {} back",),
 }
 # Of a pass round the ring, which sends what these would, an action is one shift.
 _PASS = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
 # The same of what is sent as codes.
 _CODED = {
     Verb.STEP_REDUCE: (
-        (Use.REDUCE, "step reduce-scatter of {}"),
-        (Use.EXCHANGE, "step all-to-all of codes of {}"),
-        (Use.EXCHANGE, "replica all-gather of codes of {}"),
+        "step reduce-scatter of {}",
+        "step all-to-all of codes of {}",
+        "replica all-gather of codes of {}",
     ),
-    Verb.GATHER_UPDATED: ((Use.GATHER, "all-gather codes of updated {}"),),
+    Verb.GATHER_UPDATED: ("all-gather codes of updated {}",),
 }
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before what is alive
@@ -99,7 +89,7 @@ class _Entry(NamedTuple):
 
 
 def step_lines(
-    tally: StepTally | SliceTally,
+    tally: StepTally,
     topology: Topology,
     num_micro_batches: int,
     *,
@@ -180,7 +170,7 @@ class _Follower:
     """Follows the actions of a step from its beginning."""
 
     def __init__(
-        self, tally: StepTally | SliceTally, topology: Topology, *, overlaps: bool, other_bytes: int
+        self, tally: StepTally, topology: Topology, *, overlaps: bool, other_bytes: int
     ) -> None:
         self.tally, self.topology = tally, topology
         self.overlaps, self.other_bytes = overlaps, other_bytes
@@ -188,7 +178,7 @@ class _Follower:
             (index, trains) for index, unit in enumerate(tally.units) for trains in unit.kind.trains
         ]
         given = tally.strategy, topology, tally.precision
-        self._spans = [sent_spans(unit, *given) for unit in tally.units]
+        self._collectives = [unit_collectives(unit, *given) for unit in tally.units]
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, stretches: Pass) -> list[_Entry]:
@@ -197,7 +187,7 @@ class _Follower:
         for stretch in filter(None, stretches):
             computing = [action for action in stretch if action[0] >= Verb.FORWARD]
             unit, name, _ = self._of(computing[-1] if computing else stretch[0])
-            alive = self.tally.point("").total
+            alive = self.tally.total
             rows = [row for action in stretch for row in self._rows(action, unit, alive)]
             key = tuple((row.key, row.unit) for row in rows)
             whole, _, _ = name.partition(" ")  # not a half of its slices, nor what is frozen
@@ -214,8 +204,8 @@ class _Follower:
 
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
         verb, number = action[0], action[1]
-        before = self.tally.point("")
-        point = self.tally.carry_out(action) or Point(self.tally.point(""))
+        before = self.tally.total
+        point = self.tally.carry_out(action)
         unit, name, trains = self._of(action)
         waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
         self._in_flight -= waited
@@ -224,14 +214,15 @@ class _Follower:
             sent = [(_WORDS[verb], "", Sent())]
         elif sent and self.overlaps:
             self._in_flight.add((verb, number))
-        if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == point.snapshot):
+        if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == self.tally.total):
             return
         *held, total = self.tally.alive(point)
+        computing = self.tally.total + point.freed + point.transient
         for words, stream, size in sent:
             moved = (_megabytes(part) if part else "" for part in (size.intra, size.inter))
             text = f"  {words.format(name)}"
             alive = map(_megabytes, (*held, total + self.other_bytes))
-            key = (words, trains, size, held[:-1], point.snapshot.total - alive_before)
+            key = (words, trains, size, held[:-1], computing - alive_before)
             yield _Row(key, unit - index, words, (text, *moved, stream, *alive))
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
@@ -240,22 +231,14 @@ class _Follower:
         if verb not in _SENT:
             return
         index, trains = self._buffers[action[1]]
-        unit, codes = self.tally.units[index], None
-        strategy = strategy_of(unit, self.tally.strategy)
-        given = unit, strategy, self.topology, self.tally.precision
-        if verb is Verb.STEP_REDUCE:
-            codes = gradient_codes_of(*given)
-        elif verb is Verb.GATHER_UPDATED:
-            codes = codes_of(*given)
-        collectives = _SENT[verb] if codes is None else _CODED[verb]
-        for (use, words), (span, size) in zip(
-            collectives, self._spans[index][_PASS.get(verb, verb), trains], strict=True
-        ):
-            if span:
-                axes = ", ".join(map(self._axis_text, span))
-                sent = sent_along(((span, size),))
+        collectives = self._collectives[index][_PASS.get(verb, verb), trains]
+        listed = _CODED if collectives[-1].is_coded else _SENT
+        for words, one in zip(listed[verb], collectives, strict=True):
+            if one.span:
+                axes = ", ".join(map(self._axis_text, one.span))
+                use, sent = one.use, sent_by([one])
                 if verb in _PASS:
-                    shifts = self.tally.strategy.params - 1
+                    shifts, use = self.tally.strategy.params - 1, Use.ROTATE
                     sent = Sent(sent.intra // shifts, sent.inter // shifts)
                 yield words, f"{use.value} {axes}", sent
 

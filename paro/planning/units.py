@@ -45,9 +45,8 @@ class UnitActivations:
 
     kept: int  # from forward to the end of the unit's backward
     recomputed: int = 0  # from recomputation to the end of the unit's backward
-    recomputed_from: int  # the index of the unit with which the recomputation begins
     in_forward: int
-    before_gradients: int  # in backward, until the unit's first gradient exists
+    before_gradients: int = 0  # in backward, until the unit's first gradient exists
     in_backward: int  # after that
     # The same where matmuls write weight gradients into their buffers, if that differs.
     direct: tuple[int, int] | None = None
@@ -86,16 +85,20 @@ def shape_of(
     prefetch_units: int,
 ) -> StepShape:
     """What the actions of a step with these units depend on, where parameters are not rotated."""
-    tied = config.tie_embeddings_and_output_weights
-    head = len(units) - 1
+    early = {len(units) - 1} if loss_writes_gradients(config, units) else ()
     return StepShape(
         units=number_buffers([unit.kind for unit in units]),
         gathers=gathers,
         reduces=reduces,
         prefetch_units=prefetch_units,
         recomputed=recomputed_groups(unit_specs(config), first_trained(units)),
-        grads_in_forward=frozenset({head} if units[head].trainable_numel and not tied else ()),
+        grads_in_forward=frozenset(early),
     )
+
+
+def loss_writes_gradients(config: LlamaConfig, units: Sequence[UnitSize]) -> bool:
+    """Whether the head writes gradients of its parameters in forward, where these are gathered."""
+    return bool(units[-1].trainable_numel) and not config.tie_embeddings_and_output_weights
 
 
 def activations_of(
@@ -119,7 +122,6 @@ def _embedding(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
     tied = config.tie_embeddings_and_output_weights
     return UnitActivations(
         kept=batch.num_tokens * 8,  # token ids
-        recomputed_from=0,
         in_forward=0,
         before_gradients=residual + gradient,
         in_backward=0 if tied else gradient,  # tied: added to the head's, which is kept until then
@@ -138,15 +140,11 @@ def _block(
     transients = _transients(config, batch)
     unkept = _before_adapters(config, batch) if index == 1 else 0
     if recomputed_from is None:
-        return UnitActivations(
-            kept=block_activations(config, batch) - unkept, recomputed_from=index, **transients
-        )
+        return UnitActivations(kept=block_activations(config, batch) - unkept, **transients)
     kept = _residual(config, batch) if index == recomputed_from else 0
     recomputed = block_activations(config, batch) - max(kept, unkept)
     transients["in_forward"] += recomputed
-    return UnitActivations(
-        kept=kept, recomputed=recomputed, recomputed_from=recomputed_from, **transients
-    )
+    return UnitActivations(kept=kept, recomputed=recomputed, **transients)
 
 
 def _transients(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:
@@ -331,7 +329,6 @@ def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
     loss = _tied_loss(config, batch) if tied else _chunk_of_loss(config, batch)[0]
     return UnitActivations(
         kept=batch.num_tokens * 4 + 2 * residual + (weight if tied else 0),
-        recomputed_from=config.num_layers + 1,
         in_forward=residual + loss,
         writes_in_forward=None if tied else _written_loss(config, batch),
         before_gradients=residual,

@@ -114,6 +114,12 @@ class StepShape:
     recomputed: tuple[range, ...] = ()  # indices of units that backward recomputes together
     grads_in_forward: frozenset[int] = frozenset()  # units that make their first one there
 
+    num_slices = 1  # of everything, which is computed as a whole
+
+    def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """The buffers with which a unit computes."""
+        return (self.units[index].needed,)
+
     @property
     def first_trained(self) -> int:
         """The index of the first unit that trains; the number of units if none does."""

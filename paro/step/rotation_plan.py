@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import Move, SliceMove, Verb
-from paro.step.plan import StepPlan, updates
+from paro.step.actions import Move, SliceMove, StepShape, Verb
+from paro.step.plan import Pass, StepPlan, step_plan, updates
 from paro.step.rotating import RingShape, SlicePolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -42,24 +42,49 @@ class RotationShape:
         first, *others = (tuple(chain.from_iterable(part.halves)) for part in self.parts)
         return (*self.replicated, *first), *others
 
+    @property
+    def num_slices(self) -> int:
+        return self.ring.num_steps
 
-@lru_cache(maxsize=64)
+    def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """The buffers with which a part computes, those of half slices one after the other."""
+        return self.parts[index].halves
+
+
 def rotation_plan(
     shape: RotationShape, num_micro_batches: int, updated_ahead: int | None = None
 ) -> StepPlan:
     """The actions of a step of `num_micro_batches` micro-batches."""
-    walk, updating = _Walk(shape), UpdatingPolicy(shape.needed, updated_ahead)
+    before, last = _micro_batches(shape)
+    (waits, *parts), backward = before if num_micro_batches > 1 else last
+    updating = UpdatingPolicy(shape.needed, updated_ahead)
+    update = tuple(updates(shape.trainable, updating))
+    forward = ((*updating.before_forward(index), *actions) for index, actions in enumerate(parts))
+    others = (*(before,) * (num_micro_batches - 2), last) if num_micro_batches > 1 else ()
     return StepPlan(
-        update=tuple(updates(shape.trainable, updating)),
-        micro_batches=tuple(
-            (
-                tuple(map(tuple, walk.forward(updating))),
-                tuple(map(tuple, walk.backward(last=number + 1 == num_micro_batches))),
-            )
-            for number in range(num_micro_batches)
-        ),
+        update=update,
+        micro_batches=(((waits, *forward), backward), *others),
         end=(*(((Verb.WAIT_REDUCED, buffer),) for buffer in shape.trainable), ((Verb.NORM, 0),)),
     )
+
+
+@lru_cache(maxsize=32)
+def _micro_batches(shape: RotationShape) -> list[tuple[Pass, Pass]]:
+    """A micro-batch before the last, which are alike, and the last; without updated parameters."""
+    walk = _Walk(shape)
+    return [
+        (tuple(map(tuple, walk.forward())), tuple(map(tuple, walk.backward(last=last))))
+        for last in (False, True)
+    ]
+
+
+def plan_of(
+    shape: StepShape | RotationShape, num_micro_batches: int, updated_ahead: int | None = None
+) -> StepPlan:
+    """The actions of a step, whichever way parameters reach the ranks."""
+    if isinstance(shape, RotationShape):
+        return rotation_plan(shape, num_micro_batches, updated_ahead)
+    return step_plan(shape, num_micro_batches, updated_ahead)
 
 
 def passes_per_micro_batch(shape: RotationShape) -> tuple[Counter[int], Counter[int]]:
@@ -90,7 +115,7 @@ class _Walk:
             for buffer in half
         }
 
-    def forward(self, updating: UpdatingPolicy) -> Iterator[Iterable[Move]]:
+    def forward(self) -> Iterator[Iterable[Move]]:
         """The actions of every part."""
         yield ((Verb.WAIT, buffer) for buffer in self._shape.replicated)
         for index, part in enumerate(self._shape.parts):
@@ -99,10 +124,7 @@ class _Walk:
                 and index >= self._shape.first_trained
                 and not part.recomputed
             )
-            yield chain(
-                updating.before_forward(index),
-                self._forward(index, Verb.FORWARD, shifts_back=shifts_back),
-            )
+            yield self._forward(index, Verb.FORWARD, shifts_back=shifts_back)
 
     def backward(self, *, last: bool) -> Iterator[Iterable[Move]]:
         """The actions of every part that backward reaches."""

@@ -2,7 +2,7 @@
 
 # The total is what planner, dry run and trainer compare with the device's memory:
 #
-#   allocations      the largest memory snapshot of a step (gathering.py, rotating.py)
+#   allocations      the largest memory snapshot of a step (tally.py)
 #   buffers          in which HO-Ring's pipeline (collectives/pipelined.py) hands pieces on, and
 #                    those that flat collectives permute; each comm stream keeps its own
 #   fragmentation    a share of the two: what torch's allocator holds in addition, for rounding,
@@ -23,7 +23,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,24 +32,13 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
-from paro.planning.cost_model import (
-    UnitSize,
-    codes_of,
-    gradient_codes_of,
-    strategy_of,
-    updated_bytes,
-)
+from paro.planning.cost_model import UnitSize, unit_collectives
 from paro.planning.machine.machine import Device, Machine
-from paro.planning.memory.gathering import MemorySnapshot
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.planning.memory.tally import MemorySnapshot
+from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
-from paro.strategy import (
-    Strategy,
-    exchange_groups,
-    make_comm_plan,
-    rotation_spans,
-    spans_by_use,
-)
+from paro.step.actions import Verb
+from paro.strategy import Strategy, exchange_groups, make_comm_plan, rotation_spans, spans_by_use
 from paro.topology import AxisSpan, Topology, Use
 
 CONTEXT_BYTES = 667 * 10**6
@@ -175,18 +164,25 @@ def nccl_communication(
         spans = rotation_spans(strategy, topology)
     groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
+    given = strategy, topology, precision
+    kinds = {unit.traffic_kind: unit for unit in units}
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
-    for use, op, span, num_bytes, itemsize in _collectives(
-        strategy, topology, units, precision, rotates=rotates
+    for one in (
+        one
+        for unit in kinds.values()
+        for (verb, _), collectives in unit_collectives(unit, *given).items()
+        for one in collectives
+        if one.use is not Use.EXCHANGE and not (rotates and verb in (Verb.GATHER, Verb.REDUCE))
     ):
         taken = {}
-        if "ho-ring" in names and has_both_links(span):
-            count = pieces(op, span, num_bytes)
-            taken["ho-ring"] = pipeline_bytes(span, num_bytes, itemsize, count)
-        if "flat" in names and span and op is not Op.ALL_REDUCE:
-            taken["flat"] = num_bytes
+        if "ho-ring" in names and has_both_links(one.span):
+            count = pieces(one.op, one.span, one.num_bytes)
+            taken["ho-ring"] = pipeline_bytes(one.span, one.num_bytes, one.itemsize, count)
+        if "flat" in names and one.span and one.op is not Op.ALL_REDUCE:
+            taken["flat"] = one.num_bytes
         for name, size in taken.items():
-            largest[name, use, span] = max(size, largest.get((name, use, span), 0))
+            key = name, one.use, one.span
+            largest[key] = max(size, largest.get(key, 0))
     return Communication(
         num_groups=sum(map(len, groups.values())) + len(exchange) + rotates,  # and the ring's own
         buffer_bytes=sum(largest.values()),
@@ -209,37 +205,3 @@ def algorithms_of(collective: str, machine: Machine | None) -> tuple[str, ...]:
         return (collective,)
     names = dict.fromkeys(row.algorithm for row in machine.measured) if machine else {}
     return tuple(name for name in names if name in NCCL_COLLECTIVES) or ("native", "ho-ring")
-
-
-_Collective = tuple[Use, Op, AxisSpan, int, int]  # bytes of the whole buffer, and of an element
-
-
-def _collectives(
-    strategy: Strategy,
-    topology: Topology,
-    units: Sequence[UnitSize],
-    precision: PrecisionConfig,
-    *,
-    rotates: bool,
-) -> Iterator[_Collective]:
-    """Every collective of the units' flat buffers, those of units of equal size once."""
-    compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-    kinds = {
-        (unit.trainable_numel, unit.frozen_numel, unit.matrix_stop, unit.replicated): unit
-        for unit in units
-    }
-    for unit in kinds.values():
-        own = strategy_of(unit, strategy)
-        plan, numel = make_comm_plan(own, topology), unit.trainable_numel
-        reduced = numel // own.grads * wire
-        updated = updated_bytes(unit, own, topology, precision) // own.params
-        has_codes = codes_of(unit, own, topology, precision) is not None
-        if not rotates:
-            frozen = BYTES_OF[precision.frozen]
-            for gathered, size in ((numel, compute), (unit.frozen_numel, frozen)):
-                yield Use.GATHER, Op.ALL_GATHER, plan.gather, gathered * size, size
-            yield Use.REDUCE, Op.REDUCE_SCATTER, plan.reduce, numel * wire, wire
-        if gradient_codes_of(unit, own, topology, precision) is None:
-            yield Use.REDUCE, Op.REDUCE_SCATTER, plan.step_reduce, reduced, wire
-            yield Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel // own.optim * wire, wire
-        yield Use.GATHER, Op.ALL_GATHER, plan.gather_updated, updated, 1 if has_codes else compute

@@ -9,18 +9,17 @@ from paro.planning.context_parallel import context_traffic
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.rotation import ring_shape, rotation_shape
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
-from paro.planning.step.passes import PassCounts, PassLoads
-from paro.planning.step.rotating import RotatingComputing, RotatingCosts
+from paro.planning.step.passes import StepCounts
+from paro.planning.step.rotating import RotatingComputing
 from paro.planning.step.timeline import Timeline, simulate
-from paro.planning.units import shape_of
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.step.rotation_plan import RotationShape
 
 BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
 
@@ -63,8 +62,7 @@ class Estimator:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
-        self._counts: dict[tuple[object, ...], PassCounts] = {}
-        self._loads: dict[tuple[object, ...], PassLoads] = {}
+        self._counts: dict[tuple[object, ...], StepCounts] = {}
         self._times: dict[str, CollectiveTimes] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory = RunMemory(workload.machine)
@@ -97,35 +95,22 @@ class Estimator:
 
     def costs(self, candidate: Candidate) -> StepCosts:
         workload = self.workload
-        make: type[StepCosts] = RotatingCosts if candidate.materialize.rotates else StepCosts
-        return make(
+        return StepCosts(
             computing=self._computing_of(candidate),
             comm_costs=self._comm_costs_of(candidate),
-            pass_loads=self._loads_of(candidate),
+            counts=self._counts_of(candidate),
             prefetch_units=workload.prefetch_units,
-            updated_ahead=workload.updated_ahead,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
         )
 
-    def _loads_of(self, candidate: Candidate) -> PassLoads | None:
-        if candidate.materialize.rotates:
-            return None
-        comm_costs, strategy = self._comm_costs_of(candidate), candidate.strategy
-        kind = (strategy.params > 1, strategy.grads > 1, candidate.recompute)
-        if kind not in self._counts:
-            gathers, reduces, recompute = kind
-            shape = shape_of(
-                replace(self.workload.model, recompute=recompute),
-                comm_costs.units,
-                gathers=gathers,
-                reduces=reduces,
-                prefetch_units=self.workload.prefetch_units,
-            )
-            self._counts[kind] = PassCounts(shape=shape, units=comm_costs.units)
-        key = (id(comm_costs), candidate.recompute)
-        if key not in self._loads:
-            self._loads[key] = PassLoads(comm_costs=comm_costs, counts=self._counts[kind])
-        return self._loads[key]
+    def _counts_of(self, candidate: Candidate) -> StepCounts:
+        plan = self.plan_of(candidate)
+        key = plan.step_kind
+        if key not in self._counts:
+            shape, units = self._memory.shape(plan), self._memory.units(plan)
+            ahead = self.workload.updated_ahead
+            self._counts[key] = StepCounts(shape=shape, units=units, updated_ahead=ahead)
+        return self._counts[key]
 
     def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
         rotates = candidate.materialize.rotates
@@ -233,14 +218,13 @@ class Estimator:
         model, batch = plan.config, plan.batch
         if not candidate.materialize.rotates:
             return Computing(model=model, units=gathered, batch=batch, device=device)
-        rotating = self._memory.units(plan)
-        in_place = candidate.materialize.in_place
-        ring = ring_shape(candidate.strategy, self.workload.precision, in_place=in_place)
+        shape = self._memory.shape(plan)
+        assert isinstance(shape, RotationShape), "weights rotate"
         return RotatingComputing(
             model=model,
             units=gathered,
             batch=batch,
             device=device,
-            rotating=rotating,
-            rotation=rotation_shape(model, rotating, ring),
+            rotating=self._memory.units(plan),
+            rotation=shape,
         )

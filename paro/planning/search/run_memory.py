@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
-from paro.planning.cost_model import UnitSize, code_bytes
+from paro.planning.cost_model import UnitSize, code_bytes, merged, model_state_bytes
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import (
@@ -17,12 +17,21 @@ from paro.planning.memory.device import (
     algorithms_of,
     nccl_communication,
 )
-from paro.planning.memory.gathering import MemorySnapshot, PeakMemory, StepTally
-from paro.planning.memory.rotating import SliceTally, rotating_peak
+from paro.planning.memory.rotating import part_activations
+from paro.planning.memory.tally import MemorySnapshot, Point, StepTally, largest
 from paro.planning.micro_batch import MicroBatch
+from paro.planning.rotation import ring_shape, rotation_shape
 from paro.planning.search.search_space import Materialize
-from paro.planning.units import units_of
+from paro.planning.units import (
+    UnitActivations,
+    activations_of,
+    matmuls_write,
+    shape_of,
+    units_of,
+)
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.actions import StepShape
+from paro.step.rotation_plan import RotationShape
 from paro.strategy import Strategy
 from paro.topology import make_topology
 
@@ -49,6 +58,13 @@ class RunPlan:
     context: ContextLayout = ALONE
 
     @property
+    def step_kind(self) -> tuple[object, ...]:
+        """Plans of equal kind have the same actions in a step."""
+        params, grads, _ = self.strategy.degrees
+        degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
+        return self.trained, self.recompute, self.materialize, degrees
+
+    @property
     def config(self) -> LlamaConfig:
         """The model with this recomputation."""
         return replace(self.model, recompute=self.recompute)
@@ -73,25 +89,48 @@ class RunMemory:
     def __init__(self, machine: Machine | None) -> None:
         self._machine = machine
         self._pieces = pieces_by(machine)
-        self._units: dict[tuple[object, ...], tuple[UnitSize, ...]] = {}
-        self._peaks: dict[tuple[object, ...], PeakMemory] = {}
+        self._units: dict[tuple[object, ...], tuple[tuple[UnitSize, ...], ...]] = {}
+        self._points: dict[tuple[object, ...], list[tuple[MemorySnapshot, Point]]] = {}
+        self._shapes: dict[tuple[object, ...], StepShape | RotationShape] = {}
         self._communication: dict[tuple[object, ...], Communication] = {}
 
     def units(self, plan: RunPlan) -> tuple[UnitSize, ...]:
         """The units of a plan, with their gather, or rotation, counts."""
+        return self._sizes(plan)[0]
+
+    def _sizes(self, plan: RunPlan) -> tuple[tuple[UnitSize, ...], ...]:
+        """The units of a plan, and fewer with the same model states."""
         rotates = plan.materialize.rotates
         rotated_over = plan.strategy.params if rotates else 1
         recompute = plan.recompute if rotates else None  # then it sends weights once more
         key = (plan.trained, rotated_over, plan.materialize.in_place, recompute)
         if key not in self._units:
-            self._units[key] = units_of(
+            units = units_of(
                 plan.config,
                 world_size=plan.world_size,
                 is_trained=plan.trained.__contains__,
                 rotated_over=rotated_over,
                 in_place=plan.materialize.in_place,
             )
+            self._units[key] = units, merged(units)
         return self._units[key]
+
+    def shape(self, plan: RunPlan) -> StepShape | RotationShape:
+        """What the actions of a step depend on."""
+        kind, strategy = plan.step_kind, plan.strategy
+        if kind not in self._shapes:
+            if plan.materialize.rotates:
+                ring = ring_shape(strategy, plan.precision, in_place=plan.materialize.in_place)
+                self._shapes[kind] = rotation_shape(plan.config, self.units(plan), ring)
+            else:
+                self._shapes[kind] = shape_of(
+                    plan.config,
+                    self.units(plan),
+                    gathers=strategy.params > 1,
+                    reduces=strategy.grads > 1,
+                    prefetch_units=plan.prefetch_units,
+                )
+        return self._shapes[kind]
 
     def of(self, plan: RunPlan) -> DeviceMemory:
         """At the snapshot of a step with the largest total, or of an evaluation that needs more."""
@@ -107,38 +146,32 @@ class RunMemory:
         return overheads.added_to(snapshot, self._communication_of(plan))
 
     def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
-        if plan.materialize.rotates:
-            return rotating_peak(
-                plan.strategy,
-                self.units(plan),
-                plan.precision,
-                plan.config,
-                plan.batch,
-                in_place=plan.materialize.in_place,
-            )
-        return self._peak(plan).of(plan.strategy)
+        key = (plan.step_kind, plan.micro_batch_size)
+        if key not in self._points:
+            self._points[key] = self.tally(plan).largest(plan.num_micro_batches)
+        states = model_state_bytes(plan.strategy, self._sizes(plan)[1], plan.precision)
+        given = plan.strategy, plan.precision
+        return largest(self._points[key], *given, world_size=plan.world_size, states=states.total)
 
-    def tally(self, plan: RunPlan) -> StepTally | SliceTally:
+    def tally(self, plan: RunPlan) -> StepTally:
         """What is allocated while the actions of a step are carried out."""
-        if not plan.materialize.rotates:
-            return StepTally(self._peak(plan), plan.strategy)
-        in_place = plan.materialize.in_place
-        given = plan.strategy, self.units(plan), plan.precision, plan.config, plan.batch
-        return SliceTally(*given, in_place=in_place)
-
-    def _peak(self, plan: RunPlan) -> PeakMemory:
-        key = (plan.trained, plan.micro_batch_size, plan.recompute)
-        if key not in self._peaks:
-            self._peaks[key] = PeakMemory(
-                world_size=plan.world_size,
-                units=self.units(plan),
-                precision=plan.precision,
-                model=plan.config,
-                batch=plan.batch,
-                prefetch_units=plan.prefetch_units,
-                num_micro_batches=plan.num_micro_batches,
-            )
-        return self._peaks[key]
+        shape, units = self.shape(plan), self.units(plan)
+        activations: Sequence[tuple[str, UnitActivations]]
+        if isinstance(shape, RotationShape):
+            direct = matmuls_write(plan.precision.wire, plan.precision, plan.device_type)
+            activations = [*part_activations(plan.config, plan.batch, shape, direct=direct)]
+        else:
+            of_units = activations_of(plan.config, plan.batch, units)
+            activations = [(unit.name, own) for unit, own in zip(units, of_units, strict=True)]
+        return StepTally(
+            shape=shape,
+            units=units,
+            activations=activations,
+            strategy=plan.strategy,
+            precision=plan.precision,
+            device_type=plan.device_type,
+            world_size=plan.world_size,
+        )
 
     def _communication_of(self, plan: RunPlan) -> Communication:
         key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,7 +26,9 @@ from paro.optim.states import adamw_states, bytes_of
 from paro.planning.cost_model import UnitSize, first_trained
 from paro.planning.machine.machine import Device
 from paro.planning.micro_batch import MicroBatch
+from paro.planning.units import loss_writes_gradients
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.actions import Move, Verb
 from paro.strategy import Strategy
 
 # Share of the memory bandwidth at which CPU ranks make codes, where the machine file gives no rate:
@@ -34,20 +37,16 @@ _CODING_SHARE = 0.4
 _FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first gradient exists
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSeconds:
-    """Training-thread time of a unit in a micro-batch, without collecting its gradients."""
+# Training-thread time of a unit's actions in a micro-batch, without collecting its gradients.
+UnitSeconds = Mapping[Verb, float]
 
-    forward: float
-    loss: float = 0.0  # part of forward: from its first gradient on, if it makes any
-    recompute: float = 0.0  # of this unit, in backward
-    until_first_gradient: float = 0.0
-    rest_of_backward: float = 0.0
 
-    @property
-    def total(self) -> float:
-        forward = self.forward + self.recompute
-        return forward + self.until_first_gradient + self.rest_of_backward
+class Slice(NamedTuple):
+    """What an action computes with: a unit, all its times, and the share of them."""
+
+    unit: UnitSize
+    seconds: UnitSeconds
+    share: float = 1.0
 
 
 class Flops(NamedTuple):
@@ -66,19 +65,20 @@ class Computing:
     batch: MicroBatch
     device: Device
 
+    @property
+    def degree(self) -> int:
+        """The number of ranks that compute a unit's gradients one after another."""
+        return 1
+
     @cached_property
     def first_trained(self) -> int:
         return first_trained(self.units)
 
     @cached_property
-    def recomputed_groups(self) -> tuple[range, ...]:
-        """The indices of units that are recomputed together, for each recomputation in backward."""
-        return recomputed_groups(unit_specs(self.model), self.first_trained)
-
-    @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
         """The times of every unit, in forward order."""
-        recomputed = {index for group in self.recomputed_groups for index in group}
+        groups = recomputed_groups(unit_specs(self.model), self.first_trained)
+        recomputed = {index for group in groups for index in group}
         blocks = (
             self.forward_and_back(
                 self._of_block, trained=self._share_trained(index), recomputed=index in recomputed
@@ -88,9 +88,18 @@ class Computing:
         return (self._embedding(), *blocks, self._head())
 
     @cached_property
+    def forward_seconds(self) -> float:
+        """Compute time of the forward of one micro-batch."""
+        return sum(unit[Verb.FORWARD] + unit.get(Verb.LOSS, 0.0) for unit in self.per_unit)
+
+    @cached_property
     def seconds(self) -> float:
         """Compute time of one micro-batch."""
-        return sum(part.total for part in self.per_unit)
+        return sum(sum(unit.values()) for unit in self.per_unit)
+
+    def slice_of(self, move: Move) -> Slice:
+        """What a computing action computes with."""
+        return Slice(self.units[move[1]], self.per_unit[move[1]])
 
     @cached_property
     def flops(self) -> float:
@@ -114,15 +123,6 @@ class Computing:
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
-
-    def coding_seconds(self, num_bytes: float) -> float:
-        """Time to encode or decode with this memory traffic, at the machine file's rate if any."""
-        device = self.device
-        rate = device.coding_bytes_per_second
-        if rate is None:
-            share = 1.0 if device.cores is None else _CODING_SHARE
-            rate = share * device.memory_bytes_per_second
-        return num_bytes / rate
 
     def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
@@ -148,10 +148,10 @@ class Computing:
     def _embedding(self) -> UnitSeconds:
         residual = self.residual_bytes
         backward = 3 * residual if self.first_trained == 0 else 0
-        return UnitSeconds(
-            forward=self.memory_seconds(2 * residual),
-            until_first_gradient=self.memory_seconds(backward),
-        )
+        return {
+            Verb.FORWARD: self.memory_seconds(2 * residual),
+            Verb.BACKWARD: self.memory_seconds(backward),
+        }
 
     @cached_property
     def of_attention(self) -> Flops:
@@ -190,16 +190,16 @@ class Computing:
         """
         forward = self._seconds(flops.products + flops.attention)
         if trained is None:
-            return UnitSeconds(forward=forward)
+            return {Verb.FORWARD: forward}
         recompute = self.model.recompute
         core = flops.attention if recompute is not None and recompute.core_attention else 0.0
         backward = self._seconds((1 + trained) * flops.products + 2 * flops.attention + core)
-        return UnitSeconds(
-            forward=forward,
-            recompute=forward if recomputed else 0.0,
-            until_first_gradient=_FIRST_GRADIENT_SHARE * backward,
-            rest_of_backward=(1 - _FIRST_GRADIENT_SHARE) * backward,
-        )
+        return {
+            Verb.FORWARD: forward,
+            Verb.RECOMPUTE: forward if recomputed else 0.0,
+            Verb.BACKWARD: _FIRST_GRADIENT_SHARE * backward,
+            Verb.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward,
+        }
 
     @cached_property
     def _of_block(self) -> Flops:
@@ -213,8 +213,11 @@ class Computing:
 
     def _head(self) -> UnitSeconds:
         logits, passes = self._seconds(self.of_logits.products), self._head_passes
+        if not loss_writes_gradients(self.model, self.units):
+            return {Verb.FORWARD: passes * logits}
         first_chunk = min(1.0, LOSS_CHUNK_TOKENS / self.batch.num_tokens) * logits
-        return UnitSeconds(forward=passes * logits, loss=passes * logits - first_chunk)
+        loss = passes * logits - first_chunk
+        return {Verb.FORWARD: passes * logits - loss, Verb.LOSS: loss}
 
     @property
     def _head_passes(self) -> float:
@@ -224,3 +227,12 @@ class Computing:
         tied = self.model.tie_embeddings_and_output_weights
         holder = self.units[0 if tied else -1]
         return 2.0 + holder.trainable_numel / holder.numel
+
+
+def coding_seconds(device: Device, num_bytes: float) -> float:
+    """Time to encode or decode with this memory traffic, at the machine file's rate if any."""
+    rate = device.coding_bytes_per_second
+    if rate is None:
+        share = 1.0 if device.cores is None else _CODING_SHARE
+        rate = share * device.memory_bytes_per_second
+    return num_bytes / rate

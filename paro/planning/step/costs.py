@@ -1,18 +1,32 @@
-"""Costs of one optimizer step: compute, communication, their overlap, and a lower bound."""
+"""Costs of one optimizer step: what each action computes and queues, and a lower bound."""
+
+# A step takes no less than its training thread, and no less than any link or comm stream is busy;
+# nor do its passes, one after the other. A forward or a backward ends no sooner than its compute,
+# and no sooner than links and streams have finished what is both queued and waited for within it.
+# The first forward begins with the update, so it has the updated parameters; the last backward ends
+# with the step, with every reduction.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from paro.errors import UserError
+from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import scalar_seconds
 from paro.planning.machine.machine import Device, Machine
-from paro.planning.step.comm_costs import CommCosts, seconds_of
-from paro.planning.step.computing import Computing
-from paro.planning.step.passes import PassLoads
-from paro.step.actions import StepShape
-from paro.step.plan import StepPlan, step_plan
+from paro.planning.step.comm_costs import BufferCosts, CommCosts
+from paro.planning.step.computing import Computing, coding_seconds
+from paro.planning.step.passes import QUEUES, Counts, StepCounts
+from paro.precision import BYTES_OF
+from paro.step.actions import WAITED_BY, Move, Verb
+from paro.step.plan import StepPlan
+
+# What an action queues comes after what another has queued for the same buffer.
+AFTER = {Verb.GATHER: Verb.GATHER_UPDATED, Verb.STEP_REDUCE: Verb.REDUCE}
+_SHIFTS = (Verb.SHIFT, Verb.SHIFT_BACK, Verb.SHIFT_GRADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,21 +35,14 @@ class StepCosts:
 
     computing: Computing
     comm_costs: CommCosts
-    pass_loads: PassLoads | None  # None where weights rotate
+    counts: StepCounts
     prefetch_units: int
-    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
     num_micro_batches: int
-
-    @property
-    def shape(self) -> StepShape:
-        """What the actions of the step depend on."""
-        assert self.pass_loads is not None, "weights rotate"
-        return self.pass_loads.counts.shape
 
     @property
     def plan(self) -> StepPlan:
         """The actions of the step."""
-        return step_plan(self.shape, self.num_micro_batches, self.updated_ahead)
+        return self.counts.plan(self.num_micro_batches)
 
     @property
     def machine(self) -> Machine:
@@ -45,14 +52,41 @@ class StepCosts:
     def device(self) -> Device:
         return self.computing.device
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether communication overlaps with compute; if not, all of it is waited for."""
-        return self.prefetch_units > 0
+    def waits(self, verb: Verb) -> bool:
+        """Whether what an action queues is waited for at once, and overlaps with nothing."""
+        return not self.prefetch_units or (self.comm_costs.in_place and verb in _SHIFTS)
 
-    @cached_property
-    def num_trained(self) -> int:
-        return sum(unit.trainable_numel for unit in self.comm_costs.units)
+    def queued_by(self, number: int) -> BufferCosts:
+        """What the actions on a buffer queue."""
+        unit, trains = self.counts.buffers[number]
+        return self.comm_costs.of_buffer(unit, trains=trains)
+
+    # Compute #
+
+    def computed(self, move: Move) -> tuple[UnitSize, float]:
+        """For which unit the training thread computes for an action, and for how long."""
+        verb, number, *slots = move
+        if verb >= Verb.FORWARD:
+            unit, seconds, share = self.computing.slice_of(move)
+            took = seconds.get(verb, 0.0) * share
+            if verb is Verb.GRADIENTS:
+                took += self.collect_seconds(unit.trainable_numel) / self.computing.degree
+            return unit, took
+        unit, trains = self.counts.buffers[number]
+        took = 0.0
+        if verb is Verb.UPDATE:
+            encoded = self.queued_by(number).encoded_bytes
+            took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
+        elif verb is Verb.REDUCE and unit.replicated:
+            took = self.collect_seconds(unit.trainable_numel)
+        elif verb in _SHIFTS and slots[0] == slots[1]:  # in place, a copy out of staging
+            precision = self.comm_costs.precision
+            kind = precision.compute if trains else precision.frozen
+            kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
+            numel = unit.trainable_numel if trains else unit.frozen_numel
+            num_bytes = 2 * numel * BYTES_OF[kind] // self.computing.degree
+            took = self.computing.memory_seconds(num_bytes)
+        return unit, took
 
     def collect_seconds(self, trainable_numel: int) -> float:
         return self.computing.collect_seconds(
@@ -67,62 +101,76 @@ class StepCosts:
     @property
     def coding_seconds(self) -> float:
         """A rank's time for codes in a step, wherever it is spent."""
-        return self.computing.coding_seconds(self.comm_costs.coding_bytes)
+        return coding_seconds(self.device, self.comm_costs.coding_bytes)
+
+    @cached_property
+    def _passes(self) -> tuple[float, float, float]:
+        """Compute time of a forward, of a backward and of the update, without copies of slices."""
+        trained, forward = self.counts.num_trained, self.computing.forward_seconds
+        backward = self.computing.seconds - forward + self.collect_seconds(trained)
+        return forward, backward, self.update_seconds(trained)
 
     def compute_seconds(self) -> float:
         """Compute time of the training thread in a step."""
-        of_micro_batch = self.computing.seconds + self.collect_seconds(self.num_trained)
-        update = self.update_seconds(self.num_trained)
-        return of_micro_batch * self.num_micro_batches + update + self.device.step_seconds
+        forward, backward, update = self._passes
+        copying = self._copy_seconds(self.counts.of_step(self.num_micro_batches))
+        of_micro_batches = (forward + backward) * self.num_micro_batches
+        return of_micro_batches + update + copying + self.device.step_seconds
+
+    def _copy_seconds(self, counts: Counts) -> float:
+        """Time to copy received slices."""
+        return sum(n * self.computed(move)[1] for move, n in counts.items() if move[0] in _SHIFTS)
+
+    # Lower bound #
 
     def least_seconds(self) -> float:
         """Lower bound of a step's time: no schedule beats its compute time or its link loads."""
-        loads = self.comm_costs.loads(self.num_micro_batches)
-        compute = self.compute_seconds()
-        exposed = self._always_exposed() if self.overlaps else loads.one_by_one
+        forward, backward, update = self._passes
+        begin, end = map(self._exposed, self.counts.ends)
+        first, then, back, last = self.counts.passes
+        more = self.num_micro_batches - 1
+        passes = self._least(begin + update + forward, first) + self._least(end + backward, last)
+        passes += more * (self._least(forward, then) + self._least(backward, back))
+        compute = (forward + backward) * self.num_micro_batches + update
+        whole = self._least(compute, self.counts.of_step(self.num_micro_batches))
+        least = max(whole, passes) + self.device.step_seconds
         fastest = max(
             (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
         )
-        least = max(compute + exposed, loads.intra, loads.inter, self._least_by_passes())
         return least / max(1.0, fastest) + scalar_seconds(self.machine)
 
-    def _least_by_passes(self) -> float:
-        """Lower bound by forwards and backwards, each with its own compute and collectives."""
-        if not self.overlaps or self.pass_loads is None:
-            return 0.0
-        forward = sum(unit.forward for unit in self.computing.per_unit)
-        backward = self.computing.seconds - forward + self.collect_seconds(self.num_trained)
-        loads = self.pass_loads
-        update = self.update_seconds(self.num_trained)
-        first = max(update + self._exposed_gather() + forward, loads.first_forward)
-        last = max(backward + self._exposed_reduction(), loads.last_backward)
-        between = max(forward, loads.forward) + max(backward, loads.backward)
-        more = self.num_micro_batches - 1
-        return self.device.step_seconds + first + more * between + last
+    def _least(self, compute: float, counts: Counts) -> float:
+        """The least seconds of a thread that computes for so long, and of what it queues."""
+        thread = compute + self._copy_seconds(counts)
+        for (verb, number, *_), count in counts.items():
+            if self.waits(verb):
+                thread += count * self.queued_by(number).seconds.get(verb, 0.0)
+        return max((thread, *self.busy(counts).values()))
 
-    def _always_exposed(self) -> float:
-        return self._exposed_gather() + self._exposed_reduction()
+    def busy(self, counts: Counts) -> dict[Hashable, float]:
+        """Seconds for which what is counted keeps links, by name, and comm streams busy."""
+        found: defaultdict[Hashable, float] = defaultdict(float)
+        for (verb, number, *_), count in counts.items():
+            for load, seconds in self.queued_by(number).busy.get(verb, {}).items():
+                found[load] += count * seconds
+        return found
 
-    def _exposed_gather(self) -> float:
-        """Seconds of the first gathers that no compute hides: of the first unit, of the second."""
-        first, second = (
-            sum(seconds_of(part.gather) for part in parts) for parts in self.comm_costs.per_unit[:2]
-        )
-        return max(first, second - self.computing.per_unit[0].forward)
-
-    def _exposed_reduction(self) -> float:
-        """Seconds of the last reductions that no compute hides: of the last unit, of the other."""
-        trained = self.computing.first_trained
-        last, other = (
-            sum(seconds_of((*part.reduce, *part.step_reduce, *part.replicas)) for part in parts)
-            for parts in (*self.comm_costs.per_unit, (), ())[trained : trained + 2]
-        )
-        if trained == len(self.computing.units):
-            return 0.0
-        unit = self.computing.per_unit[trained]
-        numel = self.comm_costs.units[trained].trainable_numel
-        hidden = unit.total - unit.forward + self.collect_seconds(numel)
-        return max(last, other - hidden)
+    def _exposed(self, moves: Iterable[Move]) -> float:
+        """For how long the thread waits, at least, for what overlaps among these actions."""
+        now = waited = 0.0
+        ready: dict[tuple[Verb | None, int], float] = {}
+        for move in moves:
+            verb, number, *_ = move
+            for cause in WAITED_BY.get(verb, ()):
+                late = ready.pop((cause, number), now) - now
+                waited, now = waited + max(0.0, late), now + max(0.0, late)
+            if verb in QUEUES:
+                seconds = self.queued_by(number).seconds.get(verb, 0.0)
+                after = max(now, ready.get((AFTER.get(verb), number), now))
+                ready[verb, number] = after + seconds
+                now += seconds if self.waits(verb) else 0.0
+            now += self.computed(move)[1]
+        return waited
 
 
 def device_of(machine: Machine) -> Device:

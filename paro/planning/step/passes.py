@@ -1,109 +1,109 @@
-"""Lower bound of a step with gathered weights, from what each of its passes computes and sends."""
-
-# A forward or a backward ends no sooner than its own compute, and no sooner than links and streams
-# have finished what is both queued and waited for within it. The first forward is counted from the
-# end of the step before, so it has the updated parameters; the last backward is counted to the end
-# of the step, with every reduction.
+"""Counts what the actions of a step queue, for lower bounds of its time."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
 from paro.planning.cost_model import UnitSize
-from paro.planning.step.comm_costs import CommCosts, CostKey, kind_of
-from paro.step.actions import WAITED_BY, Action, Move, StepShape, Verb
-from paro.step.plan import Pass, StepPlan, step_plan
+from paro.step.actions import WAITED_BY, Move, StepShape, Verb
+from paro.step.plan import Pass, StepPlan
+from paro.step.rotation_plan import RotationShape, plan_of
 
-_USES = {  # attributes of UnitCommCosts
-    Verb.GATHER: ("gather",),
-    Verb.REDUCE: ("reduce",),
-    Verb.STEP_REDUCE: ("step_reduce", "replicas"),
-    Verb.GATHER_UPDATED: ("gather_updated",),
-}
-
-
-_Counts = Counter[tuple[str, CostKey, int]]  # of a collective, by its unit's kind and buffer
+Counts = Mapping[Move, int]
+QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassCounts:
-    """The collectives that are queued and waited for within a pass."""
+class StepCounts:
+    """How often the actions of a step come; those on buffers of equal kind count as one's."""
 
-    shape: StepShape
+    shape: StepShape | RotationShape
     units: tuple[UnitSize, ...]
+    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
 
     @cached_property
-    def first_forward(self) -> _Counts:
-        plan = self._plan
-        return self._within(plan.update, plan.micro_batches[0][0])
+    def buffers(self) -> list[tuple[UnitSize, bool]]:
+        """Of every buffer: its unit, and whether it has the parameters that train."""
+        return [(unit, trains) for unit in self.units for trains in unit.kind.trains]
 
     @cached_property
-    def forward(self) -> _Counts:
-        return self._within(self._plan.micro_batches[1][0])
+    def num_trained(self) -> int:
+        return sum(unit.trainable_numel for unit in self.units)
+
+    def plan(self, num_micro_batches: int) -> StepPlan:
+        return plan_of(self.shape, num_micro_batches, self.updated_ahead)
 
     @cached_property
-    def backward(self) -> _Counts:
-        return self._within(self._plan.micro_batches[1][1])
+    def passes(self) -> tuple[Counts, ...]:
+        """Of what is both queued and waited for within a pass.
+
+        The first forward, those after it, the backwards before the last, and the last. The first
+        forward begins with the update, the last backward ends with the step.
+        """
+        plan = self.plan(3)
+        (first, _), (forward, backward), (_, last) = plan.micro_batches
+        passes = (plan.update, first), (forward,), (backward,), (last, plan.end)
+        return tuple(self._merged(Counter(_waited_for(*found))) for found in passes)
 
     @cached_property
-    def last_backward(self) -> _Counts:
-        plan = self._plan
-        return self._within(plan.micro_batches[-1][1], plan.end)
+    def ends(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        """The actions with which the first forward begins, and those with which a step ends.
 
-    @property
-    def _plan(self) -> StepPlan:
-        return step_plan(self.shape, 3)
+        Those that compute, and what is queued and waited for among them.
+        """
+        plan = self.plan(1)
+        ((forward, backward),) = plan.micro_batches
+        ends = forward[:2], (*backward[-3:], *plan.end)
+        return _of_effect(ends[0]), _of_effect(ends[1])
 
-    def _within(self, *passes: Pass) -> _Counts:
-        kinds = [(kind_of(u), place) for u in self.units for place in range(len(u.kind.trains))]
-        waited = _waited_for(chain.from_iterable(chain(*passes)))
-        return Counter((use, *kinds[buffer]) for use, buffer in waited)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassLoads:
-    """The least seconds that the collectives of each kind of pass take."""
-
-    comm_costs: CommCosts
-    counts: PassCounts
-
-    @cached_property
-    def first_forward(self) -> float:
-        return self._longest(self.counts.first_forward)
+    def of_step(self, num_micro_batches: int) -> Counts:
+        """Of all that a step of `num_micro_batches` micro-batches queues."""
+        if num_micro_batches not in self._of_steps:
+            plan = self.plan(min(num_micro_batches, 3))
+            found = Counter(plan.actions())
+            more = num_micro_batches - 3
+            for move in chain.from_iterable(chain(*plan.micro_batches[1])) if more > 0 else ():
+                found[move] += more
+            queued = {move: count for move, count in found.items() if move[0] in QUEUES}
+            self._of_steps[num_micro_batches] = self._merged(queued)
+        return self._of_steps[num_micro_batches]
 
     @cached_property
-    def forward(self) -> float:
-        return self._longest(self.counts.forward)
+    def _of_steps(self) -> dict[int, Counts]:
+        return {}
+
+    def _merged(self, counts: Counts) -> Counts:
+        found: Counter[Move] = Counter()
+        for (verb, number, *slots), count in counts.items():
+            found[verb, self._alike[number], *slots] += count
+        return found
 
     @cached_property
-    def backward(self) -> float:
-        return self._longest(self.counts.backward)
-
-    @cached_property
-    def last_backward(self) -> float:
-        return self._longest(self.counts.last_backward)
-
-    def _longest(self, counts: _Counts) -> float:
-        """The seconds of the link or stream that these collectives keep busy longest."""
-        busy: defaultdict[Hashable, float] = defaultdict(float)
-        for (use, kind, place), count in counts.items():
-            for phase in getattr(self.comm_costs.per_kind[kind][place], use):
-                for job in phase:
-                    busy["intra"] += count * job.seconds * job.intra
-                    busy["inter"] += count * job.seconds * job.inter
-                    busy["gather" in use, job.stream] += count * job.seconds
-        return max(busy.values(), default=0.0)
+    def _alike(self) -> list[int]:
+        """For every buffer, the number of the first one of its kind."""
+        kinds = ((unit.traffic_kind, trains) for unit, trains in self.buffers)
+        first: dict[object, int] = {}
+        return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 
 
-def _waited_for(actions: Iterable[Move]) -> Iterable[tuple[str, int]]:
-    queued: Counter[Action] = Counter()
-    for verb, number in (action[:2] for action in actions):
-        if verb in _USES:
-            queued[verb, number] += 1
+def _of_effect(stretches: Pass) -> tuple[Move, ...]:
+    moves = tuple(chain.from_iterable(stretches))
+    queued = {move[:2] for move in _waited_for(stretches)}
+    waits = {
+        (verb, number) for verb in WAITED_BY for cause, number in queued if cause in WAITED_BY[verb]
+    }
+    return tuple(move for move in moves if move[0] >= Verb.FORWARD or move[:2] in queued | waits)
+
+
+def _waited_for(*passes: Pass) -> Iterable[Move]:
+    queued: dict[tuple[Verb, int], list[Move]] = {}
+    for move in chain.from_iterable(chain(*passes)):
+        verb, number = move[:2]
+        if verb in QUEUES:
+            queued.setdefault((verb, number), []).append(move)
         for cause in WAITED_BY.get(verb, ()):
-            for use in _USES[cause] * queued.pop((cause, number), 0):
-                yield use, number
+            yield from queued.pop((cause, number), ())

@@ -8,29 +8,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from paro.planning.cost_model import UnitSize
-from paro.planning.machine.collective_time import ParallelJobs, StreamAxes, TimedJob, scalar_seconds
+from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
-from paro.planning.step.comm_costs import UnitCommCosts
-from paro.planning.step.computing import UnitSeconds
-from paro.planning.step.costs import StepCosts
+from paro.planning.step.comm_costs import Queued
+from paro.planning.step.costs import AFTER, StepCosts
+from paro.planning.step.passes import QUEUES
 from paro.planning.step.simulation import Actor, Compute, Program, Simulation, Wait, Work, Works
-from paro.step.actions import Verb
+from paro.step.actions import WAITED_BY, Verb
 
-
-class BufferWork:
-    """A flat buffer of a unit, and its work in flight."""
-
-    def __init__(self, size: UnitSize, costs: UnitCommCosts) -> None:
-        self.name = size.name if costs.trainable else f"{size.name} (frozen)"
-        self.size = size
-        self.costs = costs
-        self.gathered: Works = ()
-        self.updated: Works = ()  # the all-gather of its updated parameters
-        self.read: Works = ()  # done when the whole gradient has been read
-        self.reduced: Works = ()
+_COMPUTES = {  # the kind of time
+    Verb.UPDATE: "update",
+    Verb.FORWARD: "forward",
+    Verb.LOSS: "forward",
+    Verb.RECOMPUTE: "recompute",
+    Verb.BACKWARD: "backward",
+    Verb.GRADIENTS: "backward",
+    Verb.REDUCE: "backward",  # of norms, where weights rotate
+    Verb.SHIFT: "copy",
+    Verb.SHIFT_BACK: "copy",
+    Verb.SHIFT_GRADS: "copy",
+}
 
 
 class StepThread:
@@ -44,177 +41,42 @@ class StepThread:
         self.actor = actor
         self.speed = speed
         self.number = 0
-        self.buffers = [
-            BufferWork(unit, own)
-            for unit, parts in zip(costs.comm_costs.units, costs.comm_costs.per_unit, strict=True)
-            for own in parts
-        ]
-        self._carried_out: dict[Verb, Callable[..., Program]] = {
-            Verb.GATHER: self._gather,
-            Verb.WAIT: self._wait,
-            Verb.RELEASE: self._release,
-            Verb.FREE: self._free,
-            Verb.REDUCE: self._reduce,
-            Verb.STEP_REDUCE: self._step_reduce,
-            Verb.WAIT_REDUCED: self._wait_reduced,
-            Verb.NORM: self._norm,
-            Verb.UPDATE: self._update,
-            Verb.GATHER_UPDATED: self._gather_updated,
-            Verb.FORWARD: self._forward,
-            Verb.LOSS: self._loss,
-            Verb.RECOMPUTE: self._recompute,
-            Verb.BACKWARD: self._backward,
-            Verb.GRADIENTS: self._gradients,
-        }
+        self._queued: dict[tuple[Verb | None, int], Works] = {}  # and not waited for, by buffer
 
     def program(self) -> Program:
-        yield self._compute(self.costs.device.step_seconds, "step", "other")
-        for action in self.costs.plan.actions():
-            carried_out = self._carried_out.get(action[0])
-            if carried_out is not None:
-                yield from carried_out(*action[1:])
+        yield Compute(self.costs.device.step_seconds / self.speed.compute, "step", "other")
+        for move in self.costs.plan.actions():
+            verb, number, *_ = move
+            for cause in WAITED_BY.get(verb, ()):
+                yield Wait(self._queued.pop((cause, number), ()))
+            if verb in QUEUES:
+                works = self._queued[verb, number] = self._queue(verb, number)
+                if self.costs.waits(verb):
+                    yield Wait(works)
+            elif verb is Verb.NORM:
+                yield Wait(self._all_reduce_norm())
+            if verb in _COMPUTES:
+                unit, seconds = self.costs.computed(move)
+                kind = _COMPUTES[verb]
+                yield Compute(seconds / self.speed.compute, f"{kind} {unit.name}", kind)
 
-    # Compute #
+    def _queue(self, verb: Verb, number: int) -> Works:
+        """Queues what an action queues, each part after the one before."""
+        unit, trains = self.costs.counts.buffers[number]
+        name = unit.name if trains else f"{unit.name} (frozen)"
+        works = self._queued.get((AFTER.get(verb), number), ())
+        for part in self.costs.queued_by(number).queued.get(verb, ()):
+            works = self._submit(part, f"{part.name} {name}", works)
+        return works
 
-    def _update(self, number: int) -> Program:
-        buffer, costs = self.buffers[number], self.costs
-        seconds = costs.update_seconds(buffer.size.trainable_numel)
-        seconds += costs.computing.coding_seconds(buffer.costs.encoded_bytes)
-        yield self._compute(seconds, f"update {buffer.size.name}", "update")
-
-    def _forward(self, index: int) -> Program:
-        name, seconds = self._unit(index)
-        rest = seconds.loss if index in self.costs.shape.grads_in_forward else 0.0
-        yield self._compute(seconds.forward - rest, f"forward {name}", "forward")
-
-    def _loss(self, index: int) -> Program:
-        name, seconds = self._unit(index)
-        yield self._compute(seconds.loss, f"forward {name}", "forward")
-
-    def _recompute(self, index: int) -> Program:
-        name, seconds = self._unit(index)
-        yield self._compute(seconds.recompute, f"recompute {name}", "recompute")
-
-    def _backward(self, index: int) -> Program:
-        name, seconds = self._unit(index)
-        yield self._compute(seconds.until_first_gradient, f"backward {name}", "backward")
-
-    def _gradients(self, index: int) -> Program:
-        name, seconds = self._unit(index)
-        numel = self.costs.comm_costs.units[index].trainable_numel
-        rest = seconds.rest_of_backward + self.costs.collect_seconds(numel)
-        yield self._compute(rest, f"backward {name}", "backward")
-
-    def _unit(self, index: int) -> tuple[str, UnitSeconds]:
-        return self.costs.comm_costs.units[index].name, self.costs.computing.per_unit[index]
-
-    # Parameters #
-
-    def _gather(self, number: int) -> Program:
-        buffer = self.buffers[number]
-        name, phases = f"gather {buffer.name}", buffer.costs.gather
-        buffer.gathered = self._queue("gather", "gather", name, phases, buffer.updated)
-        yield from self._wait_unless_overlapped(buffer.gathered)
-
-    def _wait(self, number: int) -> Program:
-        buffer = self.buffers[number]
-        yield Wait(buffer.gathered or buffer.updated)
-        buffer.gathered = buffer.updated = ()
-
-    def _release(self, number: int) -> Program:
-        buffer = self.buffers[number]
-        yield Wait(buffer.gathered)
-        buffer.gathered = ()
-
-    def _gather_updated(self, number: int) -> Program:
-        buffer = self.buffers[number]
-        phases = buffer.costs.gather_updated
-        works = self._queue("gather", "publish", f"publish {buffer.name}", phases)
-        if buffer.costs.decoded_bytes:
-            name, stream = f"decode {buffer.name}", phases[0][0].stream
-            works = self._code(name, stream, buffer.costs.decoded_bytes, works)
-        buffer.updated = works
-        yield from self._wait_unless_overlapped(works)
-
-    # Gradients #
-
-    def _reduce(self, number: int) -> Program:
-        buffer = self.buffers[number]
-        costs, works = buffer.costs, Works()
-        if costs.reduce:
-            works = self._queue("reduce", "reduce", f"reduce {buffer.name}", costs.reduce)
-            stream = costs.reduce[-1][-1].stream
-            works = self._copy(f"add {buffer.name}", stream, costs.accumulated_bytes, works)
-            buffer.read = works
-            yield from self._wait_unless_overlapped(works)
-        buffer.reduced = works
-
-    def _free(self, number: int) -> Program:
-        yield Wait(self.buffers[number].read)
-
-    def _wait_reduced(self, number: int) -> Program:
-        yield Wait(self.buffers[number].reduced)
-        self.buffers[number].reduced = ()
-
-    def _norm(self, _number: int) -> Program:
+    def _all_reduce_norm(self) -> Works:
         seconds = scalar_seconds(self.costs.machine)
         job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
-        yield Wait(self._queue("agree", "agree", "norm", ((job,),), joins=True))
+        return self._submit(Queued("norm", "agree", "agree", ((job,),)), "norm", (), joins=True)
 
-    def _step_reduce(self, number: int) -> Program:
-        """Queues the step's gradient reduce-scatter and replica all-reduce."""
-        buffer = self.buffers[number]
-        costs, after = buffer.costs, buffer.reduced
-        if costs.converted_bytes:
-            stream = (costs.step_reduce or costs.replicas)[0][0].stream
-            after = self._copy(f"convert {buffer.name}", stream, costs.converted_bytes, after)
-        if costs.coded_bytes:
-            stream = (costs.step_reduce or costs.replicas)[0][0].stream
-            after = self._code(f"code {buffer.name}", stream, costs.coded_bytes, after)
-        phases = (*costs.step_reduce, *costs.replicas)
-        buffer.reduced = self._queue("reduce", "finish", f"finish {buffer.name}", phases, after)
-        yield from self._wait_unless_overlapped(buffer.reduced)
-
-    # Work #
-
-    def _wait_unless_overlapped(self, works: Works) -> Program:
-        """Waits for work just queued where communication does not overlap with compute."""
-        if not self.costs.overlaps:
-            yield Wait(works)
-
-    def _compute(self, seconds: float, name: str, kind: str) -> Compute:
-        return Compute(seconds / self.speed.compute, name, kind)
-
-    def _copy(self, name: str, stream: StreamAxes, num_bytes: int, after: Works) -> Works:
-        """Queues a copy in a reduction's stream."""
-        seconds = self.costs.computing.memory_seconds(num_bytes)
-        return self._busy(name, stream, seconds, after)
-
-    def _code(self, name: str, stream: StreamAxes, num_bytes: int, after: Works) -> Works:
-        """Queues encoding or decoding in a reduction's stream."""
-        seconds = self.costs.computing.coding_seconds(num_bytes)
-        return self._busy(name, stream, seconds, after)
-
-    def _busy(self, name: str, stream: StreamAxes, seconds: float, after: Works) -> Works:
-        """Queues work in a reduction's stream; on CPU ranks it takes processor time."""
-        device = self.costs.device
-        busy = 1.0 if device.cores is not None else 0.0
-        seconds += device.job_seconds
-        job = TimedJob(stream=stream, seconds=seconds, intra=0.0, inter=0.0, cpu=busy)
-        return self._queue("reduce", "reduce", name, ((job,),), after)
-
-    def _queue(
-        self,
-        use: str,
-        kind: str,
-        name: str,
-        phases: tuple[ParallelJobs, ...],
-        after: Works = (),
-        *,
-        joins: bool = False,
-    ) -> Works:
-        """Queues phases, each after the one before; with `joins` all groups take part."""
-        for phase in phases:
+    def _submit(self, part: Queued, name: str, after: Works, *, joins: bool = False) -> Works:
+        """Submits phases, each after the one before; with `joins` all groups take part."""
+        for phase in part.phases:
             crosses = joins or any(job.inter for job in phase)
             works = []
             for job in phase:
@@ -222,9 +84,9 @@ class StepThread:
                 speed = self.speed.inter if job.inter else self.speed.intra if job.intra else 1.0
                 work = Work(
                     name=name,
-                    kind=kind,
+                    kind=part.kind,
                     job=job,
-                    stream=(use, job.stream),
+                    stream=(part.use, job.stream),
                     members=len(self.simulation.actors) if crosses else 1,
                     after=after,
                     left=job.seconds / speed,

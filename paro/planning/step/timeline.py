@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.rotating import RotatingCosts
-from paro.planning.step.rotating_thread import RotatingThread
-from paro.planning.step.simulation import Activity, Actor, Simulation
+from paro.planning.step.simulation import Activity, Simulation
 from paro.planning.step.thread import StepThread
 
 _MAX_SIMULATED = 4
@@ -58,7 +56,7 @@ def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
     speeds = _speeds(costs)
     simulation = Simulation(len(speeds), record=record)
     programs = [
-        _thread(costs, simulation, actor, speed).program()
+        StepThread(costs, simulation, actor, speed).program()
         for actor, speed in zip(simulation.actors, speeds, strict=True)
     ]
     total = simulation.run(programs)
@@ -69,14 +67,6 @@ def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
         exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
         activities=tuple(simulation.activities),
     )
-
-
-def _thread(
-    costs: StepCosts, simulation: Simulation, actor: Actor, speed: GroupSpeed
-) -> StepThread:
-    if isinstance(costs, RotatingCosts):
-        return RotatingThread(costs, simulation, actor, speed)
-    return StepThread(costs, simulation, actor, speed)
 
 
 def _speeds(costs: StepCosts) -> list[GroupSpeed]:

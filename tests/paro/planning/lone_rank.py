@@ -15,6 +15,7 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from paro.collectives import wire
 from paro.collectives.choice import Pieces
+from paro.collectives.coded import CodedReduction
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
@@ -35,7 +36,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
-from paro.strategy import Strategy, make_comm_plan
+from paro.strategy import Strategy, exchange_span, make_comm_plan
 from paro.topology import Topology, Use
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -133,12 +134,26 @@ def lone_pipelining_rank(
 def lone_flat_rank(
     config: LlamaConfig, strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> LoneRank:
-    """The same with flat collectives."""
+    """The same with flat collectives, and sums of gradients as codes between groups."""
     context = _context(strategy, topology, precision, "cpu")
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
     flat = FlatCollectives(groups, InlineStreams(), ByteCounter())
+    coded = CodedReduction(
+        groups,
+        InlineStreams(),
+        ByteCounter(),
+        inter=exchange_span(context.comm_plan),
+        replicas=context.comm_plan.replicas,
+        exact_dtype=context.reduce_dtype,
+    )
     llama = _empty_llama(config, precision, lambda _name: True)
-    nodes = make_unit_modules(llama, llama.units(), replace(context, collectives=flat))
+    context = replace(
+        context,
+        collectives=flat,
+        inter_grad_bits=precision.inter_grad_bits,
+        coded_reduction=coded,
+    )
+    nodes = make_unit_modules(llama, llama.units(), context)
     return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1), precision)
 
 

@@ -13,9 +13,10 @@ from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.rotating import RotatingCosts
+from paro.planning.step.costs import StepCosts
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
+from paro.step.actions import Verb
 from paro.topology import make_topology
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import (
@@ -32,10 +33,8 @@ from tests.paro.planning.cases import (
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
 
-def costs(given: Workload, strategy: str) -> RotatingCosts:
-    found = Estimator(given).costs(given.candidate(given.strategy(strategy)))
-    assert isinstance(found, RotatingCosts)
-    return found
+def costs(given: Workload, strategy: str) -> StepCosts:
+    return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -49,7 +48,7 @@ def test_links_carry_the_bytes_of_the_cost_model(
         model = replace(given.model, recompute=recompute, tie_embeddings_and_output_weights=tied)
         given = replace(given, model=model)
         step = costs(given, strategy)
-        loads = step.comm_costs.loads(step.num_micro_batches)
+        busy = step.busy(step.counts.of_step(step.num_micro_batches))
         sent = traffic_per_step(
             given.strategy(strategy),
             step.comm_costs.topology,
@@ -57,8 +56,8 @@ def test_links_carry_the_bytes_of_the_cost_model(
             given.precision,
             step.num_micro_batches,
         )
-        assert loads.intra * 2000e9 / 8 == pytest.approx(sent.intra)
-        assert loads.inter * 100e9 / 8 == pytest.approx(sent.inter)
+        assert busy["intra"] * 2000e9 / 8 == pytest.approx(sent.intra)
+        assert busy["inter"] * 100e9 / 8 == pytest.approx(sent.inter)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -74,10 +73,10 @@ def test_without_overlap_parts_add_up(
     for strategy in ("III", "IIG", "2,2,8"):
         step = costs(given, strategy)
         timeline = simulate(step)
-        loads = step.comm_costs.loads(step.num_micro_batches)
         assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
-        assert timeline.seconds == pytest.approx(step.compute_seconds() + loads.one_by_one)
-        assert timeline.exposed_seconds == pytest.approx(loads.one_by_one)
+        assert timeline.seconds == pytest.approx(step.least_seconds())
+        waited = timeline.seconds - timeline.compute_seconds
+        assert timeline.exposed_seconds == pytest.approx(waited)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -156,15 +155,15 @@ def test_a_part_costs_what_its_slices_do() -> None:
     of_attention = seconds(4 * query * hidden, 2 * given.seq_length * query)
     of_mlp = seconds(3 * config.ffn_hidden_size * hidden)
     of_logits = seconds(config.vocab_size * hidden)
-    embedding, attention, mlp, *_, head = costs(given, "4,4,8").computing.per_part
+    embedding, attention, mlp, *_, head = costs(given, "4,4,8").computing.per_unit
     for part, forward, backward in (
         (embedding, 2 * residual, 3 * residual),
         (attention, of_attention, 2 * of_attention),
         (mlp, of_mlp, 2 * of_mlp),
         (head, of_logits, 3 * of_logits),  # recomputed for the loss's gradients
     ):
-        assert part.forward == pytest.approx(forward + forward_slices)
-        both = part.until_first_gradient + part.rest_of_backward
+        assert part[Verb.FORWARD] == pytest.approx(forward + forward_slices)
+        both = part[Verb.BACKWARD] + part.get(Verb.GRADIENTS, 0.0)
         assert both == pytest.approx(backward + backward_slices)
 
 

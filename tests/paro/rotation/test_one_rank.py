@@ -16,10 +16,11 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.memory.rotating import rotating_peak
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.search.run_memory import RunMemory, RunPlan
+from paro.planning.search.search_space import Materialize
+from paro.planning.search.trainable import Trainable
 from paro.planning.units import units_of
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.precision import PrecisionConfig
 from paro.rotation.rotated_model import RotatedModel
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
@@ -245,11 +246,23 @@ def test_prediction_is_what_a_rank_allocates(
     config = replace(config, max_position_embeddings=64)
     strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
     silence(monkeypatch)
-    batch = MicroBatch(
-        size=size, seq_length=16, compute_bytes=BYTES_OF[precision.compute], device_type="cpu"
+    run = RunPlan(
+        model=config,
+        trained=Trainable().names(config),
+        recompute=config.recompute,
+        world_size=8,
+        group_size=4,
+        strategy=strategy,
+        materialize=Materialize.of_flags("rotate", in_place),
+        collective="native",
+        prefetch_units=1,
+        precision=precision,
+        device_type="cpu",
+        seq_length=16,
+        micro_batch_size=size,
+        num_micro_batches=2,
     )
-    units = units_of(config, world_size=8, rotated_over=4, in_place=in_place)
-    predicted = rotating_peak(strategy, units, precision, config, batch, in_place=in_place)
+    predicted = RunMemory(None).of(run).allocations
     assert moment in predicted.name
     rank = lone_rotating_rank(config, strategy, topology, precision, in_place=in_place)
     rank.step(2, size=size, seq_length=16)

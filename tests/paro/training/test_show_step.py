@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from paro.planning.cost_model import sent_along, sent_spans, traffic_per_step
+from paro.planning.cost_model import sent_by, traffic_per_step, unit_collectives
 from paro.planning.search.estimator import Estimator
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT
@@ -200,9 +200,10 @@ def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     costs = Estimator(given).costs(given.candidate(given.strategy(strategy)))
     comm = costs.comm_costs
     buffers = [(n, trains) for n, unit in enumerate(comm.units) for trains in unit.kind.trains]
-    spans = [sent_spans(u, comm.strategy, comm.topology, comm.precision) for u in comm.units]
+    given = comm.strategy, comm.topology, comm.precision
+    collectives = [unit_collectives(unit, *given) for unit in comm.units]
     sent = [
-        sent_along(spans[buffers[number][0]].get((verb, buffers[number][1]), ()))
+        sent_by(collectives[buffers[number][0]].get((verb, buffers[number][1]), ()))
         for verb, number, *_ in costs.plan.actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]

@@ -30,7 +30,7 @@ from paro.planning.memory.device import (
     algorithms_of,
     nccl_communication,
 )
-from paro.planning.memory.gathering import MemorySnapshot
+from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.search.estimator import Estimator
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
@@ -149,10 +149,14 @@ def test_the_pipeline_s_buffers_are_predicted(
     assert (held > 0) is (text != "IIG")  # its collectives use one kind of links
 
 
-@pytest.mark.parametrize("text", ["GGG", "IIG", "NIG", "NNN", "2,4,8"])
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("GGG", 16), ("IIG", 16), ("NIG", 16), ("NNN", 16), ("2,4,8", 16), ("NNG", 4), ("2,1,8", 4)],
+)
 def test_buffers_that_flat_collectives_permute_are_predicted(
-    monkeypatch: pytest.MonkeyPatch, text: str
+    monkeypatch: pytest.MonkeyPatch, text: str, bits: int
 ) -> None:
+    precision = replace(BF16, inter_grad_bits=bits)
     permuted: dict[tuple[object, ...], int] = {}
 
     def note(name: str) -> None:
@@ -167,11 +171,11 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     note("all_gather")
     note("reduce_scatter")
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_flat_rank(TINY, strategy, topology, BF16)
+    rank = lone_flat_rank(TINY, strategy, topology, precision)
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
-    predicted = communication(text, ("flat",))
+    predicted = communication(text, ("flat",), precision=precision)
     assert sum(permuted.values()) == predicted.buffer_bytes
     assert (predicted.buffer_bytes > 0) is (text != "NNN")  # an all-reduce permutes nothing
 

@@ -10,10 +10,11 @@ from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.planning import units as planning_llama
-from paro.planning.memory.gathering import MemorySnapshot, PeakMemory
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.memory.tally import MemorySnapshot
+from paro.planning.search.run_memory import RunMemory, RunPlan
+from paro.planning.search.search_space import Materialize
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.precision import PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -330,22 +331,23 @@ def test_prediction_is_what_a_gpu_allocates(
 
 def predict(workload: Workload, *, device: str) -> MemorySnapshot:
     strategy, _ = on_ranks(workload.strategy, world_size=8, group_size=4)
-    batch = MicroBatch(
-        size=workload.batch_size,
-        seq_length=workload.seq_length,
-        compute_bytes=BYTES_OF[workload.precision.compute],
-        device_type=device,
-    )
-    units = workload.trainable.units(workload.config, world_size=8)
-    return PeakMemory(
-        world_size=8,
-        units=units,
-        precision=workload.precision,
+    run = RunPlan(
         model=workload.config,
-        batch=batch,
+        trained=workload.trainable.names(workload.config),
+        recompute=workload.config.recompute,
+        world_size=8,
+        group_size=4,
+        strategy=strategy,
+        materialize=Materialize.GATHER,
+        collective="native",
         prefetch_units=workload.prefetch_units,
+        precision=workload.precision,
+        device_type=device,
+        seq_length=workload.seq_length,
+        micro_batch_size=workload.batch_size,
         num_micro_batches=workload.num_micro_batches,
-    ).of(strategy)
+    )
+    return RunMemory(None).of(run).allocations
 
 
 def measure(workload: Workload, device: str) -> int:

@@ -1,0 +1,274 @@
+"""Peak memory of a rank: the actions of a step, with what each allocates and frees."""
+
+# Where a unit computes, and in a step's reduction and update, a snapshot adds up
+#
+#   model states   shards that stay throughout
+#   whole params   between a buffer's gather and its release
+#   whole grads    unit-sized gradient buffers, until their reduction is waited for
+#   slices         where weights rotate: the slots that are allocated (paro/step/rotating.py)
+#   weights in fp8 with their transposes: those of all units where parameters stay for several
+#                  micro-batches, else those of the units that are recomputed
+#   activations    kept for backward by the units that have run forward
+#   transient      extra memory of the computation, of a reduction's conversion or of the update
+#
+# and the largest sum is the peak. Not counted: library workspaces, the allocator's rounding,
+# buffers of collectives (device.py counts those on GPUs), RoPE's rotations, labels and loss weights
+# (16 bytes per token).
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from paro.planning.cost_model import UnitSize, model_state_bytes
+from paro.planning.memory.rotating import slot_bytes
+from paro.planning.units import UnitActivations, matmuls_write
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.actions import Move, StepShape, Verb
+from paro.step.plan import StepPlan
+from paro.step.rotation_plan import RotationShape, plan_of
+from paro.strategy import Strategy
+
+_MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
+_ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
+    Verb.GATHER: ("whole_params", 1),
+    Verb.RELEASE: ("whole_params", -1),
+    Verb.ALLOCATE: ("whole_grads", 1),
+    Verb.FREE: ("whole_grads", -1),
+    Verb.ALLOCATE_SLOT: ("slices", 1),
+    Verb.FREE_SLOT: ("slices", -1),
+}
+_COUNTED = {*_ALLOCATIONS, Verb.KEEP, Verb.DROP, Verb.STEP_REDUCE, Verb.UPDATE}
+_COUNTED |= {verb for verb in Verb if verb >= Verb.FORWARD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """Bytes that are alive on a rank at one point of a step."""
+
+    name: str
+    states: int
+    whole_params: int = 0
+    whole_grads: int = 0
+    slices: int = 0  # of parameters and gradients that rotate
+    casts: int = 0  # of weights, in fp8
+    activations: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        whole = self.whole_params + self.whole_grads
+        return self.states + whole + self.slices + self.casts + self.activations + self.transient
+
+    def parts(self) -> dict[str, int]:
+        """The parts of the total by name, in bytes."""
+        whole = {"whole parameters": self.whole_params, "whole gradients": self.whole_grads}
+        return {
+            "model states": self.states,
+            **({"slices under way": self.slices} if self.slices else whole),
+            **({"weights in fp8": self.casts} if self.casts else {}),
+            "activations": self.activations,
+            "transient": self.transient,
+        }
+
+    def describe(self) -> str:
+        """One line with all parts that are not 0, in GB, or in MB if the total is below 1 GB."""
+        unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
+        parts = ((name, size) for name, size in self.parts().items() if size)
+        listed = ", ".join(f"{name} {size / scale:.1f}" for name, size in parts)
+        return f"{self.total / scale:.1f} {unit} at {self.name}: {listed}"
+
+
+class Point(NamedTuple):
+    """A point of a step, with what is alive only there."""
+
+    name: str = ""
+    transient: int = 0
+    freed: int = 0  # of activations, right after it
+    # Elements of a whole unit, whose shard a reduction converts, or the update copies.
+    converted: int = 0
+    updated: int = 0
+
+    def added(self, strategy: Strategy, precision: PrecisionConfig, world_size: int) -> int:
+        """The bytes that are alive only there."""
+        nothing_left = strategy.grads == strategy.optim == world_size
+        wire, accumulate = precision.wire, precision.accumulate
+        of_converted = 0 if nothing_left or wire == accumulate else BYTES_OF[wire]
+        of_updated = 0 if accumulate == "fp32" else 4
+        found = self.transient + self.converted // strategy.grads * of_converted
+        return found + self.updated // strategy.optim * of_updated
+
+
+@dataclass(kw_only=True, eq=False)
+class StepTally:
+    """What is allocated while the actions of a step are carried out, from model states alone on."""
+
+    shape: StepShape | RotationShape
+    units: tuple[UnitSize, ...]
+    activations: Sequence[tuple[str, UnitActivations]]  # of every unit, or part, by name
+    strategy: Strategy
+    precision: PrecisionConfig
+    device_type: str
+    world_size: int
+
+    def __post_init__(self) -> None:
+        self.now = dict.fromkeys(("whole_params", "whole_grads", "slices", "casts"), 0)
+        self.now["activations"] = 0
+        self._kept = [0] * len(self.activations)
+        self._slices_done = [0] * len(self.activations)  # in backward
+        self._keeps: set[int] = set()  # buffers whose weights' casts stay
+        self._cast: set[int] = set()  # units whose weights' casts exist
+        self._unit_of = [index for index, unit in enumerate(self.units) for _ in unit.kind.trains]
+        # The type of the buffer for the gradients of a micro-batch.
+        reduces = self.strategy.grads > 1
+        grad_type = self.precision.wire if reduces else self.precision.accumulate
+        self._grads_in_fp32 = BYTES_OF[grad_type] == 4
+        self._is_direct = matmuls_write(grad_type, self.precision, self.device_type)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What `alive` lists."""
+        if isinstance(self.shape, RotationShape):
+            return "slices", "activations", "total"
+        return "params", "grads", "activations", "total"
+
+    @property
+    def total(self) -> int:
+        """Bytes that are alive now, without model states."""
+        return sum(self.now.values())
+
+    def plan(self, num_micro_batches: int, updated_ahead: int | None = None) -> StepPlan:
+        """The actions of a step, of three micro-batches at most."""
+        return plan_of(self.shape, min(num_micro_batches, _MOST_MICRO_BATCHES), updated_ahead)
+
+    def computing(self, move: Move) -> tuple[int, str]:
+        """What a computing action is about: a buffer of its unit or part, and the name."""
+        _, index, *which = move
+        halves, name = self.shape.halves(index), self.activations[index][0]
+        half = which[0] if which else 0
+        return halves[half][0], f"{name} {half + 1}/2" if len(halves) > 1 else name
+
+    def alive(self, point: Point) -> tuple[int, ...]:
+        """Bytes at a point, by column; the total with the model states and what computes."""
+        now, states = self._at(point), model_state_bytes(self.strategy, self.units, self.precision)
+        added = point.added(self.strategy, self.precision, self.world_size)
+        total = states.total + now.total - now.transient + added
+        if isinstance(self.shape, RotationShape):
+            return now.slices, now.activations, total
+        return now.whole_params + now.casts, now.whole_grads, now.activations, total
+
+    def largest(self, num_micro_batches: int) -> list[tuple[MemorySnapshot, Point]]:
+        """Of the points of a step that copy the same, the largest; without model states."""
+        rotates = isinstance(self.shape, RotationShape)  # all micro-batches are alike
+        found: dict[tuple[int, int], tuple[int, MemorySnapshot, Point]] = {}
+        actions = self.plan(1 if rotates else num_micro_batches).actions()
+        for move in (move for move in actions if move[0] in _COUNTED):
+            point = self.carry_out(move)
+            if point.name:
+                size = self.total + point.freed + point.transient
+                key = point.converted, point.updated
+                if key not in found or size > found[key][0]:
+                    found[key] = size, self._at(point), point
+        return [(now, point) for _, now, point in found.values()]
+
+    def carry_out(self, move: Move) -> Point:
+        """Follows an action; the point, with a name, at which it computes or converts."""
+        verb, number, *slots = move
+        if verb >= Verb.FORWARD:
+            return self._compute(verb, number)
+        if verb in _ALLOCATIONS:
+            counted, sign = _ALLOCATIONS[verb]
+            self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
+        if verb in (Verb.RELEASE, Verb.DROP):
+            self._keeps.discard(number)
+            self._cast_weights(self._unit_of[number], exist=False)
+        elif verb is Verb.KEEP:
+            self._keeps.add(number)
+        elif verb in (Verb.STEP_REDUCE, Verb.UPDATE):
+            unit = self.units[self._unit_of[number]]
+            if verb is Verb.UPDATE:
+                return Point("the update", updated=unit.trainable_numel)
+            return Point(f"the reduction of {unit.name}", converted=unit.trainable_numel)
+        return Point()
+
+    def _compute(self, verb: Verb, index: int) -> Point:
+        name, own = self.activations[index]
+        if verb in (Verb.FORWARD, Verb.RECOMPUTE):
+            if any(not self._keeps.isdisjoint(needed) for needed in self.shape.halves(index)):
+                self._cast_weights(index, exist=True)
+            if verb is Verb.RECOMPUTE:
+                self._keep(index, own.kept + own.recomputed)
+                return Point()
+            self._keep(index, own.kept if index >= self.shape.first_trained else 0)
+            return Point(f"the forward of {name}", own.in_forward)
+        if verb is Verb.LOSS:
+            assert own.writes_in_forward is not None, f"{name} makes no gradient in forward"
+            transient = own.writes_in_forward[self._grads_in_fp32]
+            return Point(f"the forward of {name}", transient)
+        before, after = own.before_gradients, own.in_backward
+        if own.direct is not None and self._is_direct:
+            before, after = own.direct
+        if verb is Verb.BACKWARD:
+            return Point(f"the backward of {name}", before)
+        return Point(f"the backward of {name}", after, freed=self._end_slice(index))
+
+    def _end_slice(self, index: int) -> int:
+        """Counts a slice whose backward has run; the activations that its part keeps no longer."""
+        self._slices_done[index] += 1
+        if self._slices_done[index] < self.shape.num_slices * len(self.shape.halves(index)):
+            return 0
+        before, self._slices_done[index] = self.now["activations"], 0
+        self._keep(index, self.activations[index][1].kept_to_the_end)
+        if index == self.shape.first_trained:  # the end of backward
+            self._kept = [0] * len(self._kept)
+            self.now["activations"] = 0
+        return before - self.now["activations"]
+
+    def _keep(self, index: int, num_bytes: int) -> None:
+        self.now["activations"] += num_bytes - self._kept[index]
+        self._kept[index] = num_bytes
+
+    def _cast_weights(self, index: int, *, exist: bool) -> None:
+        if exist is not (index in self._cast):
+            self._cast ^= {index}
+            size = self.activations[index][1].casts
+            self.now["casts"] += size if exist else -size
+
+    def _at(self, point: Point) -> MemorySnapshot:
+        """What is alive at a point, without model states and copies."""
+        now = self.now | {"activations": self.now["activations"] + point.freed}
+        return MemorySnapshot(name=point.name, states=0, transient=point.transient, **now)
+
+    @cached_property
+    def _sizes(self) -> list[Mapping[str | int, int]]:
+        """Bytes of every buffer, whole, and of its slots."""
+        compute, frozen, wire = (
+            BYTES_OF[kind]
+            for kind in (self.precision.compute, self.precision.frozen, self.precision.wire)
+        )
+        found: list[Mapping[str | int, int]] = []
+        for unit, trains in ((one, trains) for one in self.units for trains in one.kind.trains):
+            numel = unit.trainable_numel if trains else unit.frozen_numel
+            size = compute if trains else frozen
+            if isinstance(self.shape, RotationShape):
+                degree = self.shape.ring.num_steps
+                found.append(slot_bytes(numel // degree, size, wire, self.device_type))
+            else:
+                found.append({"whole_params": numel * size, "whole_grads": numel * wire})
+        return found
+
+
+def largest(
+    points: Iterable[tuple[MemorySnapshot, Point]],
+    strategy: Strategy,
+    precision: PrecisionConfig,
+    *,
+    world_size: int,
+    states: int,
+) -> MemorySnapshot:
+    """The snapshot of a step with the largest total, from the largest points of its kind."""
+    added = [(point.added(strategy, precision, world_size), now) for now, point in points]
+    transient, now = max(added, key=lambda both: both[0] + both[1].total - both[1].transient)
+    return replace(now, states=states, transient=transient)
