@@ -73,13 +73,6 @@ class MemorySnapshot:
             "transient": self.transient,
         }
 
-    def describe(self) -> str:
-        """One line with all parts that are not 0, in GB, or in MB if the total is below 1 GB."""
-        unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
-        parts = ((name, size) for name, size in self.parts().items() if size)
-        listed = ", ".join(f"{name} {size / scale:.1f}" for name, size in parts)
-        return f"{self.total / scale:.1f} {unit} at {self.name}: {listed}"
-
 
 class Point(NamedTuple):
     """A point of a step, with what is alive only there."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from model.flops import flops_per_token
 from paro.distributed.byte_counter import Sent
 from paro.planning.context_parallel import context_traffic
 from paro.planning.cost_model import UnitSize, traffic_per_step
@@ -19,7 +21,6 @@ from paro.planning.step.rotating import RotatingComputing
 from paro.planning.step.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
-from paro.step.rotation_plan import RotationShape
 
 BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
 
@@ -67,6 +68,12 @@ class Estimator:
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._memory = RunMemory(workload.machine)
         self._trained = workload.trainable.names(workload.model)
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        """As a training counts them for its MFU."""
+        seq_length = self.workload.seq_length
+        return flops_per_token(self.workload.model, seq_length, self._trained, causal=False)
 
     def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
         """The units of a candidate, with its gather, or rotation, counts."""
@@ -164,7 +171,7 @@ class Estimator:
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
         tokens = workload.global_batch_size * workload.seq_length
-        flops = costs.computing.flops * costs.num_micro_batches
+        flops = self._flops_per_token * tokens / workload.world_size  # of a rank, in a step
         return Estimate(
             candidate=candidate,
             num_micro_batches=costs.num_micro_batches,
@@ -218,13 +225,7 @@ class Estimator:
         model, batch = plan.config, plan.batch
         if not candidate.materialize.rotates:
             return Computing(model=model, units=gathered, batch=batch, device=device)
-        shape = self._memory.shape(plan)
-        assert isinstance(shape, RotationShape), "weights rotate"
+        counts = self._counts_of(candidate)
         return RotatingComputing(
-            model=model,
-            units=gathered,
-            batch=batch,
-            device=device,
-            rotating=self._memory.units(plan),
-            rotation=shape,
+            model=model, units=gathered, batch=batch, device=device, counts=counts
         )

@@ -79,11 +79,15 @@ class Computing:
         """The times of every unit, in forward order."""
         groups = recomputed_groups(unit_specs(self.model), self.first_trained)
         recomputed = {index for group in groups for index in group}
+        attention, mlp, first = self.of_attention, self.of_mlp, self.first_trained
+        flops = Flops(attention.products + mlp.products, attention.attention)
         blocks = (
             self.forward_and_back(
-                self._of_block, trained=self._share_trained(index), recomputed=index in recomputed
+                flops,
+                trained=unit.trainable_numel / unit.numel if index >= first else None,
+                recomputed=index in recomputed,
             )
-            for index in range(1, len(self.units) - 1)
+            for index, unit in enumerate(self.units[1:-1], start=1)
         )
         return (self._embedding(), *blocks, self._head())
 
@@ -100,21 +104,6 @@ class Computing:
     def slice_of(self, move: Move) -> Slice:
         """What a computing action computes with."""
         return Slice(self.units[move[1]], self.per_unit[move[1]])
-
-    @cached_property
-    def flops(self) -> float:
-        """FLOPs of one micro-batch: forward and the needed backward, without recomputation.
-
-        If everything trains: `flops_per_token`, attention in full.
-        """
-        blocks = self.units[1:-1]
-        forward = sum(self._of_block) * len(blocks)
-        backward = sum(
-            (1 + share) * self._of_block.products + 2 * self._of_block.attention
-            for index in range(1, len(blocks) + 1)
-            if (share := self._share_trained(index)) is not None
-        )
-        return forward + backward + self._head_passes * self.of_logits.products
 
     @property
     def residual_bytes(self) -> int:
@@ -201,32 +190,17 @@ class Computing:
             Verb.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward,
         }
 
-    @cached_property
-    def _of_block(self) -> Flops:
-        attention, mlp = self.of_attention, self.of_mlp
-        return Flops(attention.products + mlp.products, attention.attention)
-
-    def _share_trained(self, index: int) -> float | None:
-        """The share of a block's weights that trains; None: backward does not reach it."""
-        unit = self.units[index]
-        return unit.trainable_numel / unit.numel if index >= self.first_trained else None
-
     def _head(self) -> UnitSeconds:
-        logits, passes = self._seconds(self.of_logits.products), self._head_passes
+        passes = 1.0
+        if self.first_trained < len(self.units):  # gradients of the input, and of what trains
+            holder = self.units[0 if self.model.tie_embeddings_and_output_weights else -1]
+            passes = 2.0 + holder.trainable_numel / holder.numel
+        logits = self._seconds(self.of_logits.products)
         if not loss_writes_gradients(self.model, self.units):
             return {Verb.FORWARD: passes * logits}
         first_chunk = min(1.0, LOSS_CHUNK_TOKENS / self.batch.num_tokens) * logits
         loss = passes * logits - first_chunk
         return {Verb.FORWARD: passes * logits - loss, Verb.LOSS: loss}
-
-    @property
-    def _head_passes(self) -> float:
-        """Forward, the gradient of the input, and that of the output layer's share that trains."""
-        if self.first_trained == len(self.units):
-            return 1.0
-        tied = self.model.tie_embeddings_and_output_weights
-        holder = self.units[0 if tied else -1]
-        return 2.0 + holder.trainable_numel / holder.numel
 
 
 def coding_seconds(device: Device, num_bytes: float) -> float:

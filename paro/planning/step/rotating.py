@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from paro.planning.cost_model import UnitSize
 from paro.planning.rotation import unit_parts
 from paro.planning.step.computing import Computing, Slice, UnitSeconds
+from paro.planning.step.passes import StepCounts
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import Move, Verb
 from paro.step.rotation_plan import RotationShape
@@ -24,13 +24,12 @@ _FORWARD_SHARE = 1 / 3  # share of an extra slice's cost; backward has twice the
 class RotatingComputing(Computing):
     """Compute time of a micro-batch in slices; `units` are those of gathered parameters."""
 
-    rotating: tuple[UnitSize, ...]  # the units of planning/rotation.py
-    rotation: RotationShape
+    counts: StepCounts  # of the actions that rotate weights
 
-    @cached_property
-    def buffers(self) -> list[tuple[UnitSize, bool]]:
-        """Of every buffer: its unit, and whether it has the parameters that train."""
-        return [(unit, trains) for unit in self.rotating for trains in unit.kind.trains]
+    @property
+    def rotation(self) -> RotationShape:
+        assert isinstance(self.counts.shape, RotationShape), "weights are gathered"
+        return self.counts.shape
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
@@ -54,7 +53,7 @@ class RotatingComputing(Computing):
         _, index, *(half,) = move
         halves = self.rotation.parts[index].halves
         share = 1 / (self.degree * len(halves))
-        return Slice(self.buffers[halves[half][0]][0], self.per_unit[index], share)
+        return Slice(self.counts.buffers[halves[half][0]][0], self.per_unit[index], share)
 
     @property
     def degree(self) -> int:
@@ -81,7 +80,7 @@ class RotatingComputing(Computing):
     def _trained(self, index: int) -> float:
         """The share of a part's weights that trains."""
         halves = self.rotation.parts[index].halves
-        units = {self.buffers[number][0] for half in halves for number in half}
+        units = {self.counts.buffers[number][0] for half in halves for number in half}
         return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
 
     def _loss(self, trained: float | None) -> UnitSeconds:

@@ -268,4 +268,4 @@ def test_prediction_is_what_a_rank_allocates(
     rank.step(2, size=size, seq_length=16)
     peak = allocated_at_most(lambda: rank.step(2, size=size, seq_length=16))
     measured = rank.optimizer.model_state_bytes() + peak
-    assert measured == pytest.approx(predicted.total, rel=0.05), predicted.describe()
+    assert measured == pytest.approx(predicted.total, rel=0.05), predicted

@@ -10,6 +10,7 @@ from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from paro.planning import units as planning_llama
+from paro.planning.memory.device import DeviceMemory
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import Materialize
@@ -290,16 +291,17 @@ def test_prediction_holds_for_compiled_blocks(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_a_moment_in_words() -> None:
-    snapshot = MemorySnapshot(
-        name="the update", states=3_000_000, whole_grads=500_000, transient=1_000_000
-    )
-    assert snapshot.describe() == (
+    def words(states: int, **parts: int) -> str:
+        snapshot = MemorySnapshot(name="the update", states=states, **parts)
+        return DeviceMemory(allocations=snapshot).describe()
+
+    assert words(3_000_000, whole_grads=500_000, transient=1_000_000) == (
         "4.5 MB at the update: model states 3.0, whole gradients 0.5, transient 1.0"
     )
-    in_fp8 = MemorySnapshot(name="the update", states=3_000_000, casts=1_000_000)
-    assert in_fp8.describe() == ("4.0 MB at the update: model states 3.0, weights in fp8 1.0")
-    large = MemorySnapshot(name="the update", states=3_000_000_000, slices=500_000_000)
-    assert large.describe() == "3.5 GB at the update: model states 3.0, slices under way 0.5"
+    in_fp8 = words(3_000_000, casts=1_000_000)
+    assert in_fp8 == "4.0 MB at the update: model states 3.0, weights in fp8 1.0"
+    rotating = words(3_000_000_000, slices=500_000_000)
+    assert rotating == "3.5 GB at the update: model states 3.0, slices under way 0.5"
 
 
 @pytest.mark.gpu

@@ -39,11 +39,11 @@ def test_all_that_trains_is_counted_as_in_a_training(materialize: Materialize) -
 def test_what_is_not_computed_does_not_count(trainable: Trainable, lora: LoraConfig | None) -> None:
     given = workload(replace(SMALL, lora=lora), trainable=trainable)
     assert 0 < mfu(given) <= DEVICE.sustained_flops / DEVICE.peak_flops
-    estimator = Estimator(given)
-    computing = estimator.costs(given.candidate(given.strategy("III"))).computing
-    everything = Estimator(workload()).costs(given.candidate(given.strategy("III"))).computing
-    assert everything.flops / 3 < computing.flops < everything.flops
+    candidate = given.candidate(given.strategy("III"))
+    part, everything = (Estimator(one).costs(candidate).computing for one in (given, workload()))
+    assert everything.seconds / 3 < part.seconds < everything.seconds
     trained = trainable.names(given.model)
     of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)
-    # The planner counts the first trained block's gradients of its input, too, and not adapters.
-    assert computing.flops == pytest.approx(of_token * computing.batch.num_tokens, rel=0.1)
+    # The first trained block's gradients of its input are computed, too; adapters take no time.
+    products = part.seconds * DEVICE.sustained_flops
+    assert products == pytest.approx(of_token * part.batch.num_tokens, rel=0.1)
