@@ -28,7 +28,7 @@ from paro.planning.machine.machine import Device
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.units import loss_writes_gradients
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Move, Verb
+from paro.step.actions import Verb
 from paro.strategy import Strategy
 
 # Share of the memory bandwidth at which CPU ranks make codes, where the machine file gives no rate:
@@ -41,14 +41,6 @@ _FIRST_GRADIENT_SHARE = 0.1  # share of a block's backward before its first grad
 UnitSeconds = Mapping[Verb, float]
 
 
-class Slice(NamedTuple):
-    """What an action computes with: a unit, all its times, and the share of them."""
-
-    unit: UnitSize
-    seconds: UnitSeconds
-    share: float = 1.0
-
-
 class Flops(NamedTuple):
     """FLOPs of a forward: products with weights, and attention's products without weights."""
 
@@ -58,17 +50,12 @@ class Flops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Computing:
-    """Compute time and FLOPs of a model's micro-batch on a device."""
+    """Compute time of a model's micro-batch on a device."""
 
     model: LlamaConfig
     units: tuple[UnitSize, ...]
     batch: MicroBatch
     device: Device
-
-    @property
-    def degree(self) -> int:
-        """The number of ranks that compute a unit's gradients one after another."""
-        return 1
 
     @cached_property
     def first_trained(self) -> int:
@@ -100,10 +87,6 @@ class Computing:
     def seconds(self) -> float:
         """Compute time of one micro-batch."""
         return sum(sum(unit.values()) for unit in self.per_unit)
-
-    def slice_of(self, move: Move) -> Slice:
-        """What a computing action computes with."""
-        return Slice(self.units[move[1]], self.per_unit[move[1]])
 
     @property
     def residual_bytes(self) -> int:

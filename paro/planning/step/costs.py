@@ -67,10 +67,13 @@ class StepCosts:
         """For which unit the training thread computes for an action, and for how long."""
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
-            unit, seconds, share = self.computing.slice_of(move)
-            took = seconds.get(verb, 0.0) * share
+            shape = self.counts.shape
+            halves = shape.halves(number)
+            unit, _ = self.counts.buffers[halves[slots[0] if slots else 0][0]]
+            share = 1 / (shape.num_slices * len(halves))
+            took = self.computing.per_unit[number].get(verb, 0.0) * share
             if verb is Verb.GRADIENTS:
-                took += self.collect_seconds(unit.trainable_numel) / self.computing.degree
+                took += self.collect_seconds(unit.trainable_numel) / shape.num_slices
             return unit, took
         unit, trains = self.counts.buffers[number]
         took = 0.0
@@ -84,7 +87,7 @@ class StepCosts:
             kind = precision.compute if trains else precision.frozen
             kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
             numel = unit.trainable_numel if trains else unit.frozen_numel
-            num_bytes = 2 * numel * BYTES_OF[kind] // self.computing.degree
+            num_bytes = 2 * numel * BYTES_OF[kind] // self.counts.shape.num_slices
             took = self.computing.memory_seconds(num_bytes)
         return unit, took
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paro.planning.rotation import unit_parts
-from paro.planning.step.computing import Computing, Slice, UnitSeconds
+from paro.planning.step.computing import Computing, UnitSeconds
 from paro.planning.step.passes import StepCounts
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Move, Verb
+from paro.step.actions import Verb
 from paro.step.rotation_plan import RotationShape
 from paro.strategy import Strategy
 
@@ -48,12 +48,6 @@ class RotatingComputing(Computing):
                 whole = self.forward_and_back(flops, trained=trained, recomputed=recomputed)
             found.append(self._in_slices(whole, self.degree * len(shape.halves)))
         return tuple(found)
-
-    def slice_of(self, move: Move) -> Slice:
-        _, index, *(half,) = move
-        halves = self.rotation.parts[index].halves
-        share = 1 / (self.degree * len(halves))
-        return Slice(self.counts.buffers[halves[half][0]][0], self.per_unit[index], share)
 
     @property
     def degree(self) -> int:
