@@ -50,7 +50,7 @@ COMPUTING = {
     "paro/backward-compute": "backward",
     "paro/update": "update",
 }
-WAITS = ("gather", "reduce", "publish")
+WAITS = ("gather", "reduce", "publish", "context")
 STEP, WAIT, LANE = "ProfilerStep#", "paro/wait:", "paro/lane:"
 _NAMES = (STEP, WAIT, LANE, *COMPUTING)
 _MAX_BYTES = 2**31  # a profile of many steps is large

@@ -71,7 +71,10 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("sent", ("communication/intra-bytes", "communication/inter-bytes"), "bytes"),
         Panel(
             "exposed by kind",
-            tuple(f"communication/exposed-{kind}-ms" for kind in ("gather", "reduce", "publish")),
+            tuple(
+                f"communication/exposed-{kind}-ms"
+                for kind in ("gather", "reduce", "publish", "context")
+            ),
             "ms",
         ),
         Panel(

@@ -95,7 +95,7 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig
     if (why := reason(size)) is not None:
         fitting = [str(each) for each in range(1, sharding.world.size + 1) if not reason(each)]
         advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
-        raise UserError(f"--context-parallel-size {size}: {why}: {advice}")
+        raise UserError(f"--context-parallel-size {size} does not fit: {why}: {advice}")
 
 
 def check_compile(model: LlamaConfig) -> None:

@@ -87,6 +87,7 @@ class Metrics:
     exposed_gather_ms: float
     exposed_reduce_ms: float
     exposed_publish_ms: float
+    exposed_context_ms: float
     exposed_intra_ms: float | None  # None: not measured
     exposed_inter_ms: float | None
     skipped_iterations: int
@@ -132,6 +133,7 @@ def summarize(
         exposed_gather_ms=_mean_ms([record.exposed.gather for record in interval]),
         exposed_reduce_ms=_mean_ms([record.exposed.reduce for record in interval]),
         exposed_publish_ms=_mean_ms([record.exposed.gather_updated for record in interval]),
+        exposed_context_ms=_mean_ms([record.exposed.context for record in interval]),
         exposed_intra_ms=_mean_ms_if_measured([record.exposed.intra for record in interval]),
         exposed_inter_ms=_mean_ms_if_measured([record.exposed.inter for record in interval]),
         skipped_iterations=sum(record.skipped for record in interval),

@@ -83,6 +83,7 @@ def _communication(record: IterationRecord) -> dict[str, float]:
         "communication/exposed-gather-ms": exposed.gather * 1000.0,
         "communication/exposed-reduce-ms": exposed.reduce * 1000.0,
         "communication/exposed-publish-ms": exposed.gather_updated * 1000.0,
+        "communication/exposed-context-ms": exposed.context * 1000.0,
     }
     for tag, seconds in (("intra", exposed.intra), ("inter", exposed.inter)):
         if seconds is not None:

@@ -8,16 +8,16 @@ from paro.arguments.parser import given
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.errors import UserError
-from paro.planning.cost_model import traffic_per_step
 from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
 from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.traffic import sent_per_step
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.text import count_text, size_text
 from paro.training.dry_run_sections import SECTIONS
-from paro.training.memory_check import remedy_of
+from paro.training.memory_check import plan_of, remedy_of
 from paro.training.planned_run import PlannedRun, plan_run
 
 
@@ -73,14 +73,8 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
 
 
 def _traffic(plan: PlannedRun) -> Iterator[str]:
-    config, context = plan.config, plan.training.model.context
-    sent = traffic_per_step(
-        config.strategy,
-        context.topology,
-        plan.units,
-        config.precision,
-        plan.num_micro_batches,
-    )
+    config, run = plan.config, plan_of(plan.config, plan.training.device.type)
+    sent = sent_per_step(run, plan.units, plan.num_micro_batches)
     inside, between = (size_text(size) if size else "nothing" for size in (sent.intra, sent.inter))
     yield f"> sent by a rank in a step: {inside} inside its group, {between} between groups"
     if config.sharding.collective in ("flat", "ring"):
@@ -97,6 +91,8 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
         yield "> steps that train nothing are not timed"
     else:
         yield f"> a step on machine {machine.name} {describe_time(launch)}"
+        if plan.config.context.context_parallel_size > 1:
+            yield ">   without what attention waits for among the ranks that share a sample"
         if plan.other_bits is not None:
             yield f"> {bits_text(launch, plan.other_bits)}"
         best = None if found is None else found.best

@@ -282,6 +282,7 @@ class Loop:
             ("paro-gather-exposed", own.exposed.gather),
             ("paro-reduce-exposed", own.exposed.reduce),
             ("paro-publish-exposed", own.exposed.gather_updated),
+            ("paro-context-exposed", own.exposed.context),
         ):
             timers.add(name, exposed, level=1)
 

@@ -42,7 +42,21 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     copies = f"> copies: {kept.describe()}"
     if config.sharding.survive:
         copies += f", as --paro-survive {config.sharding.survive} demands"
-    return [title, *table, copies, *_after_a_failure(config, kept)]
+    return [title, *_sharing(config), *table, copies, *_after_a_failure(config, kept)]
+
+
+def _sharing(config: RunConfig) -> list[str]:
+    """A line about the ranks that share samples."""
+    context, world = config.context, config.world
+    size, group_size = context.context_parallel_size, world.group_size
+    if size == 1:
+        return []
+    where = "inside groups" if size <= group_size else f"across {size // group_size} groups"
+    tokens = config.data.seq_length // size
+    return [
+        f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
+        f"{tokens:,} tokens of a sample on each"
+    ]
 
 
 def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:

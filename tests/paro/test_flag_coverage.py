@@ -311,6 +311,7 @@ DECIDES = {
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
     "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig._of_known_flags",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
+    "sharding.context": "paro.config.run.RunConfig.context",
     "sharding.inter_bits": "paro.config.plan.take_states",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
     "sharding.world": "paro.config.run.RunConfig.world",

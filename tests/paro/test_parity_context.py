@@ -10,6 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.byte_counter import Sent
+from paro.distributed.world import World
+from paro.planning.search.run_memory import RunMemory
+from paro.planning.search.traffic import sent_per_step
+from paro.training.memory_check import plan_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, assert_same
@@ -85,8 +92,19 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
     for number, case in enumerate(cases):
         more = re.sub(r"--(paro|recompute-[gn]|torch-compile)\S* \S+", "", case.more)
         wanted = alone(more.replace(CORE, "").strip(), case.frozen, steps)
-        for trained in by_rank:
+        for rank, trained in enumerate(by_rank):
             assert_same(trained[number], wanted, f"{case} on {world_size}")
+            if not case.frozen:
+                sent = predicted(case, World(rank=rank, size=world_size), group_size)
+                assert {step.sent for step in trained[number].steps[1:]} == {sent}, case
+
+
+def predicted(case: Case, world: World, group_size: int) -> Sent:
+    argv = [*case.flags().split(), "--paro-group-size", str(group_size)]
+    config = RunConfig.from_args(parse_args(argv), world)
+    plan, batches = plan_of(config, "cpu"), config.batches
+    units = RunMemory(None).units(plan)
+    return sent_per_step(plan, units, batches.num_micro_batches_at(0), world.rank)
 
 
 @pytest.mark.ranks

@@ -218,6 +218,7 @@ def _draw_exposed(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
             ("gathers", "exposed_gather_ms"),
             ("reductions", "exposed_reduce_ms"),
             ("publishing", "exposed_publish_ms"),
+            ("attention", "exposed_context_ms"),
         )
     ]
     _stacked(axis, runs, parts, palette)
@@ -225,10 +226,7 @@ def _draw_exposed(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
 
 
 def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    exposed = [
-        sum(run.typical(f"exposed_{kind}_ms") or 0.0 for kind in ("gather", "reduce", "publish"))
-        for run in runs
-    ]
+    exposed = [run.exposed_ms() or 0.0 for run in runs]
     data = [run.typical("data_wait_ms") or 0.0 for run in runs]
     whole = [run.typical("iteration_time_ms") or 0.0 for run in runs]
     rest = [max(0.0, t - e - d) for t, e, d in zip(whole, exposed, data, strict=True)]

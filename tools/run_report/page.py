@@ -214,10 +214,8 @@ def _percent(value: float | None) -> str:
 
 
 def _exposed_percent(run: Run) -> float | None:
-    kinds = [run.typical(f"exposed_{kind}_ms") for kind in ("gather", "reduce", "publish")]
-    whole = run.typical("iteration_time_ms")
-    measured = [value for value in kinds if value is not None]
-    return 100.0 * sum(measured) / whole if measured and whole else None
+    exposed, whole = run.exposed_ms(), run.typical("iteration_time_ms")
+    return 100.0 * exposed / whole if exposed is not None and whole else None
 
 
 def _configuration(runs: Sequence[Run]) -> str:

@@ -16,6 +16,7 @@ from paro.text import one_line
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import Count, Figure, conform, parse_json
 
+_EXPOSED = ("gather", "reduce", "publish", "context")  # kinds of waits in the metrics
 _SETTLING = 0.1  # fraction of the lines, at the start, that speed figures leave out
 
 
@@ -64,6 +65,12 @@ class Run:
         _, values = self.series(name, scale=scale)
         settled = values[math.ceil(len(values) * _SETTLING) :] or values
         return median(settled) if settled else None
+
+    def exposed_ms(self) -> float | None:
+        """How long an iteration waits for communication; None if that was not measured."""
+        kinds = (self.typical(f"exposed_{kind}_ms") for kind in _EXPOSED)
+        measured = [value for value in kinds if value is not None]
+        return sum(measured) if measured else None
 
     def last(self, name: str) -> float | None:
         _, values = self.series(name)

@@ -7,12 +7,12 @@ from functools import cached_property
 
 from model.flops import flops_per_token
 from paro.distributed.byte_counter import Sent
-from paro.planning.context_parallel import context_traffic
-from paro.planning.cost_model import UnitSize, traffic_per_step
+from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
+from paro.planning.search.traffic import sent_per_step
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing
 from paro.planning.step.costs import StepCosts, device_of
@@ -150,20 +150,9 @@ class Estimator:
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
-        comm_costs = self._comm_costs_of(candidate)
         num_micro_batches = self.workload.micro_batches(candidate.micro_batch_size)
-        states = traffic_per_step(
-            candidate.strategy,
-            comm_costs.topology,
-            comm_costs.units,
-            candidate.precision(self.workload),
-            num_micro_batches,
-        )
         plan = self.plan_of(candidate)
-        topology, units = comm_costs.topology, comm_costs.units
-        return (
-            states + context_traffic(plan.config, plan.batch, units, topology) * num_micro_batches
-        )
+        return sent_per_step(plan, self._memory.units(plan), num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """Memory, time and traffic of a candidate; `record` keeps what every stream does."""

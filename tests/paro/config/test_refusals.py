@@ -194,6 +194,35 @@ def test_what_cannot_rotate_is_refused_with_what_could(words: str, told: str) ->
     refused(lambda: configure(f"{SMALL} {ROTATE} {words}", EIGHT), told)
 
 
+CONTEXT = "--cp-comm-type a2a --context-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (f"{CONTEXT} 0", "--context-parallel-size 0 ... choose one of 1, 2, 4, 8"),
+        (f"{CONTEXT} 3", "--context-parallel-size 3 ... the 8 ranks: choose one of 1, 2, 4, 8"),
+        (f"{CONTEXT} 8", "8 does not fit: 4 heads ... among 8 ranks: choose one of 1, 2 and 4"),
+        (f"{CONTEXT} 4 --seq-length 28", "--seq-length 28 ... multiple of 8 ... 1 and 2"),
+        (
+            f"{CONTEXT} 4 --num-attention-heads 12 --hidden-size 96 {GQA} 3",
+            "3 heads of keys and values ... among 4 ranks: ... choose 1",
+        ),
+        (f"{CONTEXT} 2 --paro-strategy III {ROTATE}", "--paro-materialize rotate ... leave one"),
+        (f"{CONTEXT} 2 --hierarchical-context-parallel-sizes 2 1", "a2a+p2p: leave it out"),
+        ("--context-parallel-size 2 --cp-comm-type a2a p2p", "a2a p2p: all blocks have one"),
+        ("--cp-comm-type ring", "--cp-comm-type ring is unknown: choose one of p2p"),
+        (
+            f"{CONTEXT} 2 --fp8-format hybrid --seq-length 8",
+            "--seq-length / --context-parallel-size, which is 8",
+        ),
+        (f"{CONTEXT} 2 --global-batch-size 12", "4 data-parallel ranks (= 8): choose 8 or 16"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, told: str) -> None:
+    refused(lambda: configure(f"{SMALL} {words}", EIGHT), told)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

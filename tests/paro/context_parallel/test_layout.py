@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.layout import ContextLayout, misfit
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
 
@@ -39,6 +39,30 @@ def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
     parts = [layout.ranges(rank, 24) for rank in range(6)]
     assert parts[:3] == [(range(4),), (range(4, 6), range(18, 20)), (range(20, 24),)]
     assert [*chain(*chain(*parts[3:]))] == list(range(6, 18))
+
+
+FITS = {
+    "world_size": 12,
+    "group_size": 4,
+    "seq_length": 24,
+    "num_heads": 12,
+    "num_kv_heads": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "told"),
+    [
+        (12, 3, "3 ranks and groups of 4"),
+        (6, 1, "6 ranks and groups of 4"),
+        (5, 1, "does not divide the 12 ranks"),
+        (4, 2, "3 heads of keys and values"),
+        (12, 1, None),
+    ],
+)
+def test_what_does_not_fit_is_told(size: int, heads: int, told: str | None) -> None:
+    found = misfit(ContextLayout(size=size, heads=heads), **FITS)
+    assert found == told or (found is not None and told is not None and told in found)
 
 
 def test_axes_are_those_of_exchange_and_ring() -> None:

@@ -58,6 +58,7 @@ def test_loss_and_speed_are_means_and_the_rest_is_the_last_iterations() -> None:
         "exposed_gather_ms": 25.0,
         "exposed_reduce_ms": 0.0,
         "exposed_publish_ms": 0.0,
+        "exposed_context_ms": 0.0,
         "exposed_intra_ms": None,
         "exposed_inter_ms": 10.0,
         "skipped_iterations": 0,
