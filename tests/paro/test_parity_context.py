@@ -16,10 +16,12 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.traffic import sent_per_step
+from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.memory_check import plan_of
+from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
-from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, assert_same
+from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, TOLERANCE, assert_same
 
 # 8 heads and 16 tokens can be cut for up to 8 ranks; a tenth of the tokens end a document.
 MODEL = (
@@ -59,7 +61,7 @@ class Case(NamedTuple):
 
 # By ranks and group size: inside a group, equal to one, and across.
 CASES = {
-    (2, 2): (Case(2, "GGG", LORA),),
+    (2, 2): (Case(2, "GGG", f"{LORA} --num-workers 1"),),
     (4, 2): (
         Case(2, "IIG", f"{APART} {MASKED} {CORE}"),
         Case(4, "NNG", f"{APART} {PER_TOKEN} {GROUPED} 2"),
@@ -77,26 +79,47 @@ CASES = {
 KINDS = ("a2a",)
 
 
-def train_cases(cases: list[Case], group_size: int, steps: int) -> list[Trained]:
-    return [train(one.flags(steps), group_size=group_size, frozen=one.frozen) for one in cases]
+class Run(NamedTuple):
+    """The loss on held-out samples before training, and the training."""
+
+    valid_loss: float
+    trained: Trained
+
+
+def run(flags: str, group_size: int | None, frozen: tuple[str, ...]) -> Run:
+    losses: list[float] = []
+
+    def before(training: Training) -> None:
+        config = RunConfig.from_args(parse_args(flags.split()), training.control.world)
+        (valid,) = build_sources(config, build_data(config), training, start_state(config)).valid
+        losses.append(evaluate(training, valid.batches, config.batches.num_eval_micro_batches))
+
+    trained = train(flags, group_size=group_size, frozen=frozen, before=before)
+    return Run(losses[0], trained)
+
+
+def run_cases(cases: list[Case], group_size: int, steps: int) -> list[Run]:
+    return [run(one.flags(steps), group_size, one.frozen) for one in cases]
 
 
 @cache
-def alone(more: str, frozen: tuple[str, ...], steps: int) -> Trained:
+def alone(more: str, frozen: tuple[str, ...], steps: int) -> Run:
     """One process on the same micro-batches."""
-    return train(f"{MODEL} --train-iters {steps} {more}", frozen=frozen)
+    return run(f"{MODEL} --train-iters {steps} {more}", None, frozen)
 
 
 def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> None:
-    by_rank = run_ranks(train_cases, world_size, cases, group_size, steps)
+    by_rank = run_ranks(run_cases, world_size, cases, group_size, steps)
     for number, case in enumerate(cases):
         more = re.sub(r"--(paro|recompute-[gn]|torch-compile)\S* \S+", "", case.more)
         wanted = alone(more.replace(CORE, "").strip(), case.frozen, steps)
-        for rank, trained in enumerate(by_rank):
-            assert_same(trained[number], wanted, f"{case} on {world_size}")
+        for rank, runs in enumerate(by_rank):
+            valid_loss, trained = runs[number]
+            assert valid_loss == pytest.approx(wanted.valid_loss, rel=TOLERANCE), case
+            assert_same(trained, wanted.trained, f"{case} on {world_size}")
             if not case.frozen:
                 sent = predicted(case, World(rank=rank, size=world_size), group_size)
-                assert {step.sent for step in trained[number].steps[1:]} == {sent}, case
+                assert {step.sent for step in trained.steps[1:]} == {sent}, case
 
 
 def predicted(case: Case, world: World, group_size: int) -> Sent:
