@@ -115,6 +115,25 @@ def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
     assert moved.documents()["document_lengths"] == (3, 1, 2, 2)
 
 
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_a_part_of_each_sample_keeps_what_whole_samples_say(num_workers: int) -> None:
+    rules = DocumentRules(eod=2, eod_mask_loss=True, reset_attention_mask=True)
+    ranges = (range(1), range(3, 4))
+    batches = batches_of(
+        micro_batch_size=2, num_workers=num_workers, rules=rules, ranges=ranges, pin_memory=False
+    )
+    batch = next(batches)
+    # 0 1 2 3, and 1 2 3 4
+    assert batch.tokens_BS.tolist() == [[0, 3], [1, 4]]
+    assert batch.labels_BS.tolist() == [[1, 4], [2, 5]]  # shifted before
+    assert batch.loss_mask_BS.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert batch.mask_sum == 6.0
+    assert batch.positions_BS is not None
+    assert batch.positions_BS.tolist() == [[0, 3]]
+    assert batch.documents()["document_lengths"] == (3, 1, 2, 2)
+    assert (batch.ranges, batch.documents()["seq_length"]) == (ranges, 4)
+
+
 def test_batches_say_nothing_of_documents_unless_asked() -> None:
     batch = next(batches_of(micro_batch_size=2))
     assert batch.documents() == {"positions_BS": None, "document_lengths": None}
@@ -144,6 +163,11 @@ def test_whole_rounds_are_filled_up_with_masked_samples(num_workers: int) -> Non
             assert torch.equal(batch.loss_mask_BS.amin(1), batch.loss_mask_BS.amax(1))
     assert drawn == [[[0, 1, 2], [6, 7, 8]] * 2, [[3, 4, 5], [9]] * 2]
     assert sum(masked) == 4
+
+
+def test_masked_samples_do_not_count() -> None:
+    batches = batches_of(Numbered(4), micro_batch_size=3, whole=True, ranges=(range(2),))
+    assert [batch.mask_sum for batch in islice(batches, 2)] == [3 * 4.0, 4.0]
 
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)

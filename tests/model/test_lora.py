@@ -132,6 +132,18 @@ def test_a_slice_of_the_columns_drops_what_the_whole_drops() -> None:
         assert torch.equal(part, whole[..., first:last])
 
 
+def test_a_part_of_the_tokens_drops_what_the_whole_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.lora._AT_ONCE", 10)  # several runs in a range
+    key, ranges = DropKey(1, 2, (3, 5)), (range(1, 3), range(6, 8))
+    cpu = torch.device("cpu")
+    whole = keep_mask(torch.Size((2, 8, 12)), 0.4, key, "w", cpu)
+    wanted = torch.cat([whole[:, own.start : own.stop] for own in ranges], dim=1)
+    for first, last, columns in ((0, 12, None), (5, 12, Columns(5, 12))):
+        shape = torch.Size((2, 4, last - first))
+        part = keep_mask(shape, 0.4, key._replace(ranges=ranges), "w", cpu, columns)
+        assert torch.equal(part, wanted[..., first:last])
+
+
 def test_frozen_weights_in_bf16_compute_what_their_values_do(tokens_BS: Tensor) -> None:
     config = replace(adapted(), qk_layernorm=True)
     in_bf16, rounded = filled(config), filled(config)
