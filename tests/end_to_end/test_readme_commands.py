@@ -38,6 +38,7 @@ QUICK = (
     ("Launch",),
     ("Plan a run", "Is it worth it?"),
     ("Design",),
+    ("Long sequences: context parallelism",),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = (
