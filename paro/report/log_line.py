@@ -59,6 +59,15 @@ def iteration_line(
     return "".join(field + " | " for field in fields).rstrip(" ")
 
 
+def impossible_line(metrics: Metrics, facts: RunFacts) -> str:
+    """What an MFU above 100% may mean, if attention is counted as it is computed."""
+    return (
+        f"WARNING: MFU of {100.0 * metrics.mfu_causal:.0f}% with causal attention halved: more "
+        f"than the device can compute, so either its peak ({facts.peak.source}) is higher, which "
+        "--peak-tflops can say, or not everything is computed"
+    )
+
+
 def perplexity(lm_loss: float) -> float:
     """exp of the loss, bounded so that an untrained model gives a finite number."""
     return math.exp(min(20.0, lm_loss))

@@ -13,7 +13,7 @@ from paro.errors import type_and_message, writing
 from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
-from paro.report.log_line import iteration_line, perplexity, validation_block
+from paro.report.log_line import impossible_line, iteration_line, perplexity, validation_block
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes, peak_reserved_bytes
 from paro.report.metrics import MetricsFile
 from paro.report.planned_step import COMPARED, SETTLED, comparison, measured_seconds
@@ -97,6 +97,7 @@ class Report:
     def __post_init__(self) -> None:
         self._interval: list[IterationRecord] = []
         self._is_first = True
+        self._doubts_speed = True
         self._time_left = TimeLeft(self.facts.train_iters)
         self._totals = {"skipped-iterations": 0, "nan-iterations": 0}
         self._num_seen = 0
@@ -150,6 +151,9 @@ class Report:
         )
         if not self.is_live:
             self.log.log_last(line)
+        if metrics.mfu_causal > 1.0 and self._doubts_speed:
+            self.log.log_last(impossible_line(metrics, self.facts))
+            self._doubts_speed = False
         self.records.write(metrics)
         self._interval.clear()
         self._is_first = False

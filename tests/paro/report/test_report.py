@@ -98,6 +98,14 @@ def test_the_start_states_how_numbers_are_counted(capsys: pytest.CaptureFixture[
     assert lines[2] == "> peak of one device: 1.000 TFLOP/s, typed in"
 
 
+def test_a_speed_beyond_the_peak_is_doubted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for flops_per_second, warnings in ((1e6, 1), (1e18, 0)):
+        report = make(ReportConfig(log_interval=1))
+        report.facts = replace(FACTS, peak=Peak(flops_per_second, "typed in"))
+        run(report, range(1, 4))
+        assert capsys.readouterr().out.count("WARNING: MFU of ") == warnings
+
+
 def test_a_run_without_records_prints_and_writes_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
