@@ -40,15 +40,17 @@ class Partial(NamedTuple):
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
 
 
-def check_block_attention(
-    backend: AttentionBackend, dtype: torch.dtype, head_size: int, device: torch.device
-) -> None:
-    """`UserError` if attention in parts cannot be computed by this kernel, with these values."""
+def check_block_backend(backend: AttentionBackend) -> None:
+    """`UserError` if attention in parts cannot be computed by this kernel."""
     if backend not in ("auto", "flash"):
         raise UserError(
             f"--attention-backend {backend} gives no log-sum-exp, without which attention is not "
             "computed in parts: give auto or flash, or --cp-comm-type a2a"
         )
+
+
+def check_block_attention(dtype: torch.dtype, head_size: int, device: torch.device) -> None:
+    """`UserError` if the device computes no attention in parts with heads of this type and size."""
     if device.type == "cuda" and not flash_takes(dtype, head_size):
         kind = str(dtype).removeprefix("torch.")
         raise UserError(

@@ -262,6 +262,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "groups that do not fit become the nearest that do and that --paro-survive accepts, "
         "which then concerns the nodes that are left; the global batch stays, so it must be given; "
         "turns local copies on, as --paro-survive does")
+    add("--paro-context-ring", choices=("double", "flat"), default="double",
+        help="how keys and values of p2p and a2a+p2p go round ranks of several groups: double, a "
+        "ring inside groups while the next group's arrive from all its ranks at once; flat, one "
+        "ring over all")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
     add("--paro-updated-ahead", default="all", metavar="UNITS",
@@ -290,8 +294,9 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
         "ranks must have equally many; heads of keys and values are repeated for more ranks); "
         "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks")
     add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="RANKS",
-        help="with a2a+p2p: the ranks that exchange heads, then those that keys and values go "
-        "round; their product is --context-parallel-size")
+        help="two numbers, innermost first, whose product is --context-parallel-size: with a2a+p2p "
+        "the ranks that exchange heads and those that keys and values go round, with p2p the ranks "
+        "of the inner ring and of the outer")
 
 
 def _add_dry_run_args(parser: ArgumentParser) -> None:

@@ -6,10 +6,10 @@ import importlib.util
 import math
 import tempfile
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 from data.config import DataConfig
+from model.block_attention import check_block_backend
 from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
@@ -81,9 +81,15 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig
             "a ring have different heads at a time, which cannot be exchanged: leave one out"
         )
 
+    if context.layout.ring > 1:
+        check_block_backend(model.attention_backend)
+    sizes = context.hierarchical_context_parallel_sizes
+
     def reason(size: int) -> str | None:
+        if sizes is not None and size % sizes[0]:
+            return f"{sizes[0]} ranks do not divide it"
         return misfit(
-            replace(context, context_parallel_size=size).layout,
+            context.layout_of(size),
             world_size=sharding.world.size,
             group_size=sharding.world.group_size,
             seq_length=data.seq_length,
@@ -94,7 +100,11 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig
     size = context.context_parallel_size
     if (why := reason(size)) is not None:
         fitting = [str(each) for each in range(1, sharding.world.size + 1) if not reason(each)]
-        advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
+        advice = "give other --hierarchical-context-parallel-sizes"
+        if fitting:
+            advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
+        if context.layout.heads > 1:
+            advice += ", or --cp-comm-type p2p, which exchanges no heads"
         raise UserError(f"--context-parallel-size {size} does not fit: {why}: {advice}")
 
 

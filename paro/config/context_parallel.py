@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from dataclasses import dataclass, replace
 
@@ -22,31 +23,53 @@ class ContextParallelConfig:
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    context_ring: str = "double"
 
     def __post_init__(self) -> None:
-        size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
+        size = self.context_parallel_size
         if size < 1:
             raise UserError(f"--context-parallel-size {size} must be at least 1")
         if self.cp_comm_type not in _TYPES:
             raise UserError(
                 f"--cp-comm-type {self.cp_comm_type} is unknown: choose one of {', '.join(_TYPES)}"
             )
-        if size == 1:
+        if size > 1:
+            self._check_sizes(size, self.hierarchical_context_parallel_sizes)
+
+    def _check_sizes(self, size: int, sizes: tuple[int, ...] | None) -> None:
+        kind = f"--cp-comm-type {self.cp_comm_type}"
+        if sizes is None:
+            if self.cp_comm_type == "a2a+p2p":
+                raise UserError(
+                    f"{kind} needs {_SIZES}: first the ranks that exchange heads, then those that "
+                    f"keys and values go round, such as {_SIZES} 2 {size // 2}"
+                )
             return
-        if self.cp_comm_type != "a2a":
+        given = f"{_SIZES} {' '.join(map(str, sizes))}"
+        if self.cp_comm_type not in ("a2a+p2p", "p2p"):
+            raise UserError(f"{given} is for --cp-comm-type a2a+p2p and p2p: leave it out")
+        if len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != size:
             raise UserError(
-                f"--context-parallel-size {size} with --cp-comm-type {self.cp_comm_type} is not "
-                "there yet: give --cp-comm-type a2a"
+                f"{given} must be two sizes whose product is --context-parallel-size {size}"
             )
-        if sizes is not None:
-            raise UserError(f"{_SIZES} is for --cp-comm-type a2a+p2p: leave it out")
 
     @property
     def layout(self) -> ContextLayout:
-        """Which tokens and heads a rank has."""
-        size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
-        heads = {"a2a": size, "a2a+p2p": sizes[0] if sizes else 1}.get(self.cp_comm_type, 1)
-        return ContextLayout(size=size, heads=min(heads, size))
+        """Which tokens and heads a rank has, and how keys and values travel."""
+        return self.layout_of(self.context_parallel_size)
+
+    def layout_of(self, size: int) -> ContextLayout:
+        """That of another number of ranks, which the given sizes must divide."""
+        first, *_ = self.hierarchical_context_parallel_sizes or (0,)
+        flat = size if self.context_ring == "flat" else 0
+        match self.cp_comm_type:
+            case "a2a":
+                return ContextLayout(size=size, heads=size)
+            case "a2a+p2p":
+                return ContextLayout(size=size, heads=min(first or 1, size), inner=flat)
+            case "allgather":
+                return ContextLayout(size=size, gathers=size > 1)
+        return ContextLayout(size=size, inner=flat or min(first, size))
 
 
 def take_context(args: Namespace) -> ContextParallelConfig:
@@ -60,6 +83,7 @@ def take_context(args: Namespace) -> ContextParallelConfig:
         args,
         cp_comm_type=types[0],
         hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),
+        context_ring=args.paro_context_ring,
     )
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,9 @@ from model.attention import Core, Documents, attend
 from model.config import AttentionBackend
 from paro.context_parallel.exchange import Exchange, Trip
 from paro.context_parallel.layout import ContextLayout, num_pieces
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams
-from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.context_parallel.partwise import Travel, partwise
+from paro.distributed.groups import make_groups
+from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.topology import Use
 
@@ -28,10 +29,17 @@ class ContextAttention:
     exchanged: to all tokens of a sample, or along the ring of the ranks that share it.
     """
 
-    def __init__(self, groups: Groups, exchange: Exchange | None, within: Core) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        layout: ContextLayout,
+        exchange: Exchange | None,
+        within: Core,
+        closes: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._layout = layout
         self._exchange = exchange
         self._within = within
+        self._closes = closes
         self._abandoned: list[Trip] = []
 
     def __call__(
@@ -45,7 +53,7 @@ class ContextAttention:
         repeats = max(1, num_ranks // k_BTKH.shape[2])
         if repeats > 1:  # every rank gets the one head that its queries need
             k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
-        pieces = num_pieces(q_BTNH.shape[2], k_BTKH.shape[2], num_ranks)
+        pieces = num_pieces(q_BTNH.shape[2], k_BTKH.shape[2], self._layout)
         queries = _by_piece(q_BTNH, num_ranks, pieces)
         # One head of keys and values a rank goes with the first piece of queries.
         apart = k_BTKH.shape[2] > num_ranks
@@ -75,7 +83,8 @@ class ContextAttention:
 
     def close(self) -> None:
         """Destroys the process groups; comm streams are closed with the engine's."""
-        self._groups.close()
+        for close in self._closes:
+            close()
 
 
 def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
@@ -86,29 +95,26 @@ def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
 
 def make_context_attention(
     layout: ContextLayout,
-    groups: Groups,
-    *,
+    world: World,
+    links: Links,
+    travel: Travel | None,
     backend: AttentionBackend,
-    streams: CommStreams,
-    traffic: ByteCounter,
-    exposure: Exposure,
 ) -> ContextAttention:
-    """The attention of a `layout` with its `context_groups`."""
+    """The attention of a `layout`, whose keys and values `travel` unless each rank has them all.
+
+    Collective over the world.
+    """
 
     def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         return attend(q, k, v, backend, documents)
 
-    assert layout.ring == 1, "rings of keys and values are refused before"
-    span = layout.heads_span(groups.topology)
-    return ContextAttention(groups, Exchange(span, groups, streams, traffic, exposure), whole)
-
-
-def context_groups(layout: ContextLayout, world: World, group_config: GroupConfig | None) -> Groups:
-    """The process groups of exchange and ring; collective over the world.
-
-    With `group_config` None none is created: for planning a rank that never runs.
-    """
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    spans = layout.heads_span(topology), layout.ring_span(topology)
-    by_use = {Use.CONTEXT: frozenset(span for span in spans if span)}
-    return make_groups(topology, world.rank, by_use, group_config)
+    span = layout.heads_span(topology)
+    exchange, closes = None, [travel.close] if travel is not None else []
+    if span:
+        spans = {Use.CONTEXT: frozenset({span})}
+        groups = make_groups(topology, world.rank, spans, links.group_config)
+        exchange = Exchange(span, groups, links.streams, links.traffic, links.exposure)
+        closes.append(groups.close)
+    within = whole if travel is None else partwise(travel)
+    return ContextAttention(layout, exchange, within, closes)

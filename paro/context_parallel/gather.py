@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
+from paro.collectives.api import make_collectives
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
+from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See
-from paro.distributed.comm_stream import Event
+from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.topology import AxisSpan, Topology, nested_range
+from paro.distributed.links import Links
+from paro.distributed.world import World
+from paro.topology import AxisSpan, Topology, Use, nested_range
 
 
 class GatherTravel:
@@ -29,6 +36,9 @@ class GatherTravel:
         self._exposure = exposure
         self.place = self._members.index(rank)
         self.num_places = len(self._members)
+
+    def close(self) -> None:
+        self._collectives.close()
 
     def visit(self, own_2BTKH: Tensor, see: See) -> None:
         whole, event = self._gather(own_2BTKH)
@@ -62,3 +72,36 @@ class GatherTravel:
     def _part(self, whole: Tensor, place: int) -> Tensor:
         start, stop = nested_range(self._span, self._members[place], whole.numel())
         return whole[start:stop]
+
+
+class ContextStreams:
+    """Comm streams apart from those of the engine's collectives, which are not to be waited for."""
+
+    def __init__(self, streams: CommStreams) -> None:
+        self._streams = streams
+        self.runs_concurrently = streams.runs_concurrently
+
+    def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
+        assert isinstance(stream, tuple)
+        return self._streams.submit((Use.CONTEXT, *stream[1:]), job, after=after)
+
+    def close(self) -> None:
+        """They are closed with the engine's."""
+
+
+def make_gather(
+    layout: ContextLayout, world: World, links: Links, algorithm: AlgorithmChoice
+) -> GatherTravel:
+    """The gathers of a `layout`; collective over the world."""
+    topology = layout.topology(world_size=world.size, group_size=world.group_size)
+    span = layout.ring_span(topology)
+    collectives = make_collectives(
+        algorithm,
+        topology=topology,
+        rank=world.rank,
+        spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset({span})),
+        streams=ContextStreams(links.streams),
+        traffic=links.traffic,
+        group_config=links.group_config,
+    )
+    return GatherTravel(collectives, span, topology, world.rank, links.exposure)

@@ -20,23 +20,25 @@ _MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLayout:
-    """`size` neighbouring ranks share a sample; of them, `heads` neighbours exchange heads."""
+    """`size` neighbouring ranks share a sample; of them, `heads` neighbours exchange heads.
+
+    Of the others, keys and values are gathered if it `gathers`, or go round a ring. They go round
+    `inner` neighbours before those of the next ones arrive: 0 stands for the ranks of a group.
+    """
 
     size: int = 1
     heads: int = 1
+    inner: int = 0
+    gathers: bool = False
 
     def __post_init__(self) -> None:
-        assert self.size % self.heads == 0, f"{self.heads} ranks do not divide {self.size}"
+        for part in (self.heads, self.inner or self.size):
+            assert self.size % part == 0, f"{part} ranks do not divide {self.size}"
 
     @property
     def ring(self) -> int:
         """The number of places of the ring."""
         return self.size // self.heads
-
-    @property
-    def num_groups(self) -> int:
-        """The process groups that a rank has for it."""
-        return (self.heads > 1) + (self.ring > 1)
 
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
         """The positions of a sample's tokens on `rank`, in the order in which it has them.
@@ -59,7 +61,9 @@ class ContextLayout:
     def topology(self, *, world_size: int, group_size: int) -> Topology:
         """The axes of exchange and ring, in the groups of a run."""
         return make_topology(
-            world_size=world_size, group_size=group_size, degrees=(self.heads, self.size)
+            world_size=world_size,
+            group_size=group_size,
+            degrees=(self.heads, self.inner or self.size, self.size),
         )
 
     def heads_span(self, topology: Topology) -> AxisSpan:
@@ -67,8 +71,22 @@ class ContextLayout:
         return topology.axes_between(1, self.heads)
 
     def ring_span(self, topology: Topology) -> AxisSpan:
-        """The axes along which ranks form a ring: maybe one inside groups and one between them."""
+        """The axes along which keys and values travel."""
         return topology.axes_between(self.heads, self.size)
+
+    def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
+        """The inner ring's axes, and the outer's, which are none if there is one ring."""
+        cut = min(max(self.inner or topology.group_size, self.heads), self.size)
+        inner, outer = (
+            topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
+        )
+        return (inner, outer) if inner else (outer, inner)
+
+    def num_groups(self, topology: Topology) -> int:
+        """The process groups that a rank has for it; gathers by the backend's collectives."""
+        if self.gathers:
+            return 2 * len(self.ring_span(topology))
+        return (self.heads > 1) + sum(map(bool, self.rings(topology)))
 
 
 ALONE = ContextLayout()  # no rank shares its samples
@@ -87,7 +105,7 @@ def misfit(
     size, heads = layout.size, layout.heads
     if world_size % size:
         return f"it does not divide the {world_size} ranks"
-    for part in (size, heads):
+    for part in (size, heads, layout.inner or size):
         if part % group_size and group_size % part:
             return f"{part} ranks and groups of {group_size} do not divide one another"
     if seq_length % (2 * size):
@@ -102,11 +120,13 @@ def misfit(
     return None
 
 
-def num_pieces(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
     """In how many pieces heads are exchanged: each has whole groups of queries, or one is shared.
 
-    The keys' and values' heads are those that are sent, repeated where ranks are more.
+    The keys' and values' heads are those that are sent, repeated where ranks are more. None is
+    shared if it then goes round a ring, once for every piece.
     """
-    queries, keys = num_heads // num_ranks, num_kv_heads // num_ranks
+    queries, keys = num_heads // layout.heads, num_kv_heads // layout.heads
+    shared = keys == 1 and layout.ring == 1
     fitting = (pieces for pieces in (_MOST_PIECES, 2) if queries % pieces == 0)
-    return next((pieces for pieces in fitting if keys == 1 or keys % pieces == 0), 1)
+    return next((pieces for pieces in fitting if shared or keys % pieces == 0), 1)

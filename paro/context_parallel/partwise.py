@@ -38,6 +38,9 @@ class Travel(Protocol):
     def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         """Calls `grads_of` for every place; returns the sum of all ranks' shares for `own`."""
 
+    def close(self) -> None:
+        """Destroys the process groups; comm streams are closed with the engine's."""
+
 
 def partwise(travel: Travel) -> Core:
     """Causal attention of this rank's tokens, which are two chunks of a sample, within documents.

@@ -28,9 +28,14 @@ import torch
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
+from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See, Share
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.groups import make_groups
+from paro.distributed.links import Links
+from paro.distributed.world import World
+from paro.topology import Use
 
 
 class RingTravel:
@@ -42,6 +47,10 @@ class RingTravel:
         self._exposure = exposure
         self.place = inner.position + inner.size * outer.position
         self.num_places = inner.size * outer.size
+
+    def close(self) -> None:
+        self._inner.close()
+        self._outer.close()
 
     def visit(self, own_2BTKH: Tensor, see: See) -> None:
         for _, source, kv_2BTKH in self._steps(own_2BTKH):
@@ -98,6 +107,16 @@ class RingTravel:
             self._exposure.wait(WaitKind.CONTEXT, event)
             held = arriving
         yield held
+
+
+def make_rings(layout: ContextLayout, world: World, links: Links) -> RingTravel:
+    """The rings of a `layout`; collective over the world."""
+    topology = layout.topology(world_size=world.size, group_size=world.group_size)
+    spans = layout.rings(topology)
+    of_use = {Use.CONTEXT: frozenset(span for span in spans if span)}
+    groups = make_groups(topology, world.rank, of_use, links.group_config)
+    inner, outer = (Ring(Use.CONTEXT, span, groups, links.streams, links.traffic) for span in spans)
+    return RingTravel(inner, outer, links.exposure)
 
 
 class _Sum:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from model.config import LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.context_parallel.layout import num_pieces
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import UnitSize, first_trained
+from paro.planning.cost_model import UnitSize, first_trained, sent_along
 from paro.planning.micro_batch import MicroBatch
 from paro.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchanged:
-    """Bytes of a block that go to each of the other ranks with which heads are exchanged."""
+class _Passes:
+    """How often a block attends in a micro-batch."""
 
-    there: int  # queries, keys and values
-    back: int  # attention's output
-    pieces: int
-
-    def total(self, *, recomputed: bool, core_recomputed: bool) -> int:
-        """Of a forward and a backward; a recomputed core ends before the last piece of output."""
-        both = 2 * (self.there + self.back)
-        if recomputed:
-            return both + self.there + self.back
-        again = self.there + self.back * (self.pieces - 1) // self.pieces
-        return both + again if core_recomputed else both
+    forward: int
+    backward: int
+    partial: int = 0  # forwards of a recomputed core, which end before the last output is back
 
 
 def context_traffic(
@@ -40,32 +32,67 @@ def context_traffic(
 ) -> Sent:
     """Bytes that a rank sends in a micro-batch for attention; `topology` has the run's groups."""
     layout = batch.context
-    if layout.heads == 1:
-        return Sent()
-    exchanged = _exchanged(config, batch)
+    own = layout.topology(world_size=topology.world_size, group_size=topology.group_size)
+    total = Sent()
+    for passes in _passes(config, units):
+        if layout.heads > 1:
+            total += _exchanged(config, batch, own, rank, passes)
+        if layout.ring > 1:
+            total += _travelled(config, batch, own, rank, passes)
+    return total
+
+
+def _passes(config: LlamaConfig, units: Sequence[UnitSize]) -> Iterator[_Passes]:
+    """Those of every block."""
     first = first_trained(units)
     groups = recomputed_groups(unit_specs(config), first)
     again = {index for group in groups for index in group}
     core = config.recompute is not None and config.recompute.core_attention
-    to_each = sum(
-        exchanged.total(recomputed=index in again, core_recomputed=core)
-        if index >= first
-        else exchanged.there + exchanged.back
-        for index in range(1, len(units) - 1)
-    )
-    own = layout.topology(world_size=topology.world_size, group_size=topology.group_size)
-    group = rank // topology.group_size
-    peers = [other for other in own.members(layout.heads_span(own), rank) if other != rank]
-    inside = sum(other // topology.group_size == group for other in peers)
-    return Sent(inside * to_each, (len(peers) - inside) * to_each)
+    for index in range(1, len(units) - 1):
+        if index < first:
+            yield _Passes(1, 0)
+        elif index in again:
+            yield _Passes(2, 1)
+        else:
+            yield _Passes(1, 1, partial=core)
 
 
-def _exchanged(config: LlamaConfig, batch: MicroBatch) -> _Exchanged:
+def _exchanged(
+    config: LlamaConfig, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
+) -> Sent:
+    """Queries, keys and values go to each of the other ranks, and outputs come back."""
     ranks, heads = batch.context.heads, config.num_attention_heads
     kv_heads = max(config.num_query_groups, ranks)  # as they are sent
     head_bytes = batch.num_tokens * config.kv_channels * batch.compute_bytes
-    return _Exchanged(
-        there=(heads + 2 * kv_heads) // ranks * head_bytes,
-        back=heads // ranks * head_bytes,
-        pieces=num_pieces(heads, kv_heads, ranks),
-    )
+    there, back = (heads + 2 * kv_heads) // ranks * head_bytes, heads // ranks * head_bytes
+    pieces = num_pieces(heads, kv_heads, batch.context)
+    to_each = (passes.forward + passes.backward) * (there + back)
+    to_each += passes.partial * (there + back * (pieces - 1) // pieces)
+    peers = [other for other in own.members(batch.context.heads_span(own), rank) if other != rank]
+    inside = sum(_same_group(own, rank, other) for other in peers)
+    return Sent(inside * to_each, (len(peers) - inside) * to_each)
+
+
+def _travelled(
+    config: LlamaConfig, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
+) -> Sent:
+    """Keys and values of every place travel in each pass, their fp32 gradients in backward."""
+    layout = batch.context
+    kv_heads = max(config.num_query_groups, layout.heads)
+    numel = 2 * batch.num_tokens * kv_heads * config.kv_channels
+    num_passes = passes.forward + passes.backward + passes.partial
+    of_place = numel * (num_passes * batch.compute_bytes + passes.backward * 4)
+    if layout.gathers:
+        return sent_along(((layout.ring_span(own), layout.ring * of_place),))
+    inner, outer = (own.members(span, rank) for span in layout.rings(own))
+    hops = (inner, len(outer) * (len(inner) - 1)), (outer, len(outer) - 1)
+    total = Sent()
+    for members, number in hops:
+        after = members[(members.index(rank) + 1) % len(members)]
+        sent = number * of_place
+        total += Sent(sent, 0) if _same_group(own, rank, after) else Sent(0, sent)
+    return total
+
+
+def _same_group(topology: Topology, rank: int, other: int) -> bool:
+    return rank // topology.group_size == other // topology.group_size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 
 import torch
@@ -19,12 +18,17 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction, make_coded_reduction
 from paro.collectives.shifts import make_ring
 from paro.config.run import RunConfig
-from paro.context_parallel.attention import ContextAttention, context_groups, make_context_attention
+from paro.context_parallel.attention import ContextAttention, make_context_attention
+from paro.context_parallel.gather import make_gather
+from paro.context_parallel.partwise import Travel
+from paro.context_parallel.probe import check_core
+from paro.context_parallel.ring import make_rings
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams, make_comm_streams
+from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
@@ -79,7 +83,7 @@ def build_training(
     timers = make_timers(config.report.timing_log_level, device)
     links = _links(config, device, traffic)
     sharded = _spread(model, config, control, links, timers)
-    model.core = attention = _context_attention(config, links)
+    model.core = attention = _context_attention(config, control, links)
     states = adamw_states(config.precision)
     optimizer = ParoOptimizer(sharded, config.optim, states, config.train.seed)
     if initialized and device.type != "meta":
@@ -105,17 +109,7 @@ def start_state(config: RunConfig) -> TrainState:
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """What a rank's communication runs on; `group_config` is None for a rank that never runs."""
-
-    streams: CommStreams
-    traffic: ByteCounter
-    exposure: Exposure
-    group_config: GroupConfig | None
-
-
-def _links(config: RunConfig, device: torch.device, traffic: ByteCounter) -> _Links:
+def _links(config: RunConfig, device: torch.device, traffic: ByteCounter) -> Links:
     backend = config.runtime.distributed_backend
     exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
     overlap = config.sharding.prefetch_units > 0
@@ -123,11 +117,11 @@ def _links(config: RunConfig, device: torch.device, traffic: ByteCounter) -> _Li
         device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name
     )
     group_config = GroupConfig(timeout=config.runtime.timeout, backend=backend, device=device)
-    return _Links(streams, traffic, exposure, None if device.type == "meta" else group_config)
+    return Links(streams, traffic, exposure, None if device.type == "meta" else group_config)
 
 
 def _spread(
-    model: Llama, config: RunConfig, control: Control, links: _Links, timers: Timers
+    model: Llama, config: RunConfig, control: Control, links: Links, timers: Timers
 ) -> DistributedModel:
     """Shards the model's states over the ranks; its parameters are gathered or rotated."""
     sharding, context = config.sharding, _sharding_context(config, control, links)
@@ -147,7 +141,7 @@ def _spread(
     return RotatedModel(model, parts, ring, timers, updated_ahead=ahead)
 
 
-def _sharding_context(config: RunConfig, control: Control, links: _Links) -> ShardingContext:
+def _sharding_context(config: RunConfig, control: Control, links: Links) -> ShardingContext:
     strategy, rank, device = config.strategy, control.world.rank, control.device
     topology, precision = config.world.topology(*strategy.degrees), config.precision
     collectives = make_collectives(
@@ -179,19 +173,28 @@ def _sharding_context(config: RunConfig, control: Control, links: _Links) -> Sha
     )
 
 
-def _context_attention(config: RunConfig, links: _Links) -> ContextAttention | None:
+def _context_attention(
+    config: RunConfig, control: Control, links: Links
+) -> ContextAttention | None:
     """The model's attention where ranks share samples; None where none do."""
     if config.context.context_parallel_size == 1:
         return None
-    layout = config.context.layout
-    return make_context_attention(
-        layout,
-        context_groups(layout, config.world, links.group_config),
-        backend=config.model.attention_backend,
-        streams=links.streams,
-        traffic=links.traffic,
-        exposure=links.exposure,
-    )
+    layout, world = config.context.layout, config.world
+    travel: Travel | None = None
+    if layout.gathers:
+        travel = make_gather(layout, world, links, _algorithm(config, control))
+    elif layout.ring > 1:
+        travel = make_rings(layout, world, links)
+    backend = config.model.attention_backend
+    attention = make_context_attention(layout, world, links, travel, backend)
+    if control.device.type != "meta":
+        dtype = TORCH_TYPES[config.precision.compute]
+        head = torch.empty(config.model.kv_channels, dtype=dtype, device=control.device)
+        apart = config.data.reset_attention_mask
+        with links.traffic.paused(), control.raise_on_all_ranks():
+            check_core(attention, layout, world.rank, head, backend, apart=apart)
+        links.exposure.take()
+    return attention
 
 
 def _spans(config: RunConfig, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
@@ -206,7 +209,7 @@ def _coded_reduction(
     config: RunConfig,
     topology: Topology,
     rank: int,
-    links: _Links,
+    links: Links,
 ) -> CodedReduction | None:
     """The sums of gradients between groups, if they are sent as codes."""
     comm_plan = make_comm_plan(config.strategy, topology)

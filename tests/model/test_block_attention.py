@@ -17,6 +17,7 @@ from model.block_attention import (
     block_grads,
     causal_grads,
     check_block_attention,
+    check_block_backend,
 )
 from tests.helpers.refusals import refused
 from tests.model.values import all_near, normal
@@ -117,21 +118,28 @@ def test_scores_far_apart_merge() -> None:
     all_near(found, (out, lse), within=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["unfused", "local", "fused"])
+def test_kernels_without_a_log_sum_exp_are_refused(backend: Any) -> None:
+    told = f"--attention-backend {backend}", "flash", "--cp-comm-type a2a"
+    refused(lambda: check_block_backend(backend), *told)
+
+
 @pytest.mark.parametrize(
-    ("backend", "dtype", "head_size", "device", "words"),
+    ("dtype", "head_size", "told"),
     [
-        ("unfused", torch.float32, 16, "cpu", ("--attention-backend unfused", "flash")),
-        ("fused", torch.bfloat16, 16, "cuda", ("--attention-backend fused", "--cp-comm-type a2a")),
-        ("auto", torch.float32, 16, "cuda", ("float32", "--bf16")),
-        ("flash", torch.bfloat16, 12, "cuda", ("12 channels", "multiple of 8")),
+        (torch.float32, 16, ("float32", "--bf16")),
+        (torch.bfloat16, 12, ("12 channels", "multiple of 8")),
     ],
 )
-def test_kernels_without_a_log_sum_exp_are_refused(
-    backend: Any, dtype: torch.dtype, head_size: int, device: str, words: Sequence[str]
+def test_heads_that_flash_attention_does_not_take_are_refused(
+    dtype: torch.dtype, head_size: int, told: Sequence[str]
 ) -> None:
-    refused(lambda: check_block_attention(backend, dtype, head_size, torch.device(device)), *words)
+    on_gpu = torch.device("cuda")
+    refused(lambda: check_block_attention(dtype, head_size, on_gpu), *told, "--cp-comm-type a2a")
 
 
-def test_other_kernels_are_not() -> None:
-    for backend in ("auto", "flash"):
-        check_block_attention(backend, torch.float32, 6, CPU)
+def test_other_kernels_and_heads_are_not() -> None:
+    check_block_backend("auto")
+    check_block_backend("flash")
+    check_block_attention(torch.float32, 6, CPU)
+    check_block_attention(torch.bfloat16, 128, torch.device("cuda"))

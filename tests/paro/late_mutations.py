@@ -303,6 +303,7 @@ ELSEWHERE = {
             ),
             "context_parallel.gather GatherTravel.collect: "
             "self._exposure.wait(WaitKind.CONTEXT, event) #2",
+            "context_parallel.gather ContextStreams.submit: after=after",
         ),
         _CONTEXT,
     ),

@@ -40,6 +40,8 @@ CORE = "--recompute-activations"
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules all-linear"
 TIED = "--tie-embeddings-and-output-weights"
 COMPILED = "--torch-compile aot_eager"
+HO_RING = "--paro-collective ho-ring"
+PAIRS = "--hierarchical-context-parallel-sizes 2 2"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 
 
@@ -68,12 +70,17 @@ CASES = {
         Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),
         Case(4, "GGG", f"{TIED} {GROUPED} 4 --paro-prefetch-units 0"),
         Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
-        Case(2, "IGG", "--paro-collective ho-ring --qk-layernorm"),
+        Case(2, "IGG", f"{HO_RING} --qk-layernorm"),
+        Case(4, "IIG", f"{APART} {MASKED} {FULL} {GROUPED} 2", kind="p2p"),
+        Case(4, "GGG", f"{LORA} {CORE} --paro-context-ring flat", kind="p2p"),
+        Case(4, "NIG", f"{APART} {GROUPED} 1 {HO_RING}", FROZEN, kind="allgather"),
+        Case(4, "NNG", f"{APART} {CORE} {PAIRS} {GROUPED} 4", kind="a2a+p2p"),
     ),
     (8, 4): (
         Case(2, "IIG", f"{LORA} {FULL} {GROUPED} 2"),
         Case(4, "GGG", f"{APART} {MASKED} {CORE} {GROUPED} 4"),
         Case(8, "2,4,8", PER_TOKEN),
+        Case(8, "GGG", f"{APART} {PER_TOKEN} {COMPILED}", kind="p2p"),
     ),
 }
 KINDS = ("a2a",)
@@ -112,7 +119,7 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
     by_rank = run_ranks(run_cases, world_size, cases, group_size, steps)
     for number, case in enumerate(cases):
         more = re.sub(r"--(paro|recompute-[gn]|torch-compile)\S* \S+", "", case.more)
-        wanted = alone(more.replace(CORE, "").strip(), case.frozen, steps)
+        wanted = alone(more.replace(CORE, "").replace(PAIRS, "").strip(), case.frozen, steps)
         for rank, runs in enumerate(by_rank):
             valid_loss, trained = runs[number]
             assert valid_loss == pytest.approx(wanted.valid_loss, rel=TOLERANCE), case

@@ -194,6 +194,8 @@ class RunMemory:
                 self._pieces,
                 rotates=plan.materialize.rotates,
             )
-            found = replace(found, num_groups=found.num_groups + plan.context.num_groups)
+            axes = plan.context.topology(world_size=plan.world_size, group_size=plan.group_size)
+            num_groups = found.num_groups + plan.context.num_groups(axes)
+            found = replace(found, num_groups=num_groups)
         codes = code_bytes(plan.strategy, topology, units, plan.precision)
         return replace(found, code_bytes=codes)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from model.attention import Documents, attend
 from model.lora import checkpointed
-from paro.context_parallel.attention import context_groups, make_context_attention
+from paro.context_parallel.attention import make_context_attention
 from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
 from paro.distributed.world import World
 from tests.helpers.ranks import run_ranks
 
@@ -74,14 +75,9 @@ def attention_on_ranks(cases: Sequence[Case], group_size: int) -> list[tuple[lis
     for case in cases:
         layout, traffic = ContextLayout(size=case.size, heads=case.heads), ByteCounter()
         streams = make_comm_streams(CPU, overlap=case.overlap, backend="gloo")
-        core = make_context_attention(
-            layout,
-            context_groups(layout, world, GroupConfig(timeout=timedelta(seconds=60))),
-            backend="auto",
-            streams=streams,
-            traffic=traffic,
-            exposure=Exposure(),
-        )
+        config = GroupConfig(timeout=timedelta(seconds=60))
+        links = Links(streams, traffic, Exposure(), config)
+        core = make_context_attention(layout, world, links, None, "auto")
         *parts, grad = (
             torch.cat([whole[:, own.start : own.stop] for own in ranges], 1)
             for ranges in (layout.ranges(rank, case.seq_length),)
@@ -123,4 +119,10 @@ def test_outputs_and_gradients_are_those_of_the_whole_sample(world_size: int) ->
 def test_pieces_have_whole_groups_of_queries(
     num_heads: int, num_kv_heads: int, num_ranks: int, pieces: int
 ) -> None:
-    assert num_pieces(num_heads, num_kv_heads, num_ranks) == pieces
+    layout = ContextLayout(size=num_ranks, heads=num_ranks)
+    assert num_pieces(num_heads, num_kv_heads, layout) == pieces
+
+
+def test_no_piece_shares_keys_that_go_round_a_ring() -> None:
+    layout = ContextLayout(size=16, heads=8)
+    assert [num_pieces(32, kv_heads, layout) for kv_heads in (8, 16, 32)] == [1, 2, 4]

@@ -16,7 +16,8 @@ from paro.collectives.api import make_collectives
 from paro.collectives.shifts import Ring
 from paro.context_parallel.attention import ContextAttention
 from paro.context_parallel.exchange import Exchange
-from paro.context_parallel.gather import GatherTravel
+from paro.context_parallel.gather import ContextStreams, GatherTravel
+from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import Travel, partwise
 from paro.context_parallel.ring import RingTravel
 from paro.distributed.byte_counter import ByteCounter
@@ -107,7 +108,7 @@ class Ways:
             topology=self.topology,
             rank=self.rank,
             spans={Use.GATHER: spans, Use.REDUCE: spans},
-            streams=streams,
+            streams=ContextStreams(streams),
             traffic=self.traffic,
             group_config=CONFIG,
         )
@@ -152,7 +153,7 @@ def test_parts_are_one_call(world_size: int, inner: int) -> None:
 def by_heads(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
     """With heads exchanged, in as many pieces as a rank has heads."""
     exchange = Exchange(ways.whole, ways.groups, streams, ways.traffic, ways.exposure)
-    core = ContextAttention(ways.groups, exchange, attend_whole)
+    core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
     leaves = [part.chunk(4, 1)[ways.rank].clone().requires_grad_() for part in given[:3]]
     out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU))
     return [out.detach(), *torch.autograd.grad(out, leaves, given.grad.chunk(4, 1)[ways.rank])]

@@ -1,0 +1,70 @@
+"""Compares attention over ranks that share a sample with that of the whole sample, at the start."""
+
+# What sends nothing, or to the wrong rank, trains on: every rank attends to its own tokens, at a
+# speed that looks good.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.attention import Core, Documents, attend, documents_of
+from model.config import AttentionBackend
+from paro.context_parallel.layout import ContextLayout
+from paro.errors import RunError
+
+_CHUNK = 16  # tokens
+_WITHIN = {torch.float32: 1e-4}  # of the largest value; other types have 8 bits or more
+_WITHIN_16_BITS = 2.0**-4
+
+
+def check_core(
+    core: Core,
+    layout: ContextLayout,
+    rank: int,
+    example: Tensor,
+    backend: AttentionBackend,
+    *,
+    apart: bool,
+) -> None:
+    """`RunError` if `core` and one call differ, in outputs or gradients; collective.
+
+    One head for every rank that exchanges heads attends to 2C x 16 tokens, of which each rank
+    computes the whole. `example` has the type and device of queries and their channels; with
+    `apart` there are documents.
+    """
+    length = 2 * layout.size * _CHUNK
+    lengths = (length // 3, length - length // 3) if apart else None
+    documents = documents_of(lengths, 1, example.device)
+    generator = torch.Generator().manual_seed(0)
+    shape = 1, length, layout.heads, example.shape[-1]
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(example) for _ in range(4))
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        return attend(q, k, v, backend, documents)
+
+    def own(x_BSNH: Tensor) -> Tensor:
+        ranges = layout.ranges(rank, length)
+        return torch.cat([x_BSNH[:, part.start : part.stop] for part in ranges], 1)
+
+    wanted = [own(each) for each in _run(whole, (q, k, v), grad, documents)]
+    found = _run(core, (own(q), own(k), own(v)), own(grad), documents)
+    within = _WITHIN.get(example.dtype, _WITHIN_16_BITS)
+    for name, one, other in zip(("output", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = float((one - other).abs().max() / other.abs().max())
+        if not error <= within:  # NaN too
+            raise RunError(
+                f"rank {rank}: attention over {layout.size} ranks that share a sample is not that "
+                f"of one rank: {name} differs by {error:.1e} of its largest value: links or "
+                "kernels are at fault; try another --cp-comm-type"
+            )
+
+
+def _run(
+    core: Core, parts: tuple[Tensor, Tensor, Tensor], grad: Tensor, documents: Documents | None
+) -> list[Tensor]:
+    """Output and gradients of queries, keys and values."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    with torch.enable_grad():
+        out = core(leaves[0], leaves[1], leaves[2], documents)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -1,0 +1,42 @@
+"""What the start says of ranks that attend to their own tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.attention import Documents, attend
+from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.probe import check_core
+from tests.helpers.refusals import refused
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    lengths = (5, q.shape[1] - 5)
+    return attend(q, k, v, "auto", None if documents is None else Documents(lengths))
+
+
+def broken(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    return attend(q, k, v, "auto", documents) * torch.nan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_attention_to_own_tokens_alone_ends_the_run(
+    rank: int, apart: bool, dtype: torch.dtype
+) -> None:
+    layout, head = ContextLayout(size=2), torch.empty(8, dtype=dtype)
+    told = f"rank {rank} ... 2 ranks that share a sample ... --cp-comm-type"
+    refused(lambda: check_core(alone, layout, rank, head, "auto", apart=apart), told, status=1)
+
+
+def test_values_that_are_none_end_it_too() -> None:
+    layout, head = ContextLayout(), torch.empty(8)
+    check_core(attend_whole, layout, 0, head, "auto", apart=True)
+    refused(lambda: check_core(broken, layout, 0, head, "auto", apart=True), "nan", status=1)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    return attend(q, k, v, "auto", documents)
