@@ -47,7 +47,7 @@ class ContextParallelConfig:
             return
         given = f"{_SIZES} {' '.join(map(str, sizes))}"
         if self.cp_comm_type not in ("a2a+p2p", "p2p"):
-            raise UserError(f"{given} is for --cp-comm-type a2a+p2p and p2p: leave it out")
+            raise UserError(f"{given} is for --cp-comm-type p2p and a2a+p2p: leave it out")
         if len(sizes) != 2 or min(sizes) < 1 or math.prod(sizes) != size:
             raise UserError(
                 f"{given} must be two sizes whose product is --context-parallel-size {size}"

@@ -19,7 +19,7 @@ SIZES = "--hierarchical-context-parallel-sizes"
         ("--cp-comm-type a2a+p2p", f"--cp-comm-type a2a+p2p needs {SIZES} ... 2 4"),
         (f"--cp-comm-type a2a+p2p {SIZES} 2 2", f"{SIZES} 2 2 ... --context-parallel-size 8"),
         (f"--cp-comm-type p2p {SIZES} 8", f"{SIZES} 8 ... --context-parallel-size 8"),
-        (f"--cp-comm-type allgather {SIZES} 4 2", f"{SIZES} 4 2 ... a2a+p2p and p2p"),
+        (f"--cp-comm-type allgather {SIZES} 4 2", f"{SIZES} 4 2 ... p2p and a2a+p2p"),
         ("--cp-comm-type p2p a2a", "--cp-comm-type p2p a2a ... give it once"),
         ("--cp-comm-type p2p --attention-backend unfused", "--attention-backend unfused ... a2a"),
         ("--cp-comm-type a2a --num-attention-heads 4", "8: 4 heads ... or --cp-comm-type p2p"),
