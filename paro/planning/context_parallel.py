@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from model.config import LlamaConfig
 from model.units import recomputed_groups, unit_specs
+from paro.collectives.schedule import Op
 from paro.context_parallel.layout import num_pieces
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import UnitSize, first_trained, sent_along
+from paro.planning.cost_model import Collective, UnitSize, first_trained, sent_by
 from paro.planning.micro_batch import MicroBatch
-from paro.topology import Topology
+from paro.topology import Topology, Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def _travelled(
     num_passes = passes.forward + passes.backward + passes.partial
     of_place = numel * (num_passes * batch.compute_bytes + passes.backward * 4)
     if layout.gathers:
-        return sent_along(((layout.ring_span(own), layout.ring * of_place),))
+        span, whole = layout.ring_span(own), layout.ring * of_place
+        return sent_by((Collective(Use.CONTEXT, Op.ALL_GATHER, span, whole, batch.compute_bytes),))
     inner, outer = (own.members(span, rank) for span in layout.rings(own))
     hops = (inner, len(outer) * (len(inner) - 1)), (outer, len(outer) - 1)
     total = Sent()

@@ -101,7 +101,9 @@ def test_the_start_states_how_numbers_are_counted(capsys: pytest.CaptureFixture[
 def test_a_speed_beyond_the_peak_is_doubted_once(capsys: pytest.CaptureFixture[str]) -> None:
     for flops_per_second, warnings in ((1e6, 1), (1e18, 0)):
         report = make(ReportConfig(log_interval=1))
-        report.facts = replace(FACTS, peak=Peak(flops_per_second, "typed in"))
+        report.facts = replace(
+            FACTS, peak=Peak(flops_per_second=flops_per_second, source="typed in")
+        )
         run(report, range(1, 4))
         assert capsys.readouterr().out.count("WARNING: MFU of ") == warnings
 
