@@ -28,14 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.planning.cost_model import UnitSize, first_trained, size_units
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import rotating_units_of
-from paro.precision import PrecisionConfig
 from paro.step.actions import StepShape, number_buffers
 
 
@@ -48,10 +46,7 @@ class UnitActivations:
     in_forward: int
     before_gradients: int = 0  # in backward, until the unit's first gradient exists
     in_backward: int  # after that
-    # The same where matmuls write weight gradients into their buffers, if that differs.
-    direct: tuple[int, int] | None = None
-    # `in_forward` of a unit that writes gradients in forward: into a buffer of 2 or of 4 bytes.
-    writes_in_forward: tuple[int, int] | None = None
+    in_loss: int = 0  # in forward, from the unit's first gradient on, if it makes any
     kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
     casts: int = 0  # of its weights in fp8, while their values stay
 
@@ -102,30 +97,36 @@ def loss_writes_gradients(config: LlamaConfig, units: Sequence[UnitSize]) -> boo
 
 
 def activations_of(
-    config: LlamaConfig, batch: MicroBatch, units: Sequence[UnitSize]
+    config: LlamaConfig, batch: MicroBatch, units: Sequence[UnitSize], *, grad_bytes: int
 ) -> tuple[UnitActivations, ...]:
-    """Activations of each of the units, which `units_of` made."""
+    """Activations of each of the units, which `units_of` made.
+
+    `grad_bytes` are those of an element of the buffers for a micro-batch's gradients.
+    """
+    direct = matmuls_write(grad_bytes, batch)
     specs = unit_specs(config)
     groups = recomputed_groups(specs, first_trained(units))
     begins = {index: group[0] for group in groups for index in group}
     blocks = (
         # Those below the first trained unit are counted as if they were recomputed too.
-        _block(config, batch, index, begins.get(index, spec.recomputed_from))
+        _block(config, batch, index, begins.get(index, spec.recomputed_from), direct=direct)
         for index, spec in enumerate(specs[1:-1], start=1)
     )
-    return (_embedding(config, batch), *blocks, _head(config, batch))
+    ends = _embedding(config, batch, direct=direct), _head(config, batch, grad_bytes)
+    return (ends[0], *blocks, ends[1])
 
 
-def _embedding(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
+def _embedding(config: LlamaConfig, batch: MicroBatch, *, direct: bool) -> UnitActivations:
     residual = _residual(config, batch)
     gradient = config.vocab_size * config.hidden_size * batch.compute_bytes
     tied = config.tie_embeddings_and_output_weights
+    by_rows = direct and embedding_adds_rows(batch) and not tied
     return UnitActivations(
         kept=batch.num_tokens * 8,  # token ids
         in_forward=0,
-        before_gradients=residual + gradient,
-        in_backward=0 if tied else gradient,  # tied: added to the head's, which is kept until then
-        direct=(residual, residual) if embedding_adds_rows(batch) and not tied else None,
+        before_gradients=residual + (0 if by_rows else gradient),
+        # Tied: added to the head's, which is kept until then.
+        in_backward=0 if tied else residual if by_rows else gradient,
     )
 
 
@@ -135,9 +136,14 @@ def embedding_adds_rows(batch: MicroBatch) -> bool:
 
 
 def _block(
-    config: LlamaConfig, batch: MicroBatch, index: int, recomputed_from: int | None
+    config: LlamaConfig,
+    batch: MicroBatch,
+    index: int,
+    recomputed_from: int | None,
+    *,
+    direct: bool,
 ) -> UnitActivations:
-    transients = _transients(config, batch)
+    transients = _transients(config, batch, direct=direct)
     unkept = _before_adapters(config, batch) if index == 1 else 0
     if recomputed_from is None:
         return UnitActivations(kept=block_activations(config, batch) - unkept, **transients)
@@ -147,7 +153,7 @@ def _block(
     return UnitActivations(kept=kept, recomputed=recomputed, **transients)
 
 
-def _transients(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:
+def _transients(config: LlamaConfig, batch: MicroBatch, *, direct: bool) -> dict[str, int]:
     """Peak bytes of a block's forward and backward in addition to those it keeps, by field."""
     residual = _residual(config, batch)
     ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
@@ -155,32 +161,30 @@ def _transients(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:
     norm = norm_backward(config, batch)
     # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
     # product. Gate and up are then freed, which makes room for the gradients of their producers.
-    found: dict[str, Any] = {
+    found = {
         "in_forward": residual + max(residual, ffn),
         "before_gradients": residual + 3 * ffn + weight + _adapter_transient(config, batch),
         "in_backward": max(residual + weight, norm + 2 * weight),
     }
     if config.torch_compile is not None:
-        found |= _compiled_backward(config, batch)
+        found |= _compiled_backward(config, batch, direct=direct)
     elif config.fp8_format is not None:
-        found |= _fp8_transients(config, batch, found)
-    elif config.lora is None:
-        found["direct"] = residual + 2 * ffn, max(residual + 3 * ffn, norm)
+        found |= _fp8_transients(config, batch, found, direct=direct)
+    elif config.lora is None and direct:
+        found["before_gradients"] = residual + 2 * ffn
+        found["in_backward"] = max(residual + 3 * ffn, norm)
     if config.keeps_scores:  # they and their mask, then their gradients
         scores = residual + 8 * batch.num_tokens * config.num_attention_heads * batch.seq_length
         for field in ("in_forward", "in_backward"):
             found[field] = max(found[field], scores)
-        if "direct" in found:
-            before, after = found["direct"]
-            found["direct"] = before, max(after, scores)
     if config.lora is not None:
         found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
     return found
 
 
 def _fp8_transients(
-    config: LlamaConfig, batch: MicroBatch, without: Mapping[str, int]
-) -> dict[str, Any]:
+    config: LlamaConfig, batch: MicroBatch, without: Mapping[str, int], *, direct: bool
+) -> dict[str, int]:
     """The same where operands are cast; weights are counted as cast at every use.
 
     Backward casts a gradient as it is and transposed, and transposes the inputs of weights, whose
@@ -211,15 +215,12 @@ def _fp8_transients(
         norm + 4 * wide,
         4 * residual + narrow + 4 * wide + cast * weight,
     )
-    converted = 0 if on_gpu or size == 4 else 4 * weight  # to add it, a CPU converts the product
-    return found | {
-        "before_gradients": before,
-        "in_backward": max(product + converted, inputs),
-        "direct": (before, max(product, inputs)),
-    }
+    if not (direct or on_gpu or size == 4):  # to add it, a CPU converts the product
+        product += 4 * weight
+    return found | {"before_gradients": before, "in_backward": max(product, inputs)}
 
 
-def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]:
+def _compiled_backward(config: LlamaConfig, batch: MicroBatch, *, direct: bool) -> dict[str, int]:
     """Peak bytes of a compiled block's backward, which is at its most in the MLP.
 
     Gate and up, which are counted as kept, are freed before the first gradient of a weight.
@@ -229,11 +230,9 @@ def _compiled_backward(config: LlamaConfig, batch: MicroBatch) -> dict[str, Any]
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
     before, after = residual + 4 * ffn, 5 * residual
     if config.fp8_format is None:
-        return {
-            "before_gradients": max(before, residual + ffn + weight),
-            "in_backward": after + weight,
-            "direct": (before, after),
-        }
+        if not direct:
+            before, after = max(before, residual + ffn + weight), after + weight
+        return {"before_gradients": before, "in_backward": after}
     # Its products arrive together, after the graph.
     output = config.hidden_size * _attention_widths(config)[0] * batch.compute_bytes
     together = 3 * weight + output + residual - 2 * ffn
@@ -305,9 +304,10 @@ def _with_scores(config: LlamaConfig, batch: MicroBatch, width: int) -> int:
     return batch.num_tokens * (width * batch.compute_bytes + 4 * in_fp32)
 
 
-def matmuls_write(kind: str, precision: PrecisionConfig, device_type: str) -> bool:
-    """Whether matmuls write weight gradients into buffers of this kind, without a copy."""
-    return kind == precision.compute or (kind == "fp32" and device_type == "cuda")
+def matmuls_write(grad_bytes: int, batch: MicroBatch) -> bool:
+    """Whether matmuls write weight gradients into buffers of such elements, without a copy."""
+    in_fp32 = grad_bytes == 4 and batch.device_type == "cuda"
+    return in_fp32 or grad_bytes == batch.compute_bytes
 
 
 def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
@@ -322,7 +322,7 @@ def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
     return 4 * residual
 
 
-def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
+def _head(config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> UnitActivations:
     residual = _residual(config, batch)
     weight = config.vocab_size * config.hidden_size * batch.compute_bytes
     tied = config.tie_embeddings_and_output_weights
@@ -330,7 +330,7 @@ def _head(config: LlamaConfig, batch: MicroBatch) -> UnitActivations:
     return UnitActivations(
         kept=batch.num_tokens * 4 + 2 * residual + (weight if tied else 0),
         in_forward=residual + loss,
-        writes_in_forward=None if tied else _written_loss(config, batch),
+        in_loss=0 if tied else _written_loss(config, batch, grad_bytes),
         before_gradients=residual,
         in_backward=residual,
         # A tied weight's gradient is kept until the embedding's gradient exists.
@@ -361,19 +361,15 @@ def _output_grad_transient(numel: int, grad_bytes: int, batch: MicroBatch) -> tu
     """
     sums = batch.num_tokens > LOSS_CHUNK_TOKENS and grad_bytes < 4
     written = 4 if sums else grad_bytes
-    writes = written == batch.compute_bytes or (written == 4 and batch.device_type == "cuda")
     product = numel * (batch.compute_bytes + (4 if batch.device_type == "cpu" else 0))
-    return 4 * numel if sums else 0, 0 if writes else product
+    return 4 * numel if sums else 0, 0 if matmuls_write(written, batch) else product
 
 
-def _written_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
+def _written_loss(config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> int:
     before, after = _chunk_of_loss(config, batch)
     numel = config.vocab_size * config.hidden_size
-    found = []
-    for grad_bytes in (2, 4):
-        total, product = _output_grad_transient(numel, grad_bytes, batch)
-        found.append(_residual(config, batch) + total + max(before, after + product))
-    return found[0], found[1]
+    total, product = _output_grad_transient(numel, grad_bytes, batch)
+    return _residual(config, batch) + total + max(before, after + product)
 
 
 def _tied_loss(config: LlamaConfig, batch: MicroBatch) -> int:

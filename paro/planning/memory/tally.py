@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.memory.rotating import slot_bytes
-from paro.planning.units import UnitActivations, matmuls_write
+from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import Move, StepShape, Verb
 from paro.step.plan import StepPlan
@@ -114,11 +114,6 @@ class StepTally:
         self._keeps: set[int] = set()  # buffers whose weights' casts stay
         self._cast: set[int] = set()  # units whose weights' casts exist
         self._unit_of = [index for index, unit in enumerate(self.units) for _ in unit.kind.trains]
-        # The type of the buffer for the gradients of a micro-batch.
-        reduces = self.strategy.grads > 1
-        grad_type = self.precision.wire if reduces else self.precision.accumulate
-        self._grads_in_fp32 = BYTES_OF[grad_type] == 4
-        self._is_direct = matmuls_write(grad_type, self.precision, self.device_type)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -197,15 +192,10 @@ class StepTally:
             self._keep(index, own.kept if index >= self.shape.first_trained else 0)
             return Point(f"the forward of {name}", own.in_forward)
         if verb is Verb.LOSS:
-            assert own.writes_in_forward is not None, f"{name} makes no gradient in forward"
-            transient = own.writes_in_forward[self._grads_in_fp32]
-            return Point(f"the forward of {name}", transient)
-        before, after = own.before_gradients, own.in_backward
-        if own.direct is not None and self._is_direct:
-            before, after = own.direct
+            return Point(f"the forward of {name}", own.in_loss)
         if verb is Verb.BACKWARD:
-            return Point(f"the backward of {name}", before)
-        return Point(f"the backward of {name}", after, freed=self._end_slice(index))
+            return Point(f"the backward of {name}", own.before_gradients)
+        return Point(f"the backward of {name}", own.in_backward, freed=self._end_slice(index))
 
     def _end_slice(self, index: int) -> int:
         """Counts a slice whose backward has run; the activations that its part keeps no longer."""

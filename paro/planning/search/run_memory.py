@@ -23,7 +23,6 @@ from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import ring_shape, rotation_shape
 from paro.planning.search.search_space import Materialize
 from paro.planning.units import (
-    UnitActivations,
     activations_of,
     matmuls_write,
     shape_of,
@@ -156,19 +155,20 @@ class RunMemory:
     def tally(self, plan: RunPlan) -> StepTally:
         """What is allocated while the actions of a step are carried out."""
         shape, units = self.shape(plan), self.units(plan)
-        activations: Sequence[tuple[str, UnitActivations]]
+        reduces, precision = plan.strategy.grads > 1, plan.precision
+        grad_bytes = BYTES_OF[precision.wire if reduces else precision.accumulate]
         if isinstance(shape, RotationShape):
-            direct = matmuls_write(plan.precision.wire, plan.precision, plan.device_type)
+            direct = matmuls_write(grad_bytes, plan.batch)
             activations = [*part_activations(plan.config, plan.batch, shape, direct=direct)]
         else:
-            of_units = activations_of(plan.config, plan.batch, units)
+            of_units = activations_of(plan.config, plan.batch, units, grad_bytes=grad_bytes)
             activations = [(unit.name, own) for unit, own in zip(units, of_units, strict=True)]
         return StepTally(
             shape=shape,
             units=units,
             activations=activations,
             strategy=plan.strategy,
-            precision=plan.precision,
+            precision=precision,
             device_type=plan.device_type,
             world_size=plan.world_size,
         )

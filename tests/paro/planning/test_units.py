@@ -129,7 +129,7 @@ def test_activations_are_what_autograd_saves(
     batch = MicroBatch(
         size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, device_type="cpu"
     )
-    *units, head = activations_of(config, batch, units_of(config, world_size=1))
+    *units, head = activations_of(config, batch, units_of(config, world_size=1), grad_bytes=4)
     # The gradient of the head's normalized input is no saved tensor: the loss itself keeps it.
     gradient = batch.num_tokens * config.hidden_size * batch.compute_bytes
     expected = sum(unit.kept for unit in units) + head.kept - gradient
@@ -179,5 +179,5 @@ def test_a_block_of_seven_billion_by_hand() -> None:
     """At 2048 tokens: 6 tensors of width D and 2 of width F in bf16, and the log-sum-exp."""
     config = LLAMA_PRESETS["7B"]
     batch = MicroBatch(size=1, seq_length=2048, compute_bytes=2, device_type="cuda")
-    block = activations_of(config, batch, units_of(config, world_size=1))[1]
+    block = activations_of(config, batch, units_of(config, world_size=1), grad_bytes=4)[1]
     assert block.kept == 2048 * (2 * (6 * 4096 + 2 * 11008) + 4 * 32)
