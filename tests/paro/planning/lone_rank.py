@@ -144,7 +144,7 @@ def lone_flat_rank(
         ByteCounter(),
         inter=exchange_span(context.comm_plan),
         replicas=context.comm_plan.replicas,
-        exact_dtype=context.reduce_dtype,
+        uncoded_dtype=context.reduce_dtype,
     )
     llama = _empty_llama(config, precision, lambda _name: True)
     context = replace(
