@@ -25,7 +25,6 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig
 from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
@@ -100,6 +99,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=TYPES, default="float32", help="default float32")
     add("--rounds", type=int, default=5, help="turns of each algorithm that count; default 5")
     add("--distributed-backend", choices=("nccl", "gloo"), help="default: nccl if there are GPUs")
+    add(
+        "--paro-nccl-launch-order",
+        choices=("free", "implicit"),
+        default="free",
+        help="as in pretrain_llama.py",
+    )
     add("--inter-bandwidth", metavar="RATE", help="of each NIC, for the bound: 100mbit, 25gbit")
     add("--intra-bandwidth", metavar="RATE", help="of each rank's link inside its group")
     add("--nic", choices=[nic.value for nic in Nic], help="a group's NICs; default per-rank")
@@ -139,7 +144,9 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         rounds=args.rounds,
         machine=known_machine(args, world.size, group_size),
         topology=make_topology(world_size=world.size, group_size=group_size, degrees=()),
-        runtime=RuntimeConfig(distributed_backend=backend),
+        runtime=RuntimeConfig(
+            distributed_backend=backend, paro_nccl_launch_order=args.paro_nccl_launch_order
+        ),
         json=args.json,
         machine_file=args.machine_file,
         plot=args.plot,
@@ -204,8 +211,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
     race = Race(
         control=control,
         topology=settings.topology,
-        backend=settings.runtime.distributed_backend,
-        timeout=settings.runtime.timeout,
+        runtime=settings.runtime,
         algorithms=settings.algorithms,
         rounds=settings.rounds,
         machine=settings.machine,
@@ -274,11 +280,8 @@ def measured_device(settings: Settings, control: Control) -> Device | None:
     """The device of a rank: its compute rates, and the memory of its context and communicators."""
     if settings.trained is None:
         return None
-    runtime, machine = settings.runtime, settings.machine
-    config = GroupConfig(
-        timeout=runtime.timeout, backend=runtime.distributed_backend, device=control.device
-    )
-    timed = measure_device(settings.trained, control, group_size=machine.group_size)
+    config = settings.runtime.groups_on(control.device)
+    timed = measure_device(settings.trained, control, group_size=settings.machine.group_size)
     return with_communicators(timed, control, settings.topology, config)
 
 

@@ -268,9 +268,10 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "ring over all")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
-    add("--paro-updated-ahead", default="all", metavar="UNITS",
+    add("--paro-updated-ahead", metavar="UNITS",
         help="how many units ahead of their first use updated parameters are all-gathered; all: "
-        "as soon as they are updated")
+        "as soon as they are updated; default: all under gloo, one more than "
+        "--paro-prefetch-units under nccl")
     add_inter_bits_args(parser, trains=True)
 
 
@@ -281,6 +282,10 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
     ).add_argument
     add("--distributed-backend", choices=("nccl", "gloo"), default="nccl",
         help="nccl: one GPU per rank; gloo: CPU ranks")
+    add("--paro-nccl-launch-order", choices=("free", "implicit"), default="free",
+        help="free: collectives of several communicators begin in any order, and each has so few "
+        "thread blocks that all fit on the GPU; implicit: they begin in the order of the host "
+        "(NCCL_LAUNCH_ORDER_IMPLICIT)")
     add("--distributed-timeout-minutes", type=int, default=10, metavar="MINUTES",
         help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",

@@ -63,6 +63,9 @@ def take_sharding(
             group_size=args.paro_group_size,
             any_ranks=args.paro_elastic,
         )
+    by_nccl = args.distributed_backend == "nccl"
+    if machine is not None and by_nccl:
+        machine = replace(machine, launch_order=args.paro_nccl_launch_order)
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
@@ -77,7 +80,9 @@ def take_sharding(
         context=take_context(args),
         collective=args.paro_collective,
         prefetch_units=args.paro_prefetch_units,
-        updated_ahead=units_ahead(args.paro_updated_ahead, args.paro_prefetch_units),
+        updated_ahead=units_ahead(
+            args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl
+        ),
         materialize=args.paro_materialize,
         rotate_in_place=args.paro_rotate_in_place,
         survive=args.paro_survive,

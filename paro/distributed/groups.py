@@ -8,8 +8,17 @@
 # communicators of its own few groups, when the groups are created, so that their memory is taken
 # before training begins.
 
+# [Note: room on the GPU]
+# A collective's kernel waits on the GPU for those of the other ranks. If several communicators'
+# kernels did not fit side by side, one rank might begin A and wait for room for B, another begin B
+# and wait for A. All ranks queue them in the same order, which NCCL keeps with
+# NCCL_LAUNCH_ORDER_IMPLICIT: a collective then begins after all those queued before it have begun,
+# so a gather may wait for what only later units need. Instead each communicator has few enough
+# thread blocks (CTAs, one takes a multiprocessor at most) that all of them always fit.
+
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,16 +26,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paro.errors import UserError
 from paro.topology import AxisSpan, Topology, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupConfig:
-    """The backend and timeout of process groups for model states; under nccl, the rank's GPU."""
+    """The backend and timeout of process groups for model states; under nccl, the rank's GPU.
+
+    `launch_order`: in which order NCCL begins collectives of several groups, as the host queues
+    them ("implicit"), or in any ("free"; [Note: room on the GPU]).
+    """
 
     timeout: timedelta
     backend: str = "gloo"
     device: torch.device | None = None
+    launch_order: str = "free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +104,7 @@ def make_groups(
                     list(members),
                     backend=config.backend,
                     timeout=config.timeout,
-                    pg_options=None if device is None else _nccl_options(config.timeout),
+                    pg_options=None if device is None else _nccl_options(config, device),
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
@@ -97,12 +112,28 @@ def make_groups(
     return Groups(topology=topology, rank=rank, _by_use_and_span=mine)
 
 
-def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
+# Gathers and reductions inside groups and between them, and one of rotation, codes or samples that
+# ranks share, with one to spare.
+_MOST_AT_ONCE = 6
+
+
+def _nccl_options(config: GroupConfig, device: torch.device) -> dist.ProcessGroupNCCL.Options:
     """Options of one NCCL group, which keeps them.
 
     Collectives run on the comm stream that calls them. Only grouped messages, of the rotation, run
     on the group's own stream: with the same priority.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # otherwise torch warns that it takes the group's
+    options._timeout = config.timeout  # otherwise torch warns that it takes the group's
+    if config.launch_order == "implicit":
+        os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # read by NCCL from 2.26
+        return options
+    if not hasattr(getattr(options, "config", None), "max_ctas"):
+        raise UserError(
+            f"torch {torch.__version__} does not bound the thread blocks of NCCL (Options has no "
+            "config.max_ctas), so collectives of several groups may wait for each other's place "
+            "on a GPU: give --paro-nccl-launch-order implicit, or install another torch"
+        )
+    properties = torch.cuda.get_device_properties(device)
+    options.config.max_ctas = max(1, properties.multi_processor_count // _MOST_AT_ONCE)
     return options

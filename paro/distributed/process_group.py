@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
 from paro.distributed.gpu import check_gpu
+from paro.distributed.groups import GroupConfig
 from paro.distributed.host_memory import keep_freed_memory
 from paro.distributed.interface import choose_interface, interface_text
 from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
@@ -30,12 +30,22 @@ class RuntimeConfig:
 
     distributed_backend: str = "nccl"  # or "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
+    paro_nccl_launch_order: str = "free"  # or "implicit": see groups.py
     flight_recorder_dir: str | None = None
 
     @property
     def timeout(self) -> timedelta:
         """The timeout of a collective."""
         return timedelta(minutes=self.distributed_timeout_minutes)
+
+    def groups_on(self, device: torch.device) -> GroupConfig:
+        """How process groups of model states are made on a rank's device."""
+        return GroupConfig(
+            timeout=self.timeout,
+            backend=self.distributed_backend,
+            device=device,
+            launch_order=self.paro_nccl_launch_order,
+        )
 
     def __post_init__(self) -> None:
         minutes = self.distributed_timeout_minutes
@@ -68,9 +78,6 @@ def distributed(
                 record_flights(config.flight_recorder_dir, world.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Communicators on several streams share the GPU: NCCL (from 2.26) then keeps launches in
-        # the order of the host, which is the same on all ranks, so that none waits for another's.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     else:
         keep_freed_memory()
     if world.size > 1:

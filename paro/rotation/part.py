@@ -64,7 +64,7 @@ class RotatingPart:
         self.spec = spec
         self._halves = tuple(halves)
         self.units = [unit for half in halves for unit in half]
-        self.before_forward: Callable[[], None] = lambda: None
+        self.before_first_slice: Callable[[], None] = lambda: None  # computes, behind its shift
         self._plan = plan
         self._state = state
         self._of_slice = getattr(module, spec.of_slice)
@@ -88,7 +88,6 @@ class RotatingPart:
     # Forward #
 
     def __call__(self, *args: Any) -> Tensor:
-        self.before_forward()
         plan, first_of_two = self._plan, self._state.phase is Phase.FORWARD
         self._shifts_back = (
             plan.backward_needs_weight
@@ -123,6 +122,8 @@ class RotatingPart:
             if step == 0:
                 unit.begin_forward(shifts_back=self._shifts_back)
             self._put(unit, position, unit.before_forward(step))
+        if position == (0, 0):
+            self.before_first_slice()
         self._input_needs_grad = torch.is_grad_enabled() and x.requires_grad
         if self._input_needs_grad:
             x = x.view_as(x)

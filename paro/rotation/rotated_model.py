@@ -39,7 +39,7 @@ class RotatedModel(DistributedModel):
         self.context = parts.rotating[0].context  # norms have a separate, replicated one
         self._parts = parts.parts
         for index, part in enumerate(parts.parts):
-            part.before_forward = partial(self._before_forward, index)
+            part.before_first_slice = partial(self._before_forward, index)
         self._replicated = parts.replicated
         self._ring = ring
         parameters = dict(model.named_parameters())

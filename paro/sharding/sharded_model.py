@@ -44,7 +44,8 @@ class ShardedModel(DistributedModel):
                 gathers=strategy.params > 1,
                 reduces=strategy.grads > 1,
                 prefetch_units=prefetch_units,
-            )
+            ),
+            updating,
         )
         self._sharded = units
         self._carried_out: dict[Verb, Callable[[ShardedUnit], None]] = {
@@ -58,6 +59,7 @@ class ShardedModel(DistributedModel):
             Verb.REDUCE: _reduce,
             Verb.STEP_REDUCE: ShardedUnit.step_reduce,
             Verb.WAIT_REDUCED: ShardedUnit.wait_reduced,
+            Verb.GATHER_UPDATED: ShardedUnit.gather_updated,
         }
         parameters = dict(model.named_parameters())
         borrowed = {name for kind in kinds for name in kind.borrows}
@@ -125,7 +127,6 @@ class ShardedModel(DistributedModel):
         if phase is Phase.BACKWARD:  # activation recomputation, maybe of several blocks
             self._carry_out(self._policy.before_recompute(index))
         else:
-            self._gather_updated(self._updating.before_forward(index))
             self._carry_out(self._policy.before_forward(index))
 
     def _after_forward(self, index: int, output: Tensor) -> None:

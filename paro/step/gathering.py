@@ -18,8 +18,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from paro.step.actions import Action, StepShape, Verb
+from paro.step.updating import UpdatingPolicy
 
 MAX_WHOLE_GRADS = 2  # where reductions overlap with the backward of other units
 
@@ -34,8 +36,9 @@ class GatheringPolicy:
     `begin_evaluation` and the forwards.
     """
 
-    def __init__(self, shape: StepShape) -> None:
+    def __init__(self, shape: StepShape, updating: UpdatingPolicy) -> None:
         self.shape = shape
+        self._updating = updating
         self._max_live = 1 + shape.prefetch_units
         self._max_whole_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
         units, first = shape.units, shape.first_trained
@@ -106,7 +109,7 @@ class GatheringPolicy:
     # Parameters #
 
     def before_forward(self, index: int) -> list[Action]:
-        return self._gather_and_wait(index)
+        return self._gather_and_wait(index, updates=self._updating.before_forward(index))
 
     def after_forward(self, index: int, *, backward_follows: bool) -> list[Action]:
         """`backward_follows`: the unit's output needs a gradient."""
@@ -133,7 +136,9 @@ class GatheringPolicy:
             return actions + self._gather_and_wait(index, keeps=True)
         return actions + self._prefetch()
 
-    def _gather_and_wait(self, index: int, *, keeps: bool = False) -> list[Action]:
+    def _gather_and_wait(
+        self, index: int, *, updates: Iterable[Action] = (), keeps: bool = False
+    ) -> list[Action]:
         """Makes a unit's parameters readable, and gathers others while it runs."""
         actions = []
         if self.shape.gathers:
@@ -141,6 +146,7 @@ class GatheringPolicy:
                 self._upcoming.remove(index)  # not always the first one when recomputing
                 actions += self._gather(index)
             actions += self._prefetch()
+        actions += updates
         for buffer in self._needed[index]:
             actions.append((Verb.WAIT, buffer))
             if keeps:  # recomputation's forward may come

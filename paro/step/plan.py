@@ -43,15 +43,15 @@ def step_plan(
     All-gathers of updated parameters are queued `updated_ahead` units ahead of their first use;
     None: at once.
     """
-    policy = GatheringPolicy(shape)
     updating = UpdatingPolicy([unit.needed for unit in shape.units], updated_ahead)
+    policy = GatheringPolicy(shape, updating)
     update: list[UnitActions] = [*updates(shape.trainable, updating)]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []
     for number in range(num_micro_batches):
         policy.begin_micro_batch(last=number + 1 == num_micro_batches)
         units = range(len(shape.units))
-        forward = tuple(tuple(_forward(policy, updating, index)) for index in units)
+        forward = tuple(tuple(_forward(policy, index)) for index in units)
         backward = tuple(
             tuple(_backward(policy, index)) for index in reversed(units[shape.first_trained :])
         )
@@ -83,9 +83,8 @@ def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
     }
 
 
-def _forward(policy: GatheringPolicy, updating: UpdatingPolicy, index: int) -> Iterator[Action]:
+def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
     shape = policy.shape
-    yield from updating.before_forward(index)
     yield from policy.before_forward(index)
     yield Verb.FORWARD, index
     if index in shape.grads_in_forward:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from paro.step.actions import Move, SliceMove, StepShape, Verb
-from paro.step.plan import Pass, StepPlan, step_plan, updates
+from paro.step.plan import Pass, StepPlan, UnitActions, step_plan, updates
 from paro.step.rotating import RingShape, SlicePolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -59,13 +59,19 @@ def rotation_plan(
     (waits, *parts), backward = before if num_micro_batches > 1 else last
     updating = UpdatingPolicy(shape.needed, updated_ahead)
     update = tuple(updates(shape.trainable, updating))
-    forward = ((*updating.before_forward(index), *actions) for index, actions in enumerate(parts))
+    forward = (_updating(updating.before_forward(n), part) for n, part in enumerate(parts))
     others = (*(before,) * (num_micro_batches - 2), last) if num_micro_batches > 1 else ()
     return StepPlan(
         update=update,
         micro_batches=(((waits, *forward), backward), *others),
         end=(*(((Verb.WAIT_REDUCED, buffer),) for buffer in shape.trainable), ((Verb.NORM, 0),)),
     )
+
+
+def _updating(updates: Sequence[Move], part: UnitActions) -> UnitActions:
+    """The forward of a part with all-gathers of updates behind the shift of its first slice."""
+    first = next(place for place, move in enumerate(part) if move[0] is Verb.FORWARD)
+    return *part[:first], *updates, *part[first:]
 
 
 @lru_cache(maxsize=32)

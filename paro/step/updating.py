@@ -3,9 +3,11 @@
 # [Note: updated parameters]
 # A step ends with the update, and the next forward is the first to read what it changed. The
 # all-gather of a unit's updated parameters may be queued at once, when links have most time for it.
-# Or it is queued so many units ahead of the unit's first use, so that of all that is queued, a
-# unit's parameters come before what later units need: this is faster where collectives begin in the
-# order in which they are queued, on whichever stream (planning/step/simulation.py).
+# Or it is queued so many units ahead of the unit's first use, behind the gathers that an earlier
+# unit's forward queues: then no gather is queued behind what only later units need. That is faster
+# where collectives begin in the order in which they are queued, on whichever stream
+# (planning/step/simulation.py). A unit is gathered `prefetch_units` ahead, and behind its own
+# updates, which are therefore queued at least one unit further ahead.
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ class UpdatingPolicy:
     def updated(self, buffer: int) -> list[Action]:
         """After the update of a buffer."""
         self._updated.append(buffer)
-        return self.before_forward(0)
+        return self._queue(self._ahead - 1)
 
     def before_forward(self, index: int) -> list[Action]:
-        """Before a unit's forward, of training or of an evaluation."""
+        """Before a unit's forward, of training or of an evaluation, and behind its gathers."""
         return self._queue(index + self._ahead)
 
     def flush(self) -> list[Action]:

@@ -27,7 +27,6 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposure
-from paro.distributed.groups import GroupConfig
 from paro.distributed.links import Links
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
@@ -116,7 +115,7 @@ def _links(config: RunConfig, device: torch.device, traffic: ByteCounter) -> Lin
     streams = make_comm_streams(
         device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name
     )
-    group_config = GroupConfig(timeout=config.runtime.timeout, backend=backend, device=device)
+    group_config = config.runtime.groups_on(device)
     return Links(streams, traffic, exposure, None if device.type == "meta" else group_config)
 
 

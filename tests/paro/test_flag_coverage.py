@@ -142,7 +142,7 @@ CASES = {
         "--paro-machine dgx-h100 --paro-group-size 2 --paro-inter-bits auto",
     ),
     "paro_machine": ((), "", "--paro-machine machine.json"),
-    "paro_updated_ahead": ((), "", "--paro-updated-ahead 2"),
+    "paro_updated_ahead": ((), "", "--paro-updated-ahead 3"),
     "paro_rotate_in_place": (
         (),
         "--paro-materialize rotate",

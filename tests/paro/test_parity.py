@@ -206,7 +206,7 @@ def test_moments_in_bf16_are_rounded_as_one_process_does(references: dict[Key, T
             4,
             [
                 ("2,4,8", "", ()),
-                ("1,2,8", "--paro-prefetch-units 2 --paro-updated-ahead 2", ()),
+                ("1,2,8", "--paro-prefetch-units 2 --paro-updated-ahead 3", ()),
                 ("4,4,8", "--paro-prefetch-units 0", ()),
             ],
         ),

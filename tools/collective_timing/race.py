@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import Event, make_comm_streams
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig
+from paro.distributed.process_group import RuntimeConfig
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
 from paro.topology import Topology, Use
@@ -78,8 +77,7 @@ class Race:
 
     control: Control
     topology: Topology
-    backend: str
-    timeout: timedelta
+    runtime: RuntimeConfig
     algorithms: tuple[str, ...]
     rounds: int
     machine: Machine | None = None  # its links say in how many pieces ho-ring is cut under nccl
@@ -137,16 +135,16 @@ class Race:
     ) -> list[Turn]:
         """A turn of one algorithm at every trial; its process groups exist only during the turn."""
         spans = frozenset(trial.move.span for trial in trials)
-        device = self.control.device
-        pieces = pieces_by(self.machine) if self.backend == "nccl" else None
+        device, backend = self.control.device, self.runtime.distributed_backend
+        pieces = pieces_by(self.machine) if backend == "nccl" else None
         collectives = make_collectives(
             AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
             spans=dict.fromkeys(Use, spans),
-            streams=make_comm_streams(device, overlap=True, backend=self.backend),
+            streams=make_comm_streams(device, overlap=True, backend=backend),
             traffic=ByteCounter(),
-            group_config=GroupConfig(timeout=self.timeout, backend=self.backend, device=device),
+            group_config=self.runtime.groups_on(device),
         )
         # Starts threads and opens connections that are made lazily. The time is not used: a rank
         # that has just used its core is scheduled later in the turn that counts.

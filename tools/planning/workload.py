@@ -43,7 +43,12 @@ def make_parser() -> Parser:
     add("--paro-group-size", type=int, metavar="RANKS", help="of I; default: the machine's groups")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native", help="of the rows")
     add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
-    add("--paro-updated-ahead", default="all", metavar="UNITS", help="as in pretrain_llama.py")
+    add("--paro-updated-ahead", metavar="UNITS", help="as in pretrain_llama.py")
+    add(
+        "--paro-nccl-launch-order",
+        choices=("free", "implicit"),
+        help="as in pretrain_llama.py; default: the machine's",
+    )
     add("--paro-materialize", choices=("gather", "rotate"), default="gather", help="of the search")
     add("--paro-rotate-in-place", action="store_true", help="with --paro-materialize rotate")
     add("--paro-survive", type=int, default=0, metavar="NODES", help="as in pretrain_llama.py")
@@ -121,6 +126,8 @@ def case_of(args: Namespace) -> Workload:
         ranks_per_node=None,
         group_size=args.paro_group_size,
     )
+    if args.paro_nccl_launch_order is not None:
+        machine = replace(machine, launch_order=args.paro_nccl_launch_order)
     if args.paro_rotate_in_place and args.paro_materialize != "rotate":
         raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
     batch = args.global_batch_size
@@ -150,7 +157,9 @@ def case_of(args: Namespace) -> Workload:
         global_batch_size=args.micro_batch_size * world_size if batch is None else batch,
         precision=precision,
         prefetch_units=args.paro_prefetch_units,
-        updated_ahead=units_ahead(args.paro_updated_ahead, args.paro_prefetch_units),
+        updated_ahead=units_ahead(
+            args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=machine.is_of_gpus
+        ),
         collective=args.paro_collective,
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
         trainable=Trainable.of_flag(args.trainable),

@@ -18,6 +18,7 @@ from paro.planning.machine.machine import (
     BandwidthSource,
     Device,
     GroupSpeed,
+    LaunchOrder,
     LinkSpeed,
     Machine,
     Measured,
@@ -90,6 +91,7 @@ class _File:
     measured: list[_Row]
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()
+    launch_order: LaunchOrder = "free"
     sources: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -174,6 +176,7 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
             measured=tuple(map(_measured, fields.measured)),
             device=fields.device,
             uneven=fields.uneven,
+            launch_order=fields.launch_order,
             sources=tuple(fields.sources.items()),
         )
 
@@ -202,6 +205,8 @@ def _planning_fields(machine: Machine) -> dict[str, object]:
         found["device"] = {k: v for k, v in asdict(machine.device).items() if v is not None}
     if machine.uneven:
         found["uneven"] = [asdict(part) for part in machine.uneven]
+    if machine.launch_order != "free":
+        found["launch_order"] = machine.launch_order
     if machine.sources:
         found["sources"] = dict(machine.sources)
     return found

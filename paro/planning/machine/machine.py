@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from paro.collectives.schedule import Op
 from paro.errors import UserError, about
@@ -24,6 +24,7 @@ from paro.strategy import fitting_group_size
 from paro.text import count_text
 from paro.topology import MOST_RANKS, Axes, Link
 
+LaunchOrder = Literal["free", "implicit"]
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -146,6 +147,7 @@ class Machine:
     measured: tuple[Measured, ...] = ()
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()  # groups of another speed than the machine's
+    launch_order: LaunchOrder = "free"  # implicit: collectives begin in the order of the host
     sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
 
     def __post_init__(self) -> None:

@@ -5,7 +5,8 @@
 # work to streams (at no cost) and waits for work. A stream runs work in the order of submission
 # (distributed/comm_stream.py); work starts when all earlier work of its stream and all its
 # dependencies are done. Work that joins groups starts when it is first in the stream of every group
-# and ends for all at the same time.
+# and ends for all at the same time. Where launches keep their order, a collective also starts only
+# after all collectives that its actors have submitted before it have started, on any stream.
 #
 # Running jobs share links: each progresses at 1 / (sum of the shares of time for which they use the
 # link), if that sum is more than 1. The thread loses the processor time that jobs use, and while a
@@ -48,6 +49,7 @@ class Work:
     left: float  # remaining seconds if it did not share links
     arrived: int = 0  # actors in whose stream it is first
     submitted: list[int] = field(default_factory=list)
+    is_ordered: bool = False  # among its actors' launches
     running: bool = False
     done: bool = False
     start: float = 0.0
@@ -93,6 +95,7 @@ class Actor:
     start: float = 0.0
     waiting: Works = ()
     finished: float | None = None
+    launches: deque[Work] = field(default_factory=deque)  # to start in this order
     exposed: dict[str, float] = field(default_factory=dict)
     computed: dict[str, float] = field(default_factory=dict)
 
@@ -100,11 +103,14 @@ class Actor:
 class Simulation:
     """Runs the programs of some actors from time 0 until the last one ends."""
 
-    def __init__(self, num_actors: int, *, record: bool = False) -> None:
+    def __init__(
+        self, num_actors: int, *, record: bool = False, launches_in_order: bool = False
+    ) -> None:
         self.actors = [Actor(index) for index in range(num_actors)]
         self.activities: list[Activity] = []
         self.now = 0.0
         self._record = record
+        self._launches_in_order = launches_in_order
         self._running: list[Work] = []
         self._joint: dict[int, Work] = {}  # by submission number
 
@@ -117,6 +123,9 @@ class Simulation:
                 joint.left = max(joint.left, work.left)
                 work = joint
         work.submitted.append(actor.index)
+        if self._launches_in_order and (work.job.intra or work.job.inter):
+            work.is_ordered = True
+            actor.launches.append(work)
         stream = actor.streams.setdefault(work.stream, deque())
         stream.append(work)
         if stream[0] is work:
@@ -137,9 +146,18 @@ class Simulation:
         self._start_if_ready(work)
 
     def _start_if_ready(self, work: Work) -> None:
-        if not work.running and work.arrived == work.members and all(w.done for w in work.after):
-            work.running, work.start = True, self.now
-            self._running.append(work)
+        if work.running or work.arrived < work.members or not all(w.done for w in work.after):
+            return
+        ordered = [self.actors[index].launches for index in work.submitted if work.is_ordered]
+        if any(launches[0] is not work for launches in ordered):
+            return
+        work.running, work.start = True, self.now
+        self._running.append(work)
+        for launches in ordered:
+            launches.popleft()
+        for launches in ordered:
+            if launches:
+                self._start_if_ready(launches[0])
 
     def _advance(self, actor: Actor) -> None:
         """Runs a program until it computes or has to wait."""

@@ -54,7 +54,8 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
 
 def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
     speeds = _speeds(costs)
-    simulation = Simulation(len(speeds), record=record)
+    in_order = costs.machine.launch_order == "implicit"
+    simulation = Simulation(len(speeds), record=record, launches_in_order=in_order)
     programs = [
         StepThread(costs, simulation, actor, speed).program()
         for actor, speed in zip(simulation.actors, speeds, strict=True)

@@ -27,7 +27,7 @@ STEPS = "--step-batch-size-schedule"
         ("--paro-collective auto", "--paro-collective auto ... --paro-machine FILE"),
         ("--paro-machine nowhere.json", "nowhere.json: no such file"),
         ("--paro-prefetch-units -1", "--paro-prefetch-units -1"),
-        ("--paro-updated-ahead 0", "--paro-updated-ahead 0"),
+        ("--paro-updated-ahead 1", "--paro-updated-ahead 1"),
         ("--paro-updated-ahead most", "--paro-updated-ahead most"),
         (
             "--tensor-model-parallel-size 2",

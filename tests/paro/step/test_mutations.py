@@ -12,6 +12,7 @@ from paro.planning.step.timeline import simulate
 from paro.step import plan
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
+from paro.step.updating import UpdatingPolicy
 from tests.paro.late_mutations import Mutation
 from tests.paro.planning import cases
 from tests.paro.planning.cases import TINY, machine, order_case, workload
@@ -95,7 +96,7 @@ def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
         reduces=True,
         prefetch_units=1,
     )
-    policy = GatheringPolicy(shape)
+    policy = GatheringPolicy(shape, UpdatingPolicy([], None))
     with patch.object(policy, "_live", [0, 1]), patch.object(policy, "_whole", {0, 1}):
         assert policy._release(0) == []
         assert policy._release(1) == [(plan.Verb.RELEASE, 1), (plan.Verb.RELEASE, 0)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import chain
 
 import pytest
 import torch
@@ -37,11 +37,11 @@ def engine(given: Workload, strategy: str) -> LoneRank:
     )
 
 
-def from_forward_on(actions: Iterable[Move]) -> list[Move]:
-    """The actions of a step that begins with the forward and ends with the update."""
-    moves = list(actions)
-    num_at_once = sum(1 for _ in takewhile(lambda move: move[0] is Verb.GATHER_UPDATED, moves))
-    return moves[num_at_once:] + moves[:num_at_once]
+def from_forward_on(plan: StepPlan, verbs: Container[Verb]) -> list[Move]:
+    """The actions with these verbs of a step that begins with the forward, not the update."""
+    at_once = [move for move in chain.from_iterable(plan.update) if move[0] is Verb.GATHER_UPDATED]
+    moves = [move for move in plan.actions() if move[0] in verbs]
+    return moves[len(at_once) :] + at_once
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -50,19 +50,19 @@ def test_the_engine_does_what_the_plan_lists(
     name: str, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silence(monkeypatch)
-    for ahead, updated in ((0, None), (1, 1), (2, 3), (3, None)):
+    for ahead, updated in ((0, None), (1, 2), (2, 4), (3, None)):
         given = order_case(name, prefetch_units=ahead, updated_ahead=updated)
         rank = engine(given, strategy)
         rank.step(1)
         for num_micro_batches in (1, 3):
             rank.model.record = []
             rank.step(num_micro_batches)
-            actions = planned(replace(given, global_batch_size=4 * num_micro_batches), strategy)
-            wanted = [move for move in actions.actions() if move[0] not in ELSEWHERE]
-            assert rank.model.record == from_forward_on(wanted), f"{ahead}, {updated} units ahead"
+            plan = planned(replace(given, global_batch_size=4 * num_micro_batches), strategy)
+            wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
+            assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3, None])
+@pytest.mark.parametrize("ahead", [2, 3, None])
 @pytest.mark.parametrize(
     ("strategy", "way"),
     [("IIG", Materialize.GATHER), ("NNG", Materialize.GATHER), ("IIG", Materialize.ROTATE)],
@@ -74,14 +74,14 @@ def test_updated_parameters_are_gathered_so_many_units_ahead(
     forward, found = plan.micro_batches[0][0], {}
     if way is Materialize.ROTATE:
         forward = forward[1:]  # after the wait for the norms
-    for place, actions in ((0, chain.from_iterable(plan.update)), *enumerate(forward)):
+    for place, actions in ((-1, chain.from_iterable(plan.update)), *enumerate(forward)):
         for verb, number, *_ in actions:
             if verb is Verb.GATHER_UPDATED:
                 found[number] = place
             assert verb not in (Verb.GATHER, Verb.WAIT) or number in found, "not updated"
     norms = int(way is Materialize.ROTATE)  # buffer 0, which the first part needs
     assert found == {
-        buffer: 0 if ahead is None else max(0, buffer - norms - ahead) for buffer in found
+        buffer: -1 if ahead is None else max(-1, buffer - norms - ahead) for buffer in found
     }
     assert len(found) == len(forward) + norms
 

@@ -63,8 +63,7 @@ def check(given: Workload, strategy: str) -> None:
         size = given.machine.world_size * num_micro_batches
         plan = planned(replace(given, global_batch_size=size), strategy)
         first = sum(not isinstance(unit, RotatingUnit) for unit in rank.model.units)
-        ring = (move for move in plan.actions() if move[0] in OF_SLICES)
-        wanted = [move for move in from_forward_on(ring) if move[1] >= first]
+        wanted = [move for move in from_forward_on(plan, OF_SLICES) if move[1] >= first]
         assert by_buffer([move for move in record if move[1] >= first]) == by_buffer(wanted)
         shifts = [move for move in record if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
         assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]

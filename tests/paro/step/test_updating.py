@@ -43,5 +43,5 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
 def test_the_first_gather_needs_its_own_unit_alone(
     way: Materialize, own: set[int], num_buffers: int, seed: int
 ) -> None:
-    assert gathered_before_the_first_unit(way, 1, seed) == own
+    assert gathered_before_the_first_unit(way, 2, seed) == own
     assert gathered_before_the_first_unit(way, None, seed) == {*range(num_buffers - 1)}

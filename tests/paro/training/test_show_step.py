@@ -104,7 +104,7 @@ CASES = {
         "reduce-scatter gradients of blocks.7 | step all-to-all of codes of blocks.7",
     ),
     "updates of 4 bits": (
-        BITS,
+        f"{BITS} --paro-updated-ahead all",
         "update of blocks.0, and the same for blocks.1 to blocks.7",
         "update of head",
         "UPDATE blocks.0 | all-gather codes of updated blocks.0",
@@ -155,8 +155,10 @@ def test_a_stretch_reads(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_other_micro_batches_do_differently(capsys: pytest.CaptureFixture[str]) -> None:
-    assert listing(IIG, capsys)[-4:] == [
+    updated = ", ".join(f"blocks.{number}" for number in range(1, 8))
+    assert listing(IIG, capsys)[-5:] == [
         "the first micro-batch, also: all-gather 2 x embedding, 2 x blocks.0",
+        f"the first micro-batch, also: all-gather updated {updated}, head",
         "the first micro-batch, not: step reduce-scatter of all that trains",
         "each between the first and the last, also: all-gather blocks.0, embedding",
         "each between the first and the last, not: step reduce-scatter of all that trains",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE
 from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
 from paro.topology import make_topology
 from tools.collective_timing import race
@@ -43,8 +43,7 @@ def test_the_last_rounds_are_timed_while_computing_too(
     raced = Race(
         control=Control(World(), torch.device("cpu")),
         topology=TOPOLOGY,
-        backend="gloo",
-        timeout=timedelta(seconds=1),
+        runtime=RuntimeConfig(distributed_backend="gloo"),
         algorithms=("native",),
         rounds=4,
         while_computing=while_computing,

@@ -232,32 +232,43 @@ def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1)
 
 
 def collectives(runner: Runner) -> Outcome:
-    """The collectives of this backend over all GPUs."""
-    file = runner.folder / "collectives.json"
+    """The collectives of this backend over all GPUs, in either launch order."""
+    found = [_collectives(runner, order) for order in ("free", "implicit")]
+    return Outcome(
+        passed=all(one.passed for one in found),
+        lines=tuple(line for one in found for line in one.lines),
+        figures={key: rows for one in found for key, rows in one.figures.items()},
+        pictures=tuple(picture for one in found for picture in one.pictures),
+    )
+
+
+def _collectives(runner: Runner, order: str) -> Outcome:
+    file = runner.folder / f"collectives-{order}.json"
     file.unlink(missing_ok=True)
     words = ["tools/bench_collectives.py", "--distributed-backend", runner.backend]
     words += ["--group-size", str(max(1, runner.num_gpus // 2)), "--json", str(file)]
-    words += ["--algorithms", "native,ho-ring,flat"]
+    words += ["--algorithms", "native,ho-ring,flat", "--paro-nccl-launch-order", order]
     if runner.rehearse:
         words += ["--sizes", "0.1M", "--rounds", "1"]
-    picture = runner.folder / "collectives.png"
-    ended = runner.ranks("collectives", [*words, "--plot", picture])
+    picture = runner.folder / f"collectives-{order}.png"
+    ended = runner.ranks(f"collectives-{order}", [*words, "--plot", picture])
     if ended.failure or not file.exists():
         return Outcome(passed=False, lines=(ended.failure or "no figures",))
-    figures = {"rows": json.loads(file.read_text(encoding="utf-8"))}
+    figures = {f"rows, {order}": json.loads(file.read_text(encoding="utf-8"))}
     return Outcome(
         passed=True,
-        lines=tuple(filter(None, ended.output.splitlines())),
+        lines=(f"launch order {order}:", *filter(None, ended.output.splitlines())),
         figures=figures,
         pictures=(picture.name,),
     )
 
 
 def peers(runner: Runner) -> Outcome:
-    """IIG, NIG and GGG beside FSDP2, and its hybrid."""
+    """IIG, NIG and GGG beside FSDP2, and its hybrid; IIG also in other orders of collectives."""
     file = runner.folder / "peers.json"
     file.unlink(missing_ok=True)
-    contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG"
+    contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG,paro:IIG+at-once"
+    contenders += ",paro:IIG+in-order,paro:IIG+in-order-at-once"
     words = ["tools/bench/compare_peers.py", "--contenders", contenders, "--json", file]
     words += ["--distributed-backend", runner.backend]
     words += ["--group-size", max(1, runner.num_gpus // 2)]

@@ -21,15 +21,21 @@ from tools.bench.peers.task import Outcome, Task
 PREFIX = "paro:"
 _ROTATES = ["--paro-materialize", "rotate"]
 _FOUR_BITS = ["--paro-inter-grad-bits", "4", "--paro-inter-param-bits", "4"]
+_AT_ONCE = ["--paro-updated-ahead", "all"]
+_IN_ORDER = ["--paro-nccl-launch-order", "implicit"]
 WAYS = {
     "rotate": _ROTATES,
     "in-place": [*_ROTATES, "--paro-rotate-in-place"],
     "4-bit": [*_FOUR_BITS, "--paro-inter-bits-warmup-iters", "0"],
+    "ahead": ["--paro-updated-ahead", "2"],
+    "at-once": _AT_ONCE,
+    "in-order": _IN_ORDER,
+    "in-order-at-once": [*_IN_ORDER, *_AT_ONCE],
 }
 
 
 class OwnSetting(NamedTuple):
-    """The parts of STRATEGY[@COLLECTIVE][+rotate|+in-place|+4-bit]; those not given are empty."""
+    """The parts of STRATEGY[@COLLECTIVE][+WAY], of `WAYS`; those not given are empty."""
 
     strategy: str
     collective: str

@@ -1,0 +1,72 @@
+"""NCCL's rule that a collective begins after all that were queued before it, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from model.config import LLAMA_PRESETS
+from paro.config.sharding import units_ahead
+from paro.planning.machine.collective_time import TimedJob
+from paro.planning.machine.files import find_machine, machine_from_json, machine_to_json
+from paro.planning.machine.machine import LaunchOrder
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.search_space import Materialize
+from paro.planning.step.simulation import Program, Simulation, Wait, Work
+from paro.planning.step.timeline import simulate
+from tests.paro.planning.cases import workload
+
+
+def work(name: str, members: int, *, between: bool) -> Work:
+    """A second of communication, on one of two streams."""
+    job = TimedJob(stream=(), seconds=1.0, intra=1.0 - between, inter=float(between), cpu=0.0)
+    return Work(name, "gather", job, (name, ()), members=members, after=(), left=1.0)
+
+
+@pytest.mark.parametrize(("in_order", "seconds"), [(False, 1.0), (True, 2.0)])
+def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, seconds: float) -> None:
+    simulation = Simulation(2, launches_in_order=in_order)
+
+    def program(index: int) -> Program:
+        actor = simulation.actors[index]
+        for number in range(2):
+            simulation.submit(actor, work("between", 2, between=True), number)
+        yield Wait((simulation.submit(actor, work("inside", 1, between=False), 2 + index),))
+
+    assert simulation.run([program(0), program(1)]) == pytest.approx(seconds)
+
+
+def step_seconds(
+    machine: str, order: LaunchOrder, ahead: int | None, way: Materialize, nodes: int
+) -> float:
+    given = replace(find_machine(machine), launch_order=order)
+    case = workload(
+        replace(LLAMA_PRESETS["65B"], num_layers=16),
+        machine=given.for_world(8 * nodes, subject=""),
+        global_batch_size=2 * 8 * nodes * 2,
+        updated_ahead=ahead,
+        materialize=way,
+    )
+    return simulate(Estimator(case).costs(case.candidate(case.strategy("IIG")))).seconds
+
+
+@pytest.mark.parametrize("way", [Materialize.GATHER, Materialize.ROTATE])
+@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-a100-roce100"])
+def test_nccls_default_hides_updates_in_either_order(machine: str, way: Materialize) -> None:
+    ahead = units_ahead(None, 1, by_nccl=True)
+    free, implicit = (
+        [step_seconds(machine, order, k, way, 4) for k in (None, ahead)]
+        for order in ("free", "implicit")
+    )
+    assert implicit[0] > 1.01 * free[0], "at once, all updates come before the first gather"
+    assert implicit[1] < implicit[0]
+    assert free[1] < 1.01 * free[0]
+
+
+def test_a_machine_file_says_the_order() -> None:
+    free = find_machine("dgx-h100")
+    assert free.launch_order == "free"
+    implicit = replace(free, launch_order="implicit")
+    for machine in (free, implicit):
+        assert machine_from_json(machine_to_json(machine), "") == machine
