@@ -72,7 +72,8 @@ def build_training(
     Sent bytes are counted in `traffic`. On the meta device there are shapes only: no storage and no
     process groups.
     """
-    device = control.device
+    device, sharing = control.device, config.world.context_parallel_size
+    assert control.world.context_parallel_size == sharing, "the control has another world"
     traffic = traffic or ByteCounter()
     compute_dtype = TORCH_TYPES[config.precision.compute]
     kernels = usable_kernels(config.model, config.fusions, compute_dtype, control.device)

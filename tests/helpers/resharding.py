@@ -165,7 +165,7 @@ def _build(flags: Sequence[str]) -> tuple[RunConfig, Training, Log]:
     alone = not dist.is_initialized()
     world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
     config = RunConfig.from_args(parse_args(flags), world)
-    control = Control(world, device_for(config.runtime, world))
+    control = Control(config.world, device_for(config.runtime, world))
     training = build_training(config, control)
     check_placement(config, training)
     return config, training, Log(rank=world.rank, world_size=world.size)

@@ -42,6 +42,13 @@ def test_moments_in_bf16_reshard(tmp_path: Path, index: int) -> None:
     check(replace(PAIRS[index], before=before, after=after), tmp_path)
 
 
+def test_ranks_that_share_samples_may_be_others_after_a_resume(tmp_path: Path) -> None:
+    shared = "--cp-comm-type a2a --context-parallel-size 2"
+    before = Setting(world_size=4, group_size=2, strategy="IIG", more=shared)
+    after = Setting(world_size=2, group_size=1, strategy="GGG", more=shared)
+    check(Pair(before, after, asynchronous=False), tmp_path)
+
+
 LAST = "--trainable last-blocks:0.34"
 LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
 
