@@ -16,11 +16,12 @@ from model.lora import checkpointed
 from paro.context_parallel.attention import make_context_attention
 from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig
 from paro.distributed.links import Links
 from paro.distributed.world import World
+from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     num_kv_heads: int
     lengths: tuple[int, ...] | None = None
     overlap: bool = True
+    late: int | None = None  # the seed of streams whose jobs run as late as waits allow
     recomputes: bool = False
 
     @property
@@ -62,6 +64,8 @@ CASES = {
         Case(4, 4, 16, 4, lengths=(5, 19, 1, 1, 22)),  # of two samples of 24 tokens
         Case(4, 4, 8, 2),  # each head of keys and values twice
         Case(4, 4, 4, 1, recomputes=True),
+        Case(4, 4, 16, 8, late=1, recomputes=True),
+        Case(2, 2, 8, 2, late=2),
         Case(2, 2, 8, 2, lengths=(12, 3, 9), recomputes=True),
     ]
 }
@@ -74,7 +78,9 @@ def attention_on_ranks(cases: Sequence[Case], group_size: int) -> list[tuple[lis
     found = []
     for case in cases:
         layout, traffic = ContextLayout(size=case.size, heads=case.heads), ByteCounter()
-        streams = make_comm_streams(CPU, overlap=case.overlap, backend="gloo")
+        streams: CommStreams = make_comm_streams(CPU, overlap=case.overlap, backend="gloo")
+        if case.late is not None:
+            streams = LateStreams(case.late, eager=0.3)
         config = GroupConfig(timeout=timedelta(seconds=60))
         links = Links(streams, traffic, Exposure(), config)
         core = make_context_attention(layout, world, links, None, "auto")
