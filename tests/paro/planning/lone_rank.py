@@ -21,6 +21,8 @@ from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.shifts import Ring
+from paro.context_parallel.attention import make_context_attention
+from paro.context_parallel.layout import ContextLayout
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.exposed_time import Exposure
@@ -76,6 +78,24 @@ class LoneRank:
     model: DistributedModel
     optimizer: ParoOptimizer
     traffic: ByteCounter
+
+    def exchange_heads(self, layout: ContextLayout) -> None:
+        """From now on attention exchanges tokens for heads."""
+        context = self.model.context
+        size = {
+            "world_size": context.topology.world_size,
+            "group_size": context.topology.group_size,
+        }
+        groups = NoGroups(topology=layout.topology(**size), rank=context.rank, _by_use_and_span={})
+        assert isinstance(self.model.model, Llama)
+        self.model.model.core = make_context_attention(
+            layout,
+            groups,
+            backend="auto",
+            streams=InlineStreams(),
+            traffic=self.traffic,
+            exposure=context.exposure,
+        )
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
         """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""

@@ -9,6 +9,7 @@ import pytest
 from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
+from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.planning import units as planning_llama
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.memory.tally import MemorySnapshot
@@ -55,6 +56,7 @@ class Workload:
     num_micro_batches: int = 2
     loss_chunk: int = 512  # tokens
     trainable: Trainable = ALL
+    context: ContextLayout = ALONE
     at: str
 
 
@@ -258,6 +260,34 @@ CASES = {
         num_micro_batches=1,
         at="reduction",
     ),
+    # In bf16 a CPU's attention has buffers of its own, of whole samples here.
+    "heads are exchanged": Workload(
+        strategy="GGG",
+        config=replace(SMALL, vocab_size=64),
+        precision=FP32,
+        batch_size=4,
+        seq_length=256,
+        context=ContextLayout(size=4, heads=4),
+        at="backward",
+    ),
+    "exchanged keys and values are repeated, blocks recomputed": Workload(
+        strategy="GGG",
+        config=replace(SMALL, vocab_size=64, num_query_groups=2, recompute=EACH),
+        precision=FP32,
+        batch_size=4,
+        seq_length=256,
+        context=ContextLayout(size=4, heads=4),
+        at="backward",
+    ),
+    "the core of exchanged heads is recomputed": Workload(
+        strategy="GGG",
+        config=replace(SMALL, vocab_size=64, recompute=RecomputeConfig(granularity="selective")),
+        precision=FP32,
+        batch_size=4,
+        seq_length=256,
+        context=ContextLayout(size=4, heads=4),
+        at="backward",
+    ),
     "bf16 gradients converted for the update": Workload(
         strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
@@ -348,6 +378,7 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
         seq_length=workload.seq_length,
         micro_batch_size=workload.batch_size,
         num_micro_batches=workload.num_micro_batches,
+        context=workload.context,
     )
     return RunMemory(None).of(run).allocations
 
@@ -365,10 +396,12 @@ def measure(workload: Workload, device: str) -> int:
         is_trained=workload.trainable.names(workload.config).__contains__,
     )
 
+    length = workload.seq_length // workload.context.size
+    if workload.context.size > 1:
+        rank.exchange_heads(workload.context)
+
     def step() -> None:
-        rank.step(
-            workload.num_micro_batches, size=workload.batch_size, seq_length=workload.seq_length
-        )
+        rank.step(workload.num_micro_batches, size=workload.batch_size, seq_length=length)
 
     step()
     return rank.optimizer.model_state_bytes() + allocated_at_most(step, device)
