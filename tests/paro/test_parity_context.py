@@ -83,7 +83,7 @@ CASES = {
         Case(8, "GGG", f"{APART} {PER_TOKEN} {COMPILED}", kind="p2p"),
     ),
 }
-KINDS = ("a2a",)
+KINDS = ("a2a", "p2p", "allgather")
 
 
 class Run(NamedTuple):

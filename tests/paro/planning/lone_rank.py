@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from model.attention import Documents, attend
 from model.config import LlamaConfig
 from model.llama import Llama
 from paro.collectives import wire
@@ -21,7 +22,8 @@ from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.shifts import Ring
-from paro.context_parallel.attention import make_context_attention
+from paro.context_parallel.attention import ContextAttention
+from paro.context_parallel.exchange import Exchange
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
@@ -81,21 +83,17 @@ class LoneRank:
 
     def exchange_heads(self, layout: ContextLayout) -> None:
         """From now on attention exchanges tokens for heads."""
-        context = self.model.context
-        size = {
-            "world_size": context.topology.world_size,
-            "group_size": context.topology.group_size,
-        }
-        groups = NoGroups(topology=layout.topology(**size), rank=context.rank, _by_use_and_span={})
+        context, topology = self.model.context, self.model.context.topology
+        own = layout.topology(world_size=topology.world_size, group_size=topology.group_size)
+        groups = NoGroups(topology=own, rank=context.rank, _by_use_and_span={})
+        span, streams = layout.heads_span(own), InlineStreams()
+        exchange = Exchange(span, groups, streams, self.traffic, context.exposure)
+
+        def within(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+            return attend(q, k, v, "auto", documents)
+
         assert isinstance(self.model.model, Llama)
-        self.model.model.core = make_context_attention(
-            layout,
-            groups,
-            backend="auto",
-            streams=InlineStreams(),
-            traffic=self.traffic,
-            exposure=context.exposure,
-        )
+        self.model.model.core = ContextAttention(layout, exchange, within, [])
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
         """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""

@@ -260,34 +260,6 @@ CASES = {
         num_micro_batches=1,
         at="reduction",
     ),
-    # In bf16 a CPU's attention has buffers of its own, of whole samples here.
-    "heads are exchanged": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=64),
-        precision=FP32,
-        batch_size=4,
-        seq_length=256,
-        context=ContextLayout(size=4, heads=4),
-        at="backward",
-    ),
-    "exchanged keys and values are repeated, blocks recomputed": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=64, num_query_groups=2, recompute=EACH),
-        precision=FP32,
-        batch_size=4,
-        seq_length=256,
-        context=ContextLayout(size=4, heads=4),
-        at="backward",
-    ),
-    "the core of exchanged heads is recomputed": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=64, recompute=RecomputeConfig(granularity="selective")),
-        precision=FP32,
-        batch_size=4,
-        seq_length=256,
-        context=ContextLayout(size=4, heads=4),
-        at="backward",
-    ),
     "bf16 gradients converted for the update": Workload(
         strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
