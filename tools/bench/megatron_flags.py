@@ -40,7 +40,6 @@ RANKS = 8  # of a functional test, which runs on one node
 PARALLEL = (
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
-    "--context-parallel-size",
 )
 # Variables that a test's environment defines; all others are left as they are written.
 ENVIRONMENT = {"REPEAT": "1"}
@@ -82,18 +81,18 @@ def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
 
 
 def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
-    """The words of a configuration: true is a switch, [a b] are several words, else it is one."""
+    """The words of a configuration: true is a switch, [a b] and numbers are several, else one."""
     for flag, value in arguments.items():
         yield flag
         if value is True:
             continue
         text = re.sub(r"\$\{?(\w+)\}?", lambda name: ENVIRONMENT.get(name[1], name[1]), str(value))
-        several = re.fullmatch(r"\[(.*)\]", text)
-        yield from shlex.split(several[1].replace(",", " ")) if several else [text]
+        several = re.fullmatch(r"\[(.*)\]|(\d+(?: \d+)+)", text)
+        yield from shlex.split((several[1] or text).replace(",", " ")) if several else [text]
 
 
 def degree_of(words: Sequence[str]) -> int:
-    """Over how many ranks a configuration splits the model or its sequences."""
+    """Over how many ranks a configuration splits the model."""
     degree = 1
     for flag, *values in by_flag(words):
         if flag in PARALLEL:
@@ -108,10 +107,11 @@ def try_configuration(name: str, words: Sequence[str]) -> Trial:
     unknown = tuple(flag.split("=")[0] for flag, *_ in by_flag(extra))
     instead = refused(args)
     gone = {given.split()[0] for flags in instead.values() for given in flags} | {*unknown}
-    ranks = RANKS // degree_of(words)
-    while args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
-        ranks //= 2  # largest number of ranks that divides the batch
-    failure = "; ".join(mistakes) or why_no_dry_run(without(words, gone), ranks)
+    sharing = args.context_parallel_size
+    readers = max(1, RANKS // degree_of(words) // sharing)
+    while args.global_batch_size and args.global_batch_size % (args.micro_batch_size * readers):
+        readers //= 2  # largest number of data-parallel ranks that divides the batch
+    failure = "; ".join(mistakes) or why_no_dry_run(without(words, gone), readers * sharing)
     return Trial(name, tuple(words), unknown, instead, failure)
 
 

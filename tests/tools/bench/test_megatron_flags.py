@@ -61,17 +61,19 @@ def test_values_become_words() -> None:
         "--data-path": "$DATA/corpus",
         "--step-batch-size-schedule": "0:384 200B:768",
         "--hierarchical-context-parallel-sizes": "[2 2]",
+        "--rampup-batch-size": "8 8 64",
     }
     assert list(command_line(arguments)) == [
         *("--bf16", "--seed", "1", "--data-path", "DATA/corpus"),
         *("--step-batch-size-schedule", "0:384 200B:768"),
         *("--hierarchical-context-parallel-sizes", "2", "2"),
+        *("--rampup-batch-size", "8", "8", "64"),
     ]
 
 
 def test_ranks_that_cut_the_model_multiply() -> None:
-    words = "--tensor-model-parallel-size 2 --lr 1 --context-parallel-size 4"
-    assert degree_of(words.split()) == 8
+    words = "--tensor-model-parallel-size 2 --lr 1 --pipeline-model-parallel-size 4"
+    assert degree_of(f"{words} --context-parallel-size 2".split()) == 8
 
 
 @pytest.mark.process
