@@ -273,7 +273,7 @@ def peers(runner: Runner) -> Outcome:
     words += ["--distributed-backend", runner.backend]
     words += ["--group-size", max(1, runner.num_gpus // 2)]
     if runner.rehearse:
-        words += ["--rounds", 1, "--micro-batches", 1, "--warmup-steps", 1, "--steps", 1]
+        words += ["--rounds", 1, "--micro-batches", 1, "--warmup-steps", 2, "--steps", 1]
     else:
         words += ["--llama-preset", "7B", "--seq-length", 4096, "--recompute", "--rounds", 3]
     ended = runner.ranks("peers", words)
