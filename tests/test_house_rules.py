@@ -51,12 +51,13 @@ def test_what_lies_in_tools_itself_is_a_program(folder: str) -> None:
 
 
 @pytest.mark.process
-def test_pure_files_and_the_parser_start_without_torch() -> None:
+def test_pure_files_the_parser_and_the_planner_start_without_torch() -> None:
     modules = [
         source.module
         for source in sources(*PRODUCT)
         if is_within(source.module, (*PURE, "paro.arguments"))
     ]
+    modules.append("tools.plan")
     program = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or f"one of {modules} imports torch"
