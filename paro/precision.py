@@ -12,7 +12,7 @@ BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes by name; master parameters are always fp32.
+    """Dtypes by name, and the optimizer, which decides of what; masters are always fp32.
 
     `inter_param_bits` and `inter_grad_bits`: of updated parameters and gradients that cross groups
     once a step; below 16 they are sent as codes (paro/quantization/ranges.py).
@@ -27,6 +27,7 @@ class PrecisionConfig:
     lora_base_dtype: str | None = None  # of parameters that adapters freeze; None: `compute`
     exp_avg_dtype: str = "fp32"
     exp_avg_sq_dtype: str = "fp32"
+    optimizer: str = "adam"  # or "muon"
 
     def __post_init__(self) -> None:
         for flag, dtype in (
@@ -101,6 +102,11 @@ class PrecisionConfig:
     def accumulate(self) -> str:
         """Dtype of the gradient accumulators: fp32, or bf16 with `--grad-reduce-in-bf16`."""
         return "bf16" if self.grad_reduce_in_bf16 else "fp32"
+
+    @property
+    def matrix_wire(self) -> str:
+        """Communication dtype of the matrices that Muon makes whole."""
+        return "fp32" if self.wire == "fp32" else "bf16"
 
     @property
     def wire(self) -> str:

@@ -86,6 +86,11 @@ class Topology:
         first = rank - rank % outer + rank % inner
         return tuple(range(first, first + outer, inner))
 
+    def in_order_of_shards(self, span: AxisSpan, rank: int) -> tuple[int, ...]:
+        """The members of a span in the order of their shards at its fine degree."""
+        members = self.members(span, rank)
+        return tuple(sorted(members, key=lambda one: nested_range(span, one, len(members))))
+
     def shard_start(self, rank: int, degree: int, numel: int) -> int:
         """Offset of `rank`'s shard at `degree` in a flat buffer of `numel` elements.
 

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, _ArgumentGroup
 
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
+from paro.optim.muon_config import COEFFICIENT_TYPES, SCALE_MODES
 from paro.optim.step_checks import EXIT_AFTER_SKIPPED
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
@@ -216,6 +217,37 @@ def add_regularization_args(parser: ArgumentParser) -> None:
         "on a GPU where it works, which is tried at the start, and logged, else torch's")
 
 
+def _optimizer(text: str) -> str:
+    """The optimizer; dist_muon is an old name of one whose states are sharded, as all are here."""
+    return "muon" if text == "dist_muon" else text
+
+
+def add_optimizer_args(parser: ArgumentParser, *, trains: bool = True) -> None:
+    """`trains`: with the flags that only a training needs."""
+    add = parser.add_argument_group(
+        "optimizer", "Muon is for the matrices of blocks; --adam-* and --weight-decay hold too.",
+    ).add_argument
+    add("--optimizer", type=_optimizer, choices=("adam", "muon"), default="adam",
+        help="adam, which is AdamW; muon: Muon for the matrices of blocks, AdamW for all else")
+    if not trains:
+        return
+    add("--muon-momentum", type=float, metavar="X", default=0.9,
+        help="decay of the mean of gradients")
+    add("--muon-nesterov", action="store_true", help="read the mean a step ahead")
+    add("--muon-num-ns-steps", type=int, metavar="STEPS", default=5,
+        help="steps of Newton-Schulz")
+    add("--muon-coefficient-type", choices=COEFFICIENT_TYPES, default="quintic",
+        help="their coefficients")
+    add("--muon-scale-mode", choices=SCALE_MODES, default="spectral",
+        help="factor on the orthogonal matrix, of OUT x IN elements: sqrt(max(OUT, IN)), "
+        "sqrt(OUT / IN) or sqrt(max(1, OUT / IN))")
+    add("--muon-extra-scale-factor", type=float, metavar="X", default=1.0,
+        help="another factor; with spectral, 0.2 makes updates as large as AdamW's")
+    add("--muon-fp32-matmul-prec", choices=("low", "medium", "high", "highest"),
+        default="medium",
+        help="torch's precision of Newton-Schulz's fp32 products; highest is fp32 on all devices")
+
+
 def add_learning_rate_args(parser: ArgumentParser) -> None:
     add = parser.add_argument_group(
         "learning rate", "Counted in samples: iterations are converted by the batch size.",
@@ -303,5 +335,5 @@ def add_inter_bits_args(parser: ArgumentParser, *, trains: bool) -> None:
 # In the order of --help.
 MODEL_GROUPS = (
     add_model_args, add_training_args, add_lora_args, add_recompute_args, add_regularization_args,
-    add_learning_rate_args, add_mixed_precision_args,
+    add_optimizer_args, add_learning_rate_args, add_mixed_precision_args,
 )

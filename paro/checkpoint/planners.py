@@ -127,8 +127,9 @@ def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> 
         if name not in saved:
             if kind != PARAM and f"{PARAM}.{parameter}" in saved:
                 raise UserError(
-                    f"the checkpoint has no {kind} of {parameter}: it did not train there: give "
-                    "the --trainable of that run, or --no-load-optim or --finetune"
+                    f"the checkpoint has no {kind} of {parameter}: it did not train there, or by "
+                    "another --optimizer: give the --trainable and --optimizer of that run, or "
+                    "--no-load-optim or --finetune"
                 )
             what = parameter if kind == PARAM else f"{kind} of {parameter}"
             raise UserError(f"{MISMATCH}: only the model has {what}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,26 @@ class Wire:
         received[own] = parts[own]
         for message in pending:
             message.wait()
+
+    def trade(
+        self, use: Use, span: AxisSpan, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+    ) -> None:
+        """Sends and receives parts of any size, by rank, as one grouped operation under NCCL."""
+        if not sent and not received:
+            return
+        group, operations = self._groups.of(use, span), []
+        for rank, part in received.items():
+            operations.append(dist.P2POp(dist.irecv, part, rank, group))
+        for rank, part in sent.items():
+            self._traffic.add(self._link_to(rank), part.nbytes)
+            operations.append(dist.P2POp(dist.isend, part, rank, group))
+        transfer = f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}"
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise RuntimeError(f"{transfer} failed: {error}") from error
+        for work, operation in zip(works, operations, strict=len(works) > 1):
+            Pending(work, operation.tensor, transfer).wait()
 
     def send(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which must not change until the message is complete."""

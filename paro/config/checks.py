@@ -11,6 +11,7 @@ from pathlib import Path
 from data.config import DataConfig
 from model.block_attention import check_block_backend
 from model.config import LlamaConfig
+from model.units import parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
@@ -21,7 +22,9 @@ from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.optim.optimizer import OptimConfig
-from paro.planning.rotation import rotation_infeasible_reason
+from paro.optim.states import is_for_muon
+from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
+from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -29,6 +32,7 @@ from paro.strategy import Strategy
 from paro.text import listed
 
 _FP8_MULTIPLE = 16
+_MUON_LR = 0.005  # below it a learning rate is of AdamW's size
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
@@ -106,6 +110,23 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig
         if context.layout.heads > 1:
             advice += ", or --cp-comm-type p2p, which exchanges no heads"
         raise UserError(f"--context-parallel-size {size} does not fit: {why}: {advice}")
+
+
+def check_muon(
+    precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
+) -> None:
+    """`UserError` where there are no whole matrices for Muon."""
+    if precision.optimizer != "muon":
+        return
+    if sharding.materialize == "rotate":
+        raise UserError(MUON_ROTATES)
+    shapes = parameter_shapes(model)
+    names = trainable.names(model)
+    if not any(is_for_muon(name, shapes[name]) for name in names):
+        raise UserError(
+            f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
+            "leave it out"
+        )
 
 
 def check_compile(model: LlamaConfig) -> None:
@@ -241,6 +262,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
         "--lr-wsd-decay-iters": args.lr_wsd_decay_iters is not None,
         "--lr-wsd-decay-samples": args.lr_wsd_decay_samples is not None,
     }
+    notices += _scale_notice(args)
     given = [flag for flag, is_given in wsd.items() if is_given]
     if given and args.lr_decay_style != "WSD":
         style = f"--lr-decay-style is {args.lr_decay_style}"
@@ -253,6 +275,21 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     if given and args.context_parallel_size == 1:
         notices.append(f"{_listed(given)} no effect without --context-parallel-size")
     return tuple(notices)
+
+
+def _scale_notice(args: Namespace) -> list[str]:
+    """A line where Muon's update does not fit a learning rate of AdamW's size."""
+    if args.optimizer != "muon" or args.muon_extra_scale_factor != 1.0:
+        return []
+    mode = f"--muon-scale-mode {args.muon_scale_mode}"
+    if args.muon_scale_mode == "spectral":
+        return [
+            f"{mode}: an update is 4 to 5 times as large as AdamW's at the same --lr; "
+            "--muon-extra-scale-factor 0.2 makes it as large"
+        ]
+    if args.lr is not None and args.lr < _MUON_LR:
+        return [f"{mode} wants a --lr of about 0.02, and {args.lr:g} is of AdamW's size"]
+    return []
 
 
 def _listed(flags: list[str]) -> str:

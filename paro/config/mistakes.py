@@ -43,6 +43,7 @@ from paro.config.plan import take_sharding
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
+from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.search.trainable import Trainable
@@ -52,7 +53,7 @@ from paro.report.watchdog import WatchConfig
 Part = TypeVar("Part")
 _PLACES = ("FILE", "DIR", "PREFIX")  # as --help calls values that are files and folders
 _MOST = 10**6  # samples in a batch, for which others are looked for
-_ALONE = (Fusions, OptimConfig, StepChecksConfig, WatchConfig)
+_ALONE = (Fusions, OptimConfig, MuonConfig, StepChecksConfig, WatchConfig)
 
 
 def wrong_values(args: Namespace) -> WrongValues:

@@ -27,6 +27,7 @@ from paro.config.checks import (
     check_load,
     check_local_copies,
     check_moments,
+    check_muon,
     check_profile,
     check_rotation,
     check_save,
@@ -56,6 +57,7 @@ from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
+from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.machine.files import find_machine
@@ -79,6 +81,7 @@ class RunConfig:
     precision: PrecisionConfig
     fusions: Fusions | None  # None: some rank has no Triton
     optim: OptimConfig
+    muon: MuonConfig
     schedule: ScheduleConfig
     loss_scale: LossScaleConfig
     train: TrainConfig
@@ -164,6 +167,7 @@ class RunConfig:
             precision=precision,
             fusions=take(Fusions, args),
             optim=take(OptimConfig, args),
+            muon=take(MuonConfig, args),
             schedule=take_schedule(args, batches, train, common),
             loss_scale=take_loss_scale(args),
             train=train,
@@ -196,6 +200,7 @@ class RunConfig:
         check_context(self.sharding, self.model, self.data)
         check_compile(self.model)
         check_moments(self.optim, self.precision)
+        check_muon(self.precision, self.sharding, self.trainable, self.model)
         check_fp8(self.model, self.data, self.batches.micro_batch_size, self.sharding)
         check_intervals(self.train, self.checkpoint)
         check_profile(self.profile, self.report, self.checkpoint)

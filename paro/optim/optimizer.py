@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +20,22 @@ from paro.distributed.profile_range import profile_range
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw, find_apex
+from paro.optim.deal import muon_boxes
+from paro.optim.matrices import MuonRange, MuonStep
+from paro.optim.muon_config import MuonConfig
+from paro.optim.norm import square_sum
 from paro.optim.rounding import Rounding
-from paro.optim.states import MASTER, PARAM, STATE_NAMES, OptimState, master_is_param
+from paro.optim.states import (
+    MASTER,
+    MOMENTS,
+    MOMENTUM,
+    PARAM,
+    adamw_states,
+    kept_numels,
+    master_is_param,
+    muon_states,
+)
+from paro.precision import PrecisionConfig
 from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
@@ -59,22 +73,31 @@ class UnitOptimizer:
     """
 
     def __init__(
-        self, unit: UnitShards, config: OptimConfig, states: Sequence[OptimState], seed: int
+        self, unit: UnitShards, config: OptimConfig, precision: PrecisionConfig, seed: int
     ) -> None:
         self.unit = unit
         grad = unit.optim_grad
         strategy = unit.context.strategy
         is_fp32 = unit.param_shard.dtype == torch.float32
         self.master_is_param = master_is_param(strategy, is_fp32=is_fp32)
-        numel = grad.numel()
+        numel, layout = grad.numel(), unit.layout
+        muon_stop = 0
+        if precision.optimizer == "muon" and muon_boxes(layout):
+            muon_stop = layout.decayed_stop
+        by_muon, by_adamw = kept_numels(layout.numel, muon_stop, strategy.optim)
+        kept = {MASTER: 0 if self.master_is_param else numel}
+        kept |= dict.fromkeys(adamw_states(precision)[1:], by_adamw)
+        kept |= dict.fromkeys(muon_states(precision)[1:], by_muon)
         self.states = {
-            state.name: torch.zeros(numel, dtype=TORCH_TYPES[state.dtype], device=grad.device)
-            for state in states
-            if not (state is MASTER and self.master_is_param)
+            state.name: torch.zeros(length, dtype=TORCH_TYPES[state.dtype], device=grad.device)
+            for state, length in kept.items()
         }
-        self.master = self.states.setdefault(PARAM, unit.param_shard)
-        moments = [self.states[state.name] for state in states if state.is_moment]
-        rounds = any(moment.dtype != torch.float32 for moment in moments)
+        if self.master_is_param:
+            self.states[PARAM] = unit.param_shard
+        self.master = self.states[PARAM]
+        self.num_muon = max(0, min(numel, muon_stop - unit.optim_start))
+        moments = [self.states[state.name] for state in adamw_states(precision)[1:]]
+        rounds, begin = precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
         master = self.master.detach()
         self._adamws: list[tuple[slice, bool, AdamW]] = [  # the part, whether its weights decay
@@ -83,7 +106,7 @@ class UnitOptimizer:
                 decays,
                 chosen.make(
                     master[part],
-                    *(moment[part] for moment in moments),
+                    *(moment[part.start - begin : part.stop - begin] for moment in moments),
                     betas=(config.adam_beta1, config.adam_beta2),
                     eps=config.adam_eps,
                     rounding=rounding,
@@ -93,25 +116,28 @@ class UnitOptimizer:
         ]
 
     def _ranges(self, seed: int | None) -> Iterator[tuple[slice, bool, Rounding | None]]:
-        """The parts that are updated apart, whether their weights decay, and how they are rounded.
+        """The parts that AdamW updates apart, whether their weights decay, how they are rounded.
 
         With a `seed`, moments are rounded: a part for every parameter.
         """
         layout, start, numel = self.unit.layout, self.unit.optim_start, self.master.numel()
         # The range is in one slice, which has decayed boxes first: at most two parts.
-        cut = layout.num_decayed(start, start + numel)
+        first, cut = self.num_muon, layout.num_decayed(start, start + numel)
         if seed is None:
-            for part, decays in ((slice(0, cut), True), (slice(cut, numel), False)):
+            for part, decays in ((slice(first, cut), True), (slice(cut, numel), False)):
                 if part.start < part.stop:
                     yield part, decays, None
             return
-        for piece in layout.pieces(start, start + numel):
+        for piece in layout.pieces(start + first, start + numel):
             begin = piece.offset - start
             part = slice(begin, begin + piece.high - piece.low)
             yield part, begin < cut, Rounding.of(piece, seed)
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
-        """One AdamW step on the gradients times `factor`; the result is to be all-gathered."""
+        """One AdamW step on the gradients times `factor`; the result is to be all-gathered.
+
+        What Muon updates is updated before.
+        """
         unit = self.unit
         grad, in_full = unit.optim_grad, unit.coded_update is None or unit.full_precision
         copy = unit.optim_param if in_full and not self.master_is_param else None
@@ -123,6 +149,8 @@ class UnitOptimizer:
                 copy=None if copy is None else copy[part],
             )
             adamw.step(grad[part], update)
+        if copy is not None:
+            copy[: self.num_muon].copy_(self.master[: self.num_muon])
         if not in_full:
             unit.encode_update(self.master)
 
@@ -135,6 +163,26 @@ class UnitOptimizer:
         """Copies the master to the parameter shard, which is to be all-gathered."""
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
+
+    @property
+    def muon_range(self) -> MuonRange:
+        """What Muon updates."""
+        momentum = self.states[MOMENTUM][: self.num_muon]
+        return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum)
+
+    def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
+        """The states, each with the boxes that have it, where it begins, and its values."""
+        unit, start, first = self.unit, self.unit.optim_start, self.num_muon
+        yield PARAM, unit.layout, start, self.master
+        of_muon = muon_boxes(unit.layout) if self.states[MOMENTUM].numel() else ()
+        others = tuple(placed for placed in unit.layout.boxes if placed not in of_muon)
+        for name in MOMENTS if others else ():
+            layout = replace(unit.layout, boxes=others)
+            values = self.states[name][: self.master.numel() - first]
+            yield name, layout, start + first, values
+        if of_muon:
+            layout = replace(unit.layout, boxes=of_muon)
+            yield MOMENTUM, layout, start, self.states[MOMENTUM][:first]
 
     @property
     def num_bytes(self) -> int:
@@ -151,12 +199,30 @@ class ParoOptimizer:
     """
 
     def __init__(
-        self, model: DistributedModel, config: OptimConfig, states: Sequence[OptimState], seed: int
+        self,
+        model: DistributedModel,
+        config: OptimConfig,
+        precision: PrecisionConfig,
+        seed: int,
+        muon: MuonConfig,
     ) -> None:
         self.model = model
         self.config = config
         self.num_steps = 0
-        self._parts = [UnitOptimizer(unit, config, states, seed) for unit in model.trainable_units]
+        self._parts = [
+            UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
+        ]
+        self.muon = None
+        exchange = model.context.matrix_exchange
+        if exchange is not None:
+            self.muon = MuonStep(
+                [part.muon_range for part in self._parts],
+                exchange,
+                muon,
+                model.context.exposure,
+                wire=TORCH_TYPES[precision.matrix_wire],
+                seed=seed,
+            )
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
@@ -181,7 +247,7 @@ class ParoOptimizer:
         context = self.model.context
         counts = context.rank < context.strategy.optim
         grads = (unit.optim_grad for unit in self.model.trainable_units if counts)
-        return _square_sum(grads, context.device)
+        return square_sum(grads, context.device)
 
     def local_num_zeros(self) -> Tensor:
         """This rank's contribution to the number of zero gradient elements, a fp64 scalar.
@@ -210,7 +276,7 @@ class ParoOptimizer:
             for shard in self.flat_shards()
             if shard.state == PARAM and shard.is_primary_replica
         )
-        return float(_square_sum(counted, self.model.context.device))
+        return float(square_sum(counted, self.model.context.device))
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
@@ -221,9 +287,21 @@ class ParoOptimizer:
             factor *= min(1.0, self.config.clip_grad / (grad_norm + 1e-6))  # Megatron's clipping
         self.num_steps += 1
         with profile_range("update"):
-            for part in self._parts:
+            for part in self._in_order(lr=lr, weight_decay=weight_decay, factor=factor):
                 part.update(lr=lr, weight_decay=weight_decay, factor=factor)
                 self.model.updated(part.unit)
+
+    def _in_order(
+        self, *, lr: float, weight_decay: float, factor: float
+    ) -> Iterator[UnitOptimizer]:
+        """The units, each after Muon has updated its matrices."""
+        if self.muon is None:
+            yield from self._parts
+            return
+        for number in self.muon.update(
+            lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps
+        ):
+            yield self._parts[number]
 
     # Saving and loading #
 
@@ -237,11 +315,11 @@ class ParoOptimizer:
         topology = context.topology
 
         def shard(
-            unit: UnitShards, degree: int, start: int, values: Tensor, state: str
+            layout: UnitLayout, degree: int, start: int, values: Tensor, state: str
         ) -> FlatShard:
             span = topology.axes_between(degree, topology.world_size)
             return FlatShard(
-                layout=unit.layout,
+                layout=layout,
                 start=start,
                 values=values,
                 state=state,
@@ -251,19 +329,19 @@ class ParoOptimizer:
 
         for part in self._parts:
             unit = part.unit
-            states = {name: part.states[name] for name in STATE_NAMES}
-            if unit.coded_update is not None:
-                states[SENT] = unit.optim_param  # this rank's own: written before the all-gather
             degree = unit.context.strategy.optim
-            for state, values in states.items():
-                yield shard(unit, degree, unit.optim_start, values, state)
+            for state, layout, start, values in part.shards():
+                yield shard(layout, degree, start, values, state)
+            if unit.coded_update is not None:
+                # This rank's own: written before the all-gather.
+                yield shard(unit.layout, degree, unit.optim_start, unit.optim_param, SENT)
             errors = unit.shard_of_errors()
             if errors is not None:
                 yield errors
         for unit in self.model.units:
             if frozen and not unit.trainable:
                 degree = unit.context.strategy.params
-                yield shard(unit, degree, unit.param_start, unit.param_shard, PARAM)
+                yield shard(unit.layout, degree, unit.param_start, unit.param_shard, PARAM)
 
     @torch.no_grad()
     def loaded(self, *, num_steps: int) -> None:
@@ -290,28 +368,6 @@ class ParoOptimizer:
             "gradients": sum(unit.grad_shard.nbytes for unit in units),
             "optimizer": sum(part.num_bytes for part in self._parts),
         }
-
-
-_ROW = 4096  # elements
-
-
-def _square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The squared norm over all `ranges`, a fp64 scalar; not finite if any element is not."""
-    norms = [norm for values in ranges for norm in _norms(values)]
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(norms).double().square().sum()
-
-
-def _norms(values: Tensor) -> Iterator[Tensor]:
-    """Norms whose squares add up to that of the values; a CPU has threads for rows alone."""
-    if values.device.type == "cpu":
-        rows = values[: values.numel() // _ROW * _ROW].view(-1, _ROW)
-        values = values[rows.numel() :]
-        yield torch.linalg.vector_norm(
-            torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32), dtype=torch.float32
-        )
-    yield torch.linalg.vector_norm(values, dtype=torch.float32)
 
 
 def _initial_values(

@@ -14,7 +14,8 @@ from model.units import UnitSpec
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
-from paro.optim.states import adamw_states, bytes_of, master_is_param
+from paro.optim.deal import Matrix, Round, deal, moved_numels, muon_places
+from paro.optim.states import master_is_param, optimizer_bytes
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
@@ -41,6 +42,8 @@ class UnitSize:
     # Of the trainable buffer: its equal slices, and matrices are before this element of each.
     num_slices: int = 1
     matrix_stop: int = 0
+    # The matrices that Muon would update: offset, rows and columns.
+    matrices: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -121,23 +124,27 @@ def unit_size(
         gathers_per_micro_batch=0,
         num_slices=trainable.num_slices,
         matrix_stop=trainable.decayed_stop,
+        matrices=muon_places(trainable),
     )
 
 
 def traffic_per_step(
     strategy: Strategy,
     topology: Topology,
-    units: Iterable[UnitSize],
+    units: Sequence[UnitSize],
     precision: PrecisionConfig,
     num_micro_batches: int,
+    *,
+    rank: int | None = None,
 ) -> Sent:
-    """Bytes that a rank sends in one optimizer step.
+    """Bytes that a rank sends in one optimizer step; under Muon the mean, or those of `rank`.
 
     A rotation pass of a unit's weights sends as much as a gather, one of its gradients as much as a
     reduction. The all-gather of updated parameters is lazy: a step gathers what the previous one
     updated. So the first step of a run sends less.
     """
-    intra = inter = 0
+    of_muon = exchanged(units, strategy, topology, precision, rank)
+    intra, inter = of_muon.intra, of_muon.inter
     for unit in units:
         gathers = unit.gathers_per_micro_batch * num_micro_batches
         reductions = unit.reductions_per_micro_batch * num_micro_batches
@@ -147,6 +154,46 @@ def traffic_per_step(
             intra += count * sent.intra
             inter += count * sent.inter
     return Sent(intra, inter)
+
+
+def muon_stop(unit: UnitSize, precision: PrecisionConfig) -> int:
+    """Muon updates the elements of a unit before this one."""
+    return unit.matrix_stop if unit.matrices and precision.optimizer == "muon" else 0
+
+
+def muon_rounds(units: Iterable[UnitSize], degree: int) -> tuple[Round, ...]:
+    """The rounds in which the matrices of these units are made whole at the optimizer's degree."""
+    found = (
+        Matrix(number, unit.trainable_numel, *place)
+        for number, unit in enumerate(units)
+        for place in unit.matrices
+    )
+    return deal(tuple(found), degree)
+
+
+def exchanged(
+    units: Iterable[UnitSize],
+    strategy: Strategy,
+    topology: Topology,
+    precision: PrecisionConfig,
+    rank: int | None = None,
+) -> Sent:
+    """Bytes that a rank sends in a step to make Muon's matrices whole, and to spread the result.
+
+    Ranks send different amounts: without `rank` it is their mean.
+    """
+    sent = dict.fromkeys(Link, 0)
+    if precision.optimizer == "muon":
+        ranks = topology.in_order_of_shards(topology.axes_between(1, strategy.optim), rank or 0)
+        groups = [one // topology.group_size for one in ranks]
+        moved = moved_numels(muon_rounds(units, strategy.optim), len(ranks))
+        for (holder, owner), numel in moved.items():
+            link = Link.INTRA if groups[holder] == groups[owner] else Link.INTER
+            times = 2 if rank is None else (ranks[holder] == rank) + (ranks[owner] == rank)
+            sent[link] += times * numel * BYTES_OF[precision.matrix_wire]
+        if rank is None:
+            sent = {link: num_bytes // len(ranks) for link, num_bytes in sent.items()}
+    return Sent(sent[Link.INTRA], sent[Link.INTER])
 
 
 class Collective(NamedTuple):
@@ -290,30 +337,32 @@ def model_state_bytes(
 ) -> ModelStateBytes:
     """Bytes per rank of parameters, gradient accumulators, master parameters and Adam moments."""
     params = grads = optim = 0
-    states = adamw_states(precision)
     for unit in units:
         placed = strategy_of(unit, strategy)
         has_master = not master_is_param(placed, is_fp32=precision.compute == "fp32")
         params += unit.trainable_numel // placed.params * BYTES_OF[precision.compute]
         params += unit.frozen_numel // placed.params * BYTES_OF[precision.frozen]
         grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
-        kept = bytes_of(states if has_master else states[1:])
-        optim += unit.trainable_numel // placed.optim * kept
+        numel, stop = unit.trainable_numel, muon_stop(unit, precision)
+        optim += optimizer_bytes(precision, numel, stop, placed.optim, has_master=has_master)
     return ModelStateBytes(params=params, grads=grads, optim=optim)
 
 
 def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
-    """One unit for all sharded units and one for all replicated ones, with equal model states.
+    """One unit for all that are sharded and replicated alike, with equal model states.
 
     Padded units are multiples of every degree, so the sums can be divided instead of each unit.
     """
-    found: dict[bool, UnitSize] = {}
+    found: dict[tuple[object, ...], UnitSize] = {}
     for unit in units:
-        before = found.get(unit.replicated)
-        found[unit.replicated] = replace(
+        # Where Muon updates a part of a unit, only equal units add up.
+        alike = (unit.trainable_numel, unit.matrices) if unit.matrices else ()
+        before = found.get((unit.replicated, alike))
+        found[unit.replicated, alike] = replace(
             unit,
             trainable_numel=unit.trainable_numel + (before.trainable_numel if before else 0),
             frozen_numel=unit.frozen_numel + (before.frozen_numel if before else 0),
+            matrix_stop=unit.matrix_stop + (before.matrix_stop if before else 0),
         )
     return tuple(found.values())
 

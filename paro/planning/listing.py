@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import sent_by, unit_collectives
+from paro.planning.cost_model import exchanged, sent_by, unit_collectives
 from paro.planning.memory.tally import StepTally
 from paro.step.actions import WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
@@ -118,6 +118,11 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that a rank sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
+    own = exchanged(tally.units, tally.strategy, topology, tally.precision)
+    if own.intra or own.inter:
+        yield "    before the updates, Muon's rounds send " + (
+            f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
+        )
     if not overlaps:
         yield "    nothing overlaps: every collective is waited for where it is queued"
     widths = [max(map(len, c)) for c in zip(*(cells for cells in lines if cells[1:]), strict=True)]

@@ -21,6 +21,11 @@ from paro.step.rotating import RingShape
 from paro.step.rotation_plan import PartShape, RotationShape, passes_per_micro_batch
 from paro.strategy import FLAG, Strategy
 
+MUON_ROTATES = (
+    "--optimizer muon needs whole matrices, and --paro-materialize rotate cuts them along columns "
+    "too: leave one of them out"
+)
+
 
 def rotation_conflict(config: LlamaConfig) -> str | None:
     """Why a model's weights cannot rotate on any ranks; None if they can on some."""

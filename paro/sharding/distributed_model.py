@@ -133,8 +133,9 @@ class DistributedModel:
         Also removes the model's hooks: autograd keeps them alive, and they reference this object.
         """
         self.context.collectives.close()
-        if self.context.coded_reduction is not None:
-            self.context.coded_reduction.close()
+        for more in (self.context.coded_reduction, self.context.matrix_exchange):
+            if more is not None:
+                more.close()
         while self._handles:
             self._handles.pop().remove()
 

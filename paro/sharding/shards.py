@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paro.collectives.coded import CodedReduction, Contribution
 from paro.collectives.interface import Collectives
+from paro.collectives.matrices import MatrixExchange
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
@@ -39,6 +40,7 @@ class ShardingContext:
     inter_grad_bits: int = FULL_BITS  # of gradients that cross groups once a step
     inter_grad_error_feedback: bool = False  # what their codes lose is added to later ones
     coded_reduction: CodedReduction | None = None  # if gradients have codes
+    matrix_exchange: MatrixExchange | None = None  # if Muon updates matrices
     ledger: Ledger
     exposure: Exposure
 

@@ -16,6 +16,7 @@ from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction, make_coded_reduction
+from paro.collectives.matrices import MatrixExchange, make_matrix_exchange
 from paro.collectives.shifts import make_ring
 from paro.config.run import RunConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
@@ -33,7 +34,6 @@ from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
-from paro.optim.states import adamw_states
 from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
 from paro.quantization.formats import FULL_BITS
@@ -84,8 +84,9 @@ def build_training(
     links = _links(config, device, traffic)
     sharded = _spread(model, config, control, links, timers)
     model.core = attention = _context_attention(config, control, links)
-    states = adamw_states(config.precision)
-    optimizer = ParoOptimizer(sharded, config.optim, states, config.train.seed)
+    optimizer = ParoOptimizer(
+        sharded, config.optim, config.precision, config.train.seed, config.muon
+    )
     if initialized and device.type != "meta":
         optimizer.initialize(initializer_of(config))
     return Training(
@@ -168,6 +169,7 @@ def _sharding_context(config: RunConfig, control: Control, links: Links) -> Shar
         inter_grad_bits=precision.inter_grad_bits,
         inter_grad_error_feedback=precision.inter_grad_error_feedback,
         coded_reduction=_coded_reduction(config, topology, rank, links),
+        matrix_exchange=_matrix_exchange(config, topology, rank, links),
         ledger=Ledger(),
         exposure=links.exposure,
     )
@@ -203,6 +205,17 @@ def _spans(config: RunConfig, topology: Topology) -> dict[Use, frozenset[AxisSpa
         return rotation_spans(config.strategy, topology)
     has_codes = config.precision.inter_grad_bits != FULL_BITS
     return spans_by_use(make_comm_plan(config.strategy, topology), coded_gradients=has_codes)
+
+
+def _matrix_exchange(
+    config: RunConfig, topology: Topology, rank: int, links: Links
+) -> MatrixExchange | None:
+    """What makes matrices whole for Muon, if it updates them."""
+    if config.precision.optimizer != "muon":
+        return None
+    return make_matrix_exchange(
+        topology.axes_between(1, config.strategy.optim), topology, rank, links
+    )
 
 
 def _coded_reduction(

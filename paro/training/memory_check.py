@@ -12,7 +12,8 @@ from model.config import RecomputeConfig
 from model.units import parameter_shapes
 from paro.config.run import RunConfig
 from paro.errors import UserError
-from paro.optim.states import MASTER, adamw_states, bytes_of
+from paro.layout import Shape
+from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.remedies import least_recomputation, recompute_flags
 from paro.planning.search.run_memory import RunMemory, RunPlan
@@ -111,11 +112,17 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
     Frozen parameters are saved in the type that they are held in, unless they are in its base.
     """
     shapes, trained = parameter_shapes(config.model), config.trained
-    states = adamw_states(config.precision)
-    of_trained = bytes_of((MASTER,) if config.checkpoint.no_save_optim else states)
+    precision, by_muon = config.precision, config.precision.optimizer == "muon"
+
+    def of_trained(name: str, shape: Shape) -> int:
+        if config.checkpoint.no_save_optim:
+            return bytes_of([MASTER])
+        has_momentum = by_muon and is_for_muon(name, shape)
+        return bytes_of((muon_states if has_momentum else adamw_states)(precision))
+
     of_frozen = 0 if has_base else BYTES_OF[config.precision.frozen]
     return sum(
-        math.prod(shape) * (of_trained if name in trained else of_frozen)
+        math.prod(shape) * (of_trained(name, shape) if name in trained else of_frozen)
         for name, shape in shapes.items()
     )
 

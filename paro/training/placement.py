@@ -6,6 +6,7 @@ from collections import Counter
 
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
+from paro.optim.deal import muon_places, newton_schulz_flops
 from paro.planning.cost_model import (
     UnitSize,
     describe_placement,
@@ -42,7 +43,14 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     copies = f"> copies: {kept.describe()}"
     if config.sharding.survive:
         copies += f", as --paro-survive {config.sharding.survive} demands"
-    return [title, *_sharing(config), *table, copies, *_after_a_failure(config, kept)]
+    return [
+        title,
+        *_sharing(config),
+        *table,
+        copies,
+        *_muon(config, training),
+        *_after_a_failure(config, kept),
+    ]
 
 
 def _sharing(config: RunConfig) -> list[str]:
@@ -56,6 +64,21 @@ def _sharing(config: RunConfig) -> list[str]:
     return [
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
         f"{tokens:,} tokens of a sample on each"
+    ]
+
+
+def _muon(config: RunConfig, training: Training) -> list[str]:
+    """How Muon's matrices are dealt."""
+    if training.optimizer.muon is None or not training.optimizer.muon.rounds:
+        return []
+    rounds, places = training.optimizer.muon.rounds, config.strategy.optim
+    steps = config.muon.muon_num_ns_steps
+    longest, total = newton_schulz_flops(rounds, steps)
+    return [
+        f"> Muon: {sum(map(len, rounds))} matrices of blocks are made whole on "
+        f"{count_text(places, 'rank')} in {count_text(len(rounds), 'round')}; Newton-Schulz takes "
+        f"{total:.4e} FLOPs a step, and the longest of every round together "
+        f"{longest * places / total:.2f} times what a rank has on average"
     ]
 
 
@@ -95,6 +118,7 @@ def measured_units(training: Training) -> tuple[UnitSize, ...]:
             replicated=isinstance(training.model, RotatedModel) and isinstance(unit, ShardedUnit),
             num_slices=unit.layout.num_slices,
             matrix_stop=unit.layout.decayed_stop,
+            matrices=muon_places(unit.layout) if unit.trainable else (),
         )
         for unit in training.model.units
     )

@@ -26,6 +26,7 @@ PURE = (
     "paro.config.batch_schedule",
     *("paro.context_parallel.layout", "paro.context_parallel.pieces"),
     "paro.distributed.byte_counter",
+    *("paro.optim.deal", "paro.optim.muon_config"),
     *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.states"),
     "paro.optim.step_checks",
     "paro.planning",

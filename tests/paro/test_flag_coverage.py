@@ -341,6 +341,8 @@ RUNS = (
     "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir memory",
     f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
     "--mock-data --train-iters 1 --lr 1 --dry-run --world-size 8",
+    f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 1 --lr 1 "
+    "--optimizer muon",
 )
 
 

@@ -34,6 +34,7 @@ BASE_BF16 = f"{LORA} --lora-base-dtype bf16"
 DROPPING = f"{LORA} --lora-dropout 0.3 --lora-target-modules all-linear"
 MODERN = "--add-qkv-bias --qk-layernorm"
 COMPILED = "--torch-compile aot_eager"
+MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 INDUCTOR = "--torch-compile inductor"
 
 # The same global batch and number of micro-batches on any world size.
@@ -68,7 +69,9 @@ def assert_same(
         assert error <= tolerance * torch.linalg.vector_norm(value), f"{label}: {name}"
 
 
-def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
+def assert_formulas(
+    trained: Trained, flags: str, world_size: int, group_size: int, rank: int | None = None
+) -> None:
     """Compares bytes sent from the second step on; padding counts on both sides."""
     argv = [*flags.split(), "--paro-group-size", str(group_size)]
     config = RunConfig.from_args(parse_args(argv), World(rank=0, size=world_size))
@@ -81,6 +84,7 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
         config.trainable.units(config.model, world_size=world_size),
         config.precision,
         config.batches.num_micro_batches_at(0),
+        rank=rank,
     )
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
@@ -158,6 +162,48 @@ def test_strategies_train_as_one_process_does(
             assert_same(by_rank[number], reference, f"{letters[number]} on {world_size}")
             assert_formulas(by_rank[number], flags, world_size, group_size)
             assert_few_buffers(by_rank[number].ledger, prefetch=1, tied=False)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "group_size", "variants"),
+    [
+        (4, 2, [(name, "") for name in legal_letters()]),
+        (
+            4,
+            2,
+            [
+                ("2,2,4", ""),
+                ("1,2,4", "--muon-nesterov --group-query-attention --num-query-groups 1"),
+                ("IIG", TIED),
+                ("IIG", "--paro-prefetch-units 0"),
+                ("GGG", f"{MODERN} --paro-collective ho-ring"),
+                ("IIG", LAST),
+                ("ING", LORA),
+                ("NIG", "--grad-reduce-in-bf16 --bf16"),
+            ],
+        ),
+        (6, 3, [("IIG", ""), ("GGG", ""), ("III", "")]),
+        (6, 2, [("IIG", ""), ("2,2,6", "")]),
+    ],
+)
+def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(
+    references: dict[Key, Trained],
+    world_size: int,
+    group_size: int,
+    variants: list[tuple[str, str]],
+) -> None:
+    cases = [
+        (flags_for(name, world_size=world_size, more=f"{MUON} {more}"), ())
+        for name, more in variants
+    ]
+    results = run_ranks(train_cases, world_size, cases, group_size)
+    for number, (name, more) in enumerate(variants):
+        label, tolerance = f"{name} {more} on {world_size}", 0.02 if "bf16" in more else TOLERANCE
+        reference = reference_for(references, f"{MUON} {more}")
+        for rank, by_rank in enumerate(results):
+            assert_same(by_rank[number], reference, label, tolerance)
+            assert_formulas(by_rank[number], cases[number][0], world_size, group_size, rank)
 
 
 @pytest.mark.ranks

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from paro.errors import UserError
-from paro.optim.states import adamw_states, bytes_of
+from paro.optim.states import optimizer_bytes
+from paro.planning.cost_model import muon_stop
 from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.search.estimator import Estimate
@@ -105,8 +106,13 @@ def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
 
 def _trained_bytes(workload: Workload) -> int:
     """Of all trained parameters: master and moments."""
-    trained = sum(unit.trainable_numel for unit in workload.units)
-    return trained * bytes_of(adamw_states(workload.precision))
+    precision = workload.precision
+    return sum(
+        optimizer_bytes(
+            precision, unit.trainable_numel, muon_stop(unit, precision), 1, has_master=True
+        )
+        for unit in workload.units
+    )
 
 
 def _inter_bytes_per_second(machine: Machine) -> float | None:

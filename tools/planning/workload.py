@@ -13,6 +13,7 @@ from paro.arguments.model import (
     add_lora_args,
     add_mixed_precision_args,
     add_model_args,
+    add_optimizer_args,
     add_recompute_args,
 )
 from paro.collectives.schedule import COLLECTIVES
@@ -66,6 +67,7 @@ def make_parser() -> Parser:
     add_model_args(parser)
     add_lora_args(parser)
     add_recompute_args(parser)
+    add_optimizer_args(parser, trains=False)
     add_mixed_precision_args(parser)
     add_inter_bits_args(parser, trains=False)
     add_failure_args(parser)
@@ -183,6 +185,7 @@ def precision_of(args: Namespace) -> PrecisionConfig:
         lora_base_dtype=args.lora_base_dtype,
         exp_avg_dtype=args.exp_avg_dtype,
         exp_avg_sq_dtype=args.exp_avg_sq_dtype,
+        optimizer=args.optimizer,
     )
 
 

@@ -164,6 +164,7 @@ def nccl_communication(
         spans = rotation_spans(strategy, topology)
     groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
+    has_rounds = precision.optimizer == "muon" and strategy.optim > 1
     given = strategy, topology, precision
     kinds = {unit.traffic_kind: unit for unit in units}
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
@@ -184,7 +185,7 @@ def nccl_communication(
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
     return Communication(
-        num_groups=sum(map(len, groups.values())) + len(exchange) + rotates,  # and the ring's own
+        num_groups=sum(map(len, groups.values())) + len(exchange) + rotates + has_rounds,
         buffer_bytes=sum(largest.values()),
     )
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from paro.planning.cost_model import UnitSize, model_state_bytes
+from paro.optim.deal import most_bytes
+from paro.planning.cost_model import UnitSize, model_state_bytes, muon_rounds
 from paro.planning.memory.rotating import slot_bytes
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -83,6 +84,7 @@ class Point(NamedTuple):
     # Elements of a whole unit, whose shard a reduction converts, or the update copies.
     converted: int = 0
     updated: int = 0
+    of_muon: tuple[UnitSize, ...] = ()  # whose matrices the update makes whole
 
     def added(self, strategy: Strategy, precision: PrecisionConfig, world_size: int) -> int:
         """The bytes that are alive only there."""
@@ -91,6 +93,9 @@ class Point(NamedTuple):
         of_converted = 0 if nothing_left or wire == accumulate else BYTES_OF[wire]
         of_updated = 0 if accumulate == "fp32" else 4
         found = self.transient + self.converted // strategy.grads * of_converted
+        if self.of_muon:
+            rounds = muon_rounds(self.of_muon, strategy.optim)
+            found += most_bytes(rounds, strategy.optim, BYTES_OF[precision.matrix_wire])
         return found + self.updated // strategy.optim * of_updated
 
 
@@ -177,7 +182,8 @@ class StepTally:
         elif verb in (Verb.STEP_REDUCE, Verb.UPDATE):
             unit = self.units[self._unit_of[number]]
             if verb is Verb.UPDATE:
-                return Point("the update", updated=unit.trainable_numel)
+                of_muon = self.units if self.precision.optimizer == "muon" else ()
+                return Point("the update", updated=unit.trainable_numel, of_muon=of_muon)
             return Point(f"the reduction of {unit.name}", converted=unit.trainable_numel)
         return Point()
 

@@ -13,7 +13,7 @@ from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
-from paro.planning.rotation import rotation_infeasible_reason
+from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.costs import device_of
 from paro.planning.survival import Survival, check_nodes, survival
@@ -128,6 +128,8 @@ class Workload:
             return f"--paro-survive {self.survive}: under {strategy.name} {kept.describe()}"
         if not materialize.rotates:
             return None
+        if self.precision.optimizer == "muon":
+            return MUON_ROTATES
         return rotation_infeasible_reason(
             strategy, self.model, world_size=self.world_size, group_size=self.group_size
         )

@@ -8,7 +8,7 @@
 #
 #     collect a gradient    read it, write it; if it is added to an accumulator, read that too
 #     update                read the gradient twice (norm, update), read and write master and
-#                           moments, write the parameter
+#                           moments, write the parameter; with Muon counted as AdamW's
 #     codes                 what every operation reads and writes (comm_costs.py), at a rate of
 #                           their own
 

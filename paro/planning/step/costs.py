@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from paro.errors import UserError
-from paro.planning.cost_model import UnitSize
+from paro.optim.deal import newton_schulz_flops
+from paro.optim.muon_config import MuonConfig
+from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
 from paro.planning.machine.collective_time import scalar_seconds
-from paro.planning.machine.machine import Device, Machine
+from paro.planning.machine.machine import Device, Machine, Nic
 from paro.planning.step.comm_costs import BufferCosts, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.passes import QUEUES, Counts, StepCounts
@@ -101,6 +103,29 @@ class StepCosts:
             self.comm_costs.strategy, self.comm_costs.precision, trainable_numel
         )
 
+    @cached_property
+    def muon_seconds(self) -> float:
+        """Newton-Schulz of the busiest ranks, round by round, while others' matrices travel.
+
+        For the default number of its steps, and bytes as ranks send them on average.
+        """
+        comm = self.comm_costs
+        if comm.precision.optimizer != "muon" or not (
+            rounds := muon_rounds(comm.units, comm.strategy.optim)
+        ):
+            return 0.0
+        flops, _ = newton_schulz_flops(rounds, MuonConfig().muon_num_ns_steps)
+        computing = flops / self.device.sustained_flops
+        sent = exchanged(comm.units, comm.strategy, comm.topology, comm.precision)
+        links = ((self.machine.intra, sent.intra), (self.machine.inter, sent.inter))
+        ranks = self.machine.group_size if self.machine.nic is Nic.SHARED else 1
+        moving = sum(
+            num_bytes * 8 / link.bits_per_second * (ranks if link is self.machine.inter else 1)
+            for link, num_bytes in links
+            if link is not None
+        )
+        return max(computing, moving) if self.prefetch_units else computing + moving
+
     @property
     def coding_seconds(self) -> float:
         """A rank's time for codes in a step, wherever it is spent."""
@@ -111,7 +136,7 @@ class StepCosts:
         """Compute time of a forward, of a backward and of the update, without copies of slices."""
         trained, forward = self.counts.num_trained, self.computing.forward_seconds
         backward = self.computing.seconds - forward + self.collect_seconds(trained)
-        return forward, backward, self.update_seconds(trained)
+        return forward, backward, self.update_seconds(trained) + self.muon_seconds
 
     def compute_seconds(self) -> float:
         """Compute time of the training thread in a step."""

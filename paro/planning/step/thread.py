@@ -45,6 +45,9 @@ class StepThread:
 
     def program(self) -> Program:
         yield Compute(self.costs.device.step_seconds / self.speed.compute, "step", "other")
+        if self.costs.muon_seconds:
+            seconds = self.costs.muon_seconds / self.speed.compute
+            yield Compute(seconds, "Newton-Schulz", "update")
         for move in self.costs.plan.actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):

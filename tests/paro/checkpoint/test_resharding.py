@@ -30,25 +30,7 @@ pytestmark = pytest.mark.ranks
 
 
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-
-
-@pytest.mark.parametrize("index", FEW[:2])
-def test_moments_in_bf16_reshard(tmp_path: Path, index: int) -> None:
-    """The random bits of later steps too: with others, losses would differ by more."""
-    before, after = (
-        replace(setting, more=ROUNDED, collective="native")
-        for setting in (PAIRS[index].before, PAIRS[index].after)
-    )
-    check(replace(PAIRS[index], before=before, after=after), tmp_path)
-
-
-def test_ranks_that_share_samples_may_be_others_after_a_resume(tmp_path: Path) -> None:
-    shared = "--cp-comm-type a2a --context-parallel-size 2"
-    before = Setting(world_size=4, group_size=2, strategy="IIG", more=shared)
-    after = Setting(world_size=2, group_size=1, strategy="GGG", more=shared)
-    check(Pair(before, after, asynchronous=False), tmp_path)
-
-
+MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
 LAST = "--trainable last-blocks:0.34"
 LORA = "--lora-rank 3 --lora-dropout 0.2 --lora-target-modules q_proj,down_proj"
 
@@ -76,7 +58,10 @@ def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) 
             assert all(map(is_adapter, names))
     saved, loaded = whole_states(there), whole_states(here)
     assert saved.keys() == loaded.keys()
-    assert {name.partition(".")[0] for name in saved} == {"param", "exp_avg", "exp_avg_sq"}
+    kinds = {"param", "exp_avg", "exp_avg_sq"}
+    kinds |= {"momentum_buffer"} if MUON in before.more else set()
+    assert {name.partition(".")[0] for name in saved} == kinds
+    assert f"exp_avg.blocks.0.{'mlp_norm' if MUON in before.more else 'wq'}" in saved or base
     for name, values in saved.items():
         assert torch.equal(values, loaded[name]), f"{pair}: {name}"
     for part in (*there, *here):
@@ -84,6 +69,24 @@ def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) 
         if before == after:
             assert part.losses == there[0].losses, pair
         assert part.losses == pytest.approx(there[0].losses, rel=TOLERANCE), pair
+
+
+@pytest.mark.parametrize("index", FEW[:2])
+@pytest.mark.parametrize("more", [ROUNDED, MUON, f"{MUON} {ROUNDED}"])
+def test_states_of_other_kinds_reshard(tmp_path: Path, index: int, more: str) -> None:
+    """Random bits of later steps too: with others, losses would differ by more."""
+    before, after = (
+        replace(setting, more=more, collective="native")
+        for setting in (PAIRS[index].before, PAIRS[index].after)
+    )
+    check(replace(PAIRS[index], before=before, after=after), tmp_path)
+
+
+def test_ranks_that_share_samples_may_be_others_after_a_resume(tmp_path: Path) -> None:
+    shared = "--cp-comm-type a2a --context-parallel-size 2"
+    before = Setting(world_size=4, group_size=2, strategy="IIG", more=shared)
+    after = Setting(world_size=2, group_size=1, strategy="GGG", more=shared)
+    check(Pair(before, after, asynchronous=False), tmp_path)
 
 
 @pytest.mark.parametrize("index", FEW, ids=lambda index: str(PAIRS[index]))

@@ -52,6 +52,14 @@ STEPS = "--step-batch-size-schedule"
         # Precision
         ("--fp16 --bf16", "--fp16 and --bf16 contradict"),
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ... --bf16"),
+        ("--optimizer muon --muon-momentum 1", "--muon-momentum 1.0 must be in [0, 1)"),
+        ("--optimizer muon --muon-num-ns-steps 0", "--muon-num-ns-steps 0 ... [1, 100)"),
+        (
+            "--optimizer muon --muon-extra-scale-factor 0",
+            "--muon-extra-scale-factor 0.0 must be positive",
+        ),
+        ("--optimizer muon --trainable names:*norm*", "--optimizer muon ... has none: leave it"),
+        (f"--optimizer muon --paro-strategy III {ROTATE}", "--optimizer muon ... leave one"),
         ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16 ... give bf16, or fp32"),
         ("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype fp8 ... give bf16, or fp32"),
         (

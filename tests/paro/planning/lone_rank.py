@@ -30,8 +30,8 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
 from paro.distributed.timers import Timers
+from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
-from paro.optim.states import adamw_states
 from paro.precision import PrecisionConfig
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.rotated_model import RotatedModel
@@ -242,7 +242,7 @@ def _lone(config: LlamaConfig, model: DistributedModel, precision: PrecisionConf
     return LoneRank(
         config=config,
         model=model,
-        optimizer=ParoOptimizer(model, OptimConfig(), adamw_states(precision), seed=0),
+        optimizer=ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig()),
         traffic=collectives._wire._traffic,
     )
 

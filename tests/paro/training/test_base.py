@@ -245,14 +245,27 @@ def test_a_checkpoint_without_the_moments_of_what_trains_now_is_refused(tmp_path
         load_run(begins, built(begins), Log())
 
 
-def test_a_checkpoint_has_no_moments_of_frozen_parameters(tmp_path: Path) -> None:
-    config = configured(f"{LAST} --bf16 --save {tmp_path}")
-    save_run(config, built(config))
-    folder = find_checkpoint(tmp_path, None)
+def written_bytes(root: Path) -> int:
+    """Of all tensors of the latest checkpoint."""
+    folder = find_checkpoint(root, None)
     assert folder is not None
     written = 0
     for tensor in read_metadata(folder).state_dict_metadata.values():
         assert isinstance(tensor, TensorStorageMetadata)
         written += tensor.size.numel() * tensor.properties.dtype.itemsize
+    return written
+
+
+def test_a_checkpoint_has_no_moments_of_frozen_parameters(tmp_path: Path) -> None:
+    config = configured(f"{LAST} --bf16 --save {tmp_path}")
+    save_run(config, built(config))
+    written = written_bytes(tmp_path)
     assert written == checkpoint_bytes(config, has_base=False)
     assert written < checkpoint_bytes(configured("--bf16"), has_base=False) // 2
+
+
+def test_a_checkpoint_has_one_moment_of_what_muon_updates(tmp_path: Path) -> None:
+    config = configured(f"--save {tmp_path} --optimizer muon --exp-avg-dtype bf16")
+    save_run(config, built(config))
+    assert written_bytes(tmp_path) == checkpoint_bytes(config, has_base=False)
+    assert written_bytes(tmp_path) < checkpoint_bytes(configured(""), has_base=False)

@@ -1,0 +1,151 @@
+"""Deals the matrices that Muon updates to the ranks of an optimizer shard, in rounds."""
+
+# [Note: places and rounds]
+# The ranks that hold an optimizer shard together have places, in the order of their ranges of a
+# flat buffer. Newton-Schulz needs a whole matrix, whose elements lie at several places: in a round
+# every place gets at most one matrix, its own, from all that hold a part of it, and sends the parts
+# of the result back. Matrices of equal cost share a round, so places wait little for one another;
+# what is left at the end is dealt by falling cost. All ranks deal alike.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from paro.layout import PlacedBox, UnitLayout
+from paro.optim.states import is_for_muon
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of a unit that trains, at [start, stop) of its flat buffer of `unit_numel`."""
+
+    unit: int
+    unit_numel: int
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def cost(self) -> int:
+        """To which the FLOPs of Newton-Schulz are nearly proportional."""
+        return self.numel * min(self.rows, self.columns)
+
+    def parts(self, places: int) -> Iterator[tuple[int, int, int]]:
+        """The places that hold a part of it, each with the elements [low, high) that it holds."""
+        size = self.unit_numel // places
+        stop = self.start + self.numel
+        for place in range(self.start // size, (stop - 1) // size + 1):
+            low, high = max(self.start, place * size), min(stop, (place + 1) * size)
+            yield place, low - self.start, high - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A matrix and the place that gets it whole in a round."""
+
+    matrix: Matrix
+    owner: int
+
+
+Round = tuple[Dealt, ...]  # owners are different places
+
+
+def muon_boxes(layout: UnitLayout) -> tuple[PlacedBox, ...]:
+    """The boxes of a unit that Muon updates."""
+    return tuple(one for one in layout.boxes if is_for_muon(one.box.name, one.box.shape))
+
+
+def muon_places(layout: UnitLayout) -> tuple[tuple[int, int, int], ...]:
+    """The offset, rows and columns of these."""
+    found = []
+    for placed in muon_boxes(layout):
+        rows, columns = placed.box.extent
+        found.append((placed.offset, rows, columns))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def deal(matrices: tuple[Matrix, ...], places: int) -> tuple[Round, ...]:
+    """The rounds, those of matrices that a forward needs first first."""
+    rounds: list[Round] = []
+    waiting: dict[tuple[int, int], list[Matrix]] = {}
+    for matrix in matrices:
+        sides = min(matrix.rows, matrix.columns), max(matrix.rows, matrix.columns)
+        alike = waiting.setdefault(sides, [])
+        alike.append(matrix)
+        if len(alike) == places:
+            rounds.append(_round(alike, places))
+            alike.clear()
+    rest = [matrix for alike in waiting.values() for matrix in alike]
+    rest.sort(key=lambda matrix: -matrix.cost)  # stable
+    for begin in range(0, len(rest), places):
+        rounds.append(_round(rest[begin : begin + places], places))
+    return tuple(rounds)
+
+
+def _round(matrices: Sequence[Matrix], places: int) -> Round:
+    """Owners are spread evenly over the places, and so over nodes."""
+    number = len(matrices)
+    return tuple(Dealt(matrix, index * places // number) for index, matrix in enumerate(matrices))
+
+
+@lru_cache(maxsize=64)
+def moved_numels(rounds: tuple[Round, ...], places: int) -> dict[tuple[int, int], int]:
+    """How many elements a holder sends to an owner in a step; as many of the result come back."""
+    moved: dict[tuple[int, int], int] = {}
+    for owner, matrix in ((each.owner, each.matrix) for one in rounds for each in one):
+        for holder, low, high in matrix.parts(places):
+            if holder != owner:
+                moved[holder, owner] = moved.get((holder, owner), 0) + high - low
+    return moved
+
+
+def newton_schulz_flops(rounds: Sequence[Round], steps: int) -> tuple[int, int]:
+    """FLOPs of the places that take longest in each round, and of all places together."""
+    longest = total = 0
+    for one in rounds:
+        each = [_flops(dealt.matrix, steps) for dealt in one]
+        longest += max(each)
+        total += sum(each)
+    return longest, total
+
+
+def _flops(matrix: Matrix, steps: int) -> int:
+    short = min(matrix.rows, matrix.columns)
+    return steps * (4 * short * matrix.numel + 2 * short**3)
+
+
+@lru_cache(maxsize=64)
+def most_bytes(rounds: tuple[Round, ...], places: int, wire_bytes: int) -> int:
+    """What a rank allocates at most for its rounds, whichever place it has.
+
+    While it computes a round, the parts and the matrix of the next one arrive, and the result of
+    the one before is on its way.
+    """
+    whole = [max(dealt.matrix.numel for dealt in one) for one in rounds]
+    parts = [_most_held(one, places) for one in rounds]
+    short = [max(min(d.matrix.rows, d.matrix.columns) for d in one) for one in rounds]
+    peak = 0
+    for index in range(len(rounds)):
+        moved = 2 * whole[index]  # as it came, and the result
+        for other in (index - 1, index + 1):
+            if 0 <= other < len(rounds):
+                moved += whole[other] + parts[other]
+        computing = 4 * (3 * whole[index] + 2 * short[index] ** 2)
+        peak = max(peak, wire_bytes * moved + computing)
+    return peak
+
+
+def _most_held(one: Round, places: int) -> int:
+    """The most elements of a round's matrices that a place holds."""
+    held: dict[int, int] = {}
+    for dealt in one:
+        for place, low, high in dealt.matrix.parts(places):
+            held[place] = held.get(place, 0) + high - low
+    return max(held.values())

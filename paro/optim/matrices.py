@@ -1,0 +1,169 @@
+"""Muon's step: momentum, matrices made whole in rounds, Newton-Schulz, and the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paro.collectives.matrices import MatrixExchange
+from paro.distributed.comm_stream import Event
+from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.layout import Piece
+from paro.optim.deal import Dealt, Matrix, Round, deal, muon_places
+from paro.optim.muon import muon_update
+from paro.optim.muon_config import MuonConfig
+from paro.optim.rounding import Rounding, round_into
+from paro.sharding.shards import UnitShards
+
+
+@dataclass(frozen=True, slots=True)
+class MuonRange:
+    """The first elements of an optimizer range, which Muon updates; one tensor for each state."""
+
+    unit: UnitShards
+    master: Tensor
+    momentum: Tensor
+
+    def matrices(self, number: int) -> Iterator[Matrix]:
+        """Those of the unit, which is given this number."""
+        for place in muon_places(self.unit.layout):
+            yield Matrix(number, self.unit.layout.numel, *place)
+
+
+@dataclass(slots=True)
+class _Moving:
+    """A round under way: what is sent and received, and the matrix that this place gets whole."""
+
+    dealt: Round
+    sent: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    own: Dealt | None = None
+    whole: Tensor | None = None
+    event: Event | None = None
+
+
+class MuonStep:
+    """Updates the matrices of all units; every rank of the exchange must take the same steps.
+
+    Matrices travel in `wire` there and back. While one round computes, the next one arrives.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[MuonRange],
+        exchange: MatrixExchange,
+        config: MuonConfig,
+        exposure: Exposure,
+        *,
+        wire: torch.dtype,
+        seed: int,
+    ) -> None:
+        self._ranges = ranges
+        self._exchange = exchange
+        self._config = config
+        self._exposure = exposure
+        self._wire = wire
+        self._seed = seed
+        matrices = (matrix for i, part in enumerate(ranges) for matrix in part.matrices(i))
+        self.rounds = deal(tuple(matrices), exchange.num_places)
+
+    def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
+        """Yields the number of each unit as soon as all its matrices are updated.
+
+        Gradients, times `factor`, are undefined afterwards.
+        """
+        left = [0] * len(self._ranges)
+        for dealt in (each for one in self.rounds for each in one):
+            left[dealt.matrix.unit] += 1
+        yield from (number for number, count in enumerate(left) if not count)
+        arriving = self._gather(self.rounds[0], factor, step) if self.rounds else None
+        returning: list[_Moving] = []
+        for index in range(len(self.rounds)):
+            current = arriving
+            assert current is not None, f"round {index} was not begun"
+            if index + 1 < len(self.rounds):
+                arriving = self._gather(self.rounds[index + 1], factor, step)
+            returning.append(self._scatter(current))
+            if len(returning) > 1:
+                yield from self._apply(returning.pop(0), lr, weight_decay, left)
+        for last in returning:
+            yield from self._apply(last, lr, weight_decay, left)
+
+    def _gather(self, dealt: Round, factor: float, step: int) -> _Moving:
+        """Updates the momentum of a round's matrices, and queues the all-to-all of the result."""
+        moving, place = _Moving(dealt), self._exchange.place
+        for each in dealt:
+            if each.owner == place:
+                device = self._ranges[each.matrix.unit].momentum.device
+                whole = torch.empty(each.matrix.numel, dtype=self._wire, device=device)
+                moving.own, moving.whole = each, whole
+            for holder, low, high in each.matrix.parts(self._exchange.num_places):
+                if holder == place:
+                    moving.sent[each.owner] = self._momentum(each.matrix, low, high, factor, step)
+                if moving.own is each and moving.whole is not None:
+                    moving.received[holder] = moving.whole[low:high]
+        moving.event = self._trade(moving)
+        return moving
+
+    def _momentum(self, matrix: Matrix, low: int, high: int, factor: float, step: int) -> Tensor:
+        """What Newton-Schulz reads of a part of a matrix, after the momentum was updated."""
+        held, mu = self._ranges[matrix.unit], self._config.muon_momentum
+        part = _part(held.unit, matrix, low, high)
+        kept, grad = held.momentum[part], held.unit.optim_grad[part].float() * factor
+        momentum = kept.float().lerp_(grad, 1.0 - mu)
+        read = grad.lerp(momentum, mu) if self._config.muon_nesterov else momentum
+        read = read.to(self._wire, copy=True)
+        if momentum.dtype != kept.dtype:
+            start = held.unit.optim_start
+            (piece,) = held.unit.layout.pieces(start + part.start, start + part.stop)
+            round_into(momentum, self._bits(piece, step, kept.device), kept)
+        return read
+
+    def _bits(self, piece: Piece, step: int, device: torch.device) -> Tensor:
+        return Rounding.of(piece, self._seed).bits(0, piece.high - piece.low, step, device)
+
+    def _scatter(self, moving: _Moving) -> _Moving:
+        """Waits for a round's matrix, and queues the all-to-all of its update."""
+        assert moving.event is not None, "the all-to-all was not queued"
+        self._exposure.wait(WaitKind.REDUCE, moving.event)
+        back = _Moving(moving.dealt)
+        if moving.own is not None and moving.whole is not None:
+            matrix = moving.own.matrix
+            whole = moving.whole.view(matrix.rows, matrix.columns).float()
+            update = muon_update(whole, self._config).to(self._wire).reshape(-1)
+            for holder, low, high in matrix.parts(self._exchange.num_places):
+                back.sent[holder] = update[low:high]
+        for owner, part in moving.sent.items():
+            back.received[owner] = torch.empty_like(part)
+        back.event = self._trade(back)
+        return back
+
+    def _apply(
+        self, back: _Moving, lr: float, weight_decay: float, left: list[int]
+    ) -> Iterator[int]:
+        """Updates the masters of a round's matrices."""
+        assert back.event is not None, "the all-to-all was not queued"
+        self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)
+        for each in back.dealt:
+            for holder, low, high in each.matrix.parts(self._exchange.num_places):
+                if holder == self._exchange.place:
+                    held = self._ranges[each.matrix.unit]
+                    master = held.master[_part(held.unit, each.matrix, low, high)]
+                    master.mul_(1.0 - lr * weight_decay)
+                    master.add_(back.received[each.owner].float(), alpha=-lr)
+            left[each.matrix.unit] -= 1
+            if not left[each.matrix.unit]:
+                yield each.matrix.unit
+
+    def _trade(self, moving: _Moving) -> Event:
+        with self._exposure.submitting(WaitKind.REDUCE):
+            return self._exchange.trade(moving.sent, moving.received)
+
+
+def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
+    """Elements [low, high) of a matrix in this rank's optimizer range."""
+    begin = matrix.start - unit.optim_start
+    return slice(begin + low, begin + high)

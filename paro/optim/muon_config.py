@@ -1,0 +1,86 @@
+"""Muon's settings, with Megatron's coefficients of Newton-Schulz and scales of an update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paro.errors import UserError
+
+Coefficients = tuple[float, float, float]
+
+_CYCLED: dict[str, tuple[Coefficients, ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "deepseekv4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
+}
+_LAST_REPEATED: dict[str, tuple[Coefficients, ...]] = {
+    "polar_express": (
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ),
+    "cans": (
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+}
+COEFFICIENT_TYPES = (*_CYCLED, *_LAST_REPEATED)
+SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig:
+    """Muon's settings, with Megatron's names and defaults."""
+
+    muon_momentum: float = 0.9
+    muon_nesterov: bool = False
+    muon_num_ns_steps: int = 5
+    muon_coefficient_type: str = "quintic"
+    muon_scale_mode: str = "spectral"
+    muon_extra_scale_factor: float = 1.0
+    muon_fp32_matmul_prec: str = "medium"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.muon_momentum < 1.0:
+            raise UserError(f"--muon-momentum {self.muon_momentum} must be in [0, 1)")
+        if not 1 <= self.muon_num_ns_steps < 100:
+            raise UserError(f"--muon-num-ns-steps {self.muon_num_ns_steps} must be in [1, 100)")
+        if self.muon_extra_scale_factor <= 0.0:
+            raise UserError(
+                f"--muon-extra-scale-factor {self.muon_extra_scale_factor} must be positive"
+            )
+
+    def coefficients(self) -> tuple[Coefficients, ...]:
+        """The coefficients of every step of Newton-Schulz."""
+        kind, steps = self.muon_coefficient_type, self.muon_num_ns_steps
+        if kind in _CYCLED:
+            listed = _CYCLED[kind]
+            return tuple(listed[index % len(listed)] for index in range(steps))
+        listed = _LAST_REPEATED[kind]
+        return tuple(listed[min(index, len(listed) - 1)] for index in range(steps))
+
+    def scale(self, rows: int, columns: int) -> float:
+        """The factor on the orthogonal matrix that updates a matrix of this shape."""
+        match self.muon_scale_mode:
+            case "spectral":
+                scale = math.sqrt(max(rows, columns))
+            case "unit_rms_norm":
+                scale = math.sqrt(rows / columns)
+            case _:
+                scale = math.sqrt(max(1.0, rows / columns))
+        return scale * self.muon_extra_scale_factor

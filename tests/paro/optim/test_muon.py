@@ -1,0 +1,200 @@
+"""Muon: arithmetic against torch's class and Megatron's formulas, and how matrices are dealt."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import LLAMA_PRESETS
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
+from paro.optim.deal import Matrix, deal, most_bytes, moved_numels, newton_schulz_flops
+from paro.optim.muon import muon_update, newton_schulz
+from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
+from paro.planning.cost_model import muon_rounds
+from paro.planning.units import units_of
+from paro.training.step import Training
+from tests.helpers.training import TINY
+from tests.paro.planning.lone_rank import allocated_at_most
+from tests.paro.training.test_base import built
+
+FP32 = "--muon-fp32-matmul-prec highest"
+RUN = f"{TINY} --train-iters 20 --clip-grad 0 --optimizer muon {FP32}"
+LR, DECAY = 0.01, 0.1
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def parameters(training: Training) -> dict[str, Tensor]:
+    """The masters of one process, as views."""
+    return {
+        placed.box.name: shard.values.detach()[placed.offset : placed.stop].view(placed.box.shape)
+        for shard in training.optimizer.flat_shards()
+        if shard.state == "param"
+        for placed in shard.layout.boxes
+    }
+
+
+def trained(flags: str, num_steps: int = 20) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters before and after steps with random gradients."""
+    training = built(RunConfig.from_args(parse_args(f"{RUN} {flags}".split()), World()))
+    before = {name: values.clone() for name, values in parameters(training).items()}
+    for step in range(num_steps):
+        for unit in training.model.trainable_units:
+            for placed in unit.layout.boxes:
+                into = unit.optim_grad[placed.offset : placed.stop]
+                into.copy_(gradient(placed.box.name, placed.box.shape, step).view(-1))
+        training.optimizer.step(lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
+    return before, parameters(training)
+
+
+def is_muons(name: str, values: Tensor) -> bool:
+    return name.startswith("blocks.") and values.dim() == 2
+
+
+def adamw_of(params: dict[str, Tensor]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [v for v in params.values() if (v.dim() > 1) == decays], "weight_decay": decay}
+        for decays, decay in ((True, DECAY), (False, 0.0))
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999))
+
+
+def in_fp32(
+    grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Torch's Newton-Schulz without its cast to bf16."""
+    a, b, c = coefficients
+    x = grad.T if grad.shape[0] > grad.shape[1] else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if grad.shape[0] > grad.shape[1] else x
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("exact", [True, False])
+def test_twenty_steps_are_those_of_torch(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if exact:
+        monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_fp32)
+    params, found = trained(
+        "--muon-momentum 0.95 --muon-nesterov --muon-coefficient-type simple "
+        "--muon-scale-mode shape_scaling"
+    )
+    own = {name: values for name, values in params.items() if is_muons(name, values)}
+    optimizers = [
+        torch.optim.Muon(own.values(), lr=LR, weight_decay=DECAY, momentum=0.95),
+        adamw_of({name: values for name, values in params.items() if name not in own}),
+    ]
+    for step in range(20):
+        for name, values in params.items():
+            values.grad = gradient(name, values.shape, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, values in params.items():
+        error = float((found[name] - values).norm() / values.norm())
+        assert error < (1e-5 if exact or name not in own else 0.02), name
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    params, found = trained("", num_steps=3)
+    quintic = MuonConfig().coefficients()
+    assert (len(quintic), quintic[0], quintic[-1][2]) == (5, (4.0848, -6.8946, 2.9270), 1.2012)
+    for name, values in params.items():
+        if not is_muons(name, values):
+            continue
+        momentum = torch.zeros_like(values)
+        for step in range(3):
+            momentum = 0.9 * momentum + 0.1 * gradient(name, values.shape, step)
+            x = momentum / momentum.norm()
+            for a, b, c in quintic:
+                x = a * x + (b * (x @ x.T) + c * (x @ x.T) @ (x @ x.T)) @ x
+            values = (1 - LR * DECAY) * values - LR * math.sqrt(max(values.shape)) * x
+        assert torch.allclose(found[name], values, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
+@pytest.mark.parametrize("shape", [(30, 50), (50, 30), (1, 7)])
+def test_singular_values_become_nearly_one(kind: str, shape: tuple[int, int]) -> None:
+    config = MuonConfig(muon_coefficient_type=kind, muon_num_ns_steps=10)
+    matrix = gradient(kind, torch.Size(shape), 0)
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    found = newton_schulz(matrix, config.coefficients())
+    assert float((found - left @ right).norm() / (left @ right).norm()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("spectral", 3.0), ("unit_rms_norm", 1.5), ("shape_scaling", 1.5)],
+)
+def test_scales(mode: str, expected: float) -> None:
+    config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
+    assert config.scale(9, 4) == 0.5 * expected
+    plain = newton_schulz(torch.eye(9, 4), config.coefficients())
+    assert torch.allclose(muon_update(torch.eye(9, 4), config), 0.5 * expected * plain)
+
+
+def test_the_precision_of_products_is_left_as_it_was() -> None:
+    before = torch.get_float32_matmul_precision()
+    muon_update(torch.eye(3), MuonConfig(muon_fp32_matmul_prec="medium"))
+    assert torch.get_float32_matmul_precision() == before
+
+
+SMALL = tuple(
+    Matrix(unit, 1056, start, *shape)
+    for unit in range(3)
+    for start, shape in ((0, (20, 20)), (400, (20, 20)), (800, (5, 40)))
+)
+
+
+@pytest.mark.parametrize("places", [1, 2, 3, 4, 6, 8, 12])
+def test_every_matrix_is_whole_once_and_returns(places: int) -> None:
+    rounds = deal(SMALL, places)
+    assert sorted((d.matrix.unit, d.matrix.start) for one in rounds for d in one) == sorted(
+        (matrix.unit, matrix.start) for matrix in SMALL
+    )
+    for one in rounds:
+        assert len({dealt.owner for dealt in one}) == len(one)
+    stays = sum(
+        high - low
+        for dealt in (each for one in rounds for each in one)
+        for place, low, high in dealt.matrix.parts(places)
+        if place == dealt.owner
+    )
+    moved = sum(moved_numels(rounds, places).values())
+    assert moved + stays == sum(matrix.numel for matrix in SMALL)
+    for matrix in SMALL:
+        parts = [*matrix.parts(places)]
+        assert parts[0][1] == 0
+        assert parts[-1][2] == matrix.numel
+        assert all(before[2] == after[1] for before, after in pairwise(parts))
+
+
+@pytest.mark.parametrize(("preset", "places"), [("7B", 32), ("65B", 128)])
+def test_places_have_nearly_equal_work(preset: str, places: int) -> None:
+    units = units_of(LLAMA_PRESETS[preset], world_size=places)
+    rounds = muon_rounds(units, places)
+    owned = Counter(dealt.owner for one in rounds for dealt in one)
+    assert max(owned.values()) <= len(rounds)
+    longest, total = newton_schulz_flops(rounds, 5)
+    assert longest * places / total <= 1.15
+
+
+def test_memory_of_rounds_is_what_a_step_allocates() -> None:
+    training = built(RunConfig.from_args(parse_args(RUN.split()), World()))
+    assert training.optimizer.muon is not None
+    step = partial(training.optimizer.step, lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
+    step()
+    predicted = most_bytes(training.optimizer.muon.rounds, 1, 4)
+    assert 0.6 * predicted < allocated_at_most(step) <= predicted
