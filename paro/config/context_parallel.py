@@ -6,7 +6,6 @@ import math
 from argparse import Namespace
 from dataclasses import dataclass, replace
 
-from paro.config.parts import take
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -78,9 +77,8 @@ def take_context(args: Namespace) -> ContextParallelConfig:
     if len(set(types)) > 1:
         raise UserError(f"--cp-comm-type {' '.join(types)}: all blocks have one: give it once")
     sizes = args.hierarchical_context_parallel_sizes
-    return take(
-        ContextParallelConfig,
-        args,
+    return ContextParallelConfig(
+        context_parallel_size=args.context_parallel_size,
         cp_comm_type=types[0],
         hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),
         context_ring=args.paro_context_ring,

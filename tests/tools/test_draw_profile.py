@@ -64,7 +64,7 @@ def test_a_step_is_computing_waits_and_the_rest(
     assert written["ranks"][0]["lane_seconds"]["reduce 1 inter"] == pytest.approx(0.04)
     header, row = capsys.readouterr().out.splitlines()[-2:]
     assert header.endswith("gather 0 intra  reduce 1 inter")
-    assert row.split() == ["2", "100.0", "25.0", "5.0", "5.0", "5.0", "60.0", "14.0", "20.0"]
+    assert row.split() == ["2", "100.0", "25.0", "5.0", "5.0", "5.0", "0.0", "60.0", "14.0", "20.0"]
 
 
 def test_ranks_are_drawn_below_each_other(tmp_path: Path) -> None:
