@@ -49,9 +49,8 @@ class GatherTravel:
 
     def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         whole, event = self._gather(own_2BTKH)
-        add = grads_of(self.place, own_2BTKH)
         total = torch.zeros_like(whole, dtype=torch.float32)
-        add(self._part(total, self.place).view_as(own_2BTKH))
+        grads_of(self.place, own_2BTKH)(self._part(total, self.place).view_as(own_2BTKH))
         self._exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
             kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)

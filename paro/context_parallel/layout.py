@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paro.topology import AxisSpan, Topology, make_topology
 
@@ -39,6 +39,10 @@ class ContextLayout:
     def ring(self) -> int:
         """The number of places of the ring."""
         return self.size // self.heads
+
+    def in_groups(self, group_size: int) -> ContextLayout:
+        """The same with the number of ranks that have the inner ring in groups of this size."""
+        return replace(self, inner=min(max(self.inner or group_size, self.heads), self.size))
 
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
         """The positions of a sample's tokens on `rank`, in the order in which it has them.
@@ -76,7 +80,7 @@ class ContextLayout:
 
     def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
         """The inner ring's axes, and the outer's, which are none if there is one ring."""
-        cut = min(max(self.inner or topology.group_size, self.heads), self.size)
+        cut = self.in_groups(topology.group_size).inner
         inner, outer = (
             topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
         )

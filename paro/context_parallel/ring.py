@@ -64,7 +64,7 @@ class RingTravel:
         begun: list[Share] = []  # of the turn that is not settled yet
 
         def settle(turn: int) -> None:
-            shares = [begun.pop()]
+            shares = [begun.pop(0)] if turn else []
             if self._inner.size > 1:
                 shares.append(in_group.take_to)
             if turn:
@@ -74,13 +74,14 @@ class RingTravel:
                     share(home)
 
         for (turn, step), source, kv_2BTKH in self._steps(own_2BTKH):
-            share = grads_of(source, kv_2BTKH)
+            # No name for a share: it would live until the next one has been computed.
             if step:
-                in_group.add(share)
-                continue
-            if turn:
+                in_group.add(grads_of(source, kv_2BTKH))
+            elif turn:
+                begun.append(grads_of(source, kv_2BTKH))
                 settle(turn - 1)
-            begun.append(share)
+            else:
+                grads_of(source, kv_2BTKH)(home)
         settle(self._outer.size - 1)
         if self._outer.size > 1:
             between.take_to(home)

@@ -1,4 +1,4 @@
-"""Bytes that attention sends where ranks share samples, exactly as in training."""
+"""Bytes that attention sends where ranks share samples, exactly as in training, and allocates."""
 
 from __future__ import annotations
 
@@ -94,6 +94,27 @@ def _travelled(
         sent = number * of_place
         total += Sent(sent, 0) if _same_group(own, rank, after) else Sent(0, sent)
     return total
+
+
+def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
+    """Allocated at most in attention's backward where keys and values travel.
+
+    The gradient of its output; those of queries, summed in fp32 and of one part; those of a part's
+    keys and values; and keys and values that move, with their gradients' sums in fp32.
+    """
+    layout, size = batch.context, batch.compute_bytes
+    queries = batch.num_tokens * config.num_attention_heads * config.kv_channels
+    kv_heads = max(config.num_query_groups, layout.heads)
+    of_place = 2 * batch.num_tokens * kv_heads * config.kv_channels
+    part = queries * (2 * size + 4) + of_place * size
+    if layout.gathers:
+        return part + layout.ring * of_place * (size + 4)
+    inner = layout.inner or layout.size
+    places, turns = inner // layout.heads, layout.size // inner
+    moving = (min(2, places - 1) + min(2, turns - 1)) * size
+    sums = 1 + 2 * (places > 1) + 2 * (turns > 2)  # the first is at home
+    waiting = size if turns > 1 else 0  # a turn's first share
+    return part + of_place * (moving + 4 * sums + waiting)
 
 
 def _same_group(topology: Topology, rank: int, other: int) -> bool:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
+from paro.planning.context_parallel import travelling_bytes
 from paro.planning.cost_model import UnitSize, first_trained, size_units
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import rotating_units_of
@@ -177,6 +178,10 @@ def _transients(config: LlamaConfig, batch: MicroBatch, *, direct: bool) -> dict
         scores = residual + 8 * batch.num_tokens * config.num_attention_heads * batch.seq_length
         for field in ("in_forward", "in_backward"):
             found[field] = max(found[field], scores)
+    if batch.context.ring > 1:
+        # The block's input to the MLP is free by then, as are gate and up.
+        travelling = travelling_bytes(config, batch) - 2 * ffn
+        found["in_backward"] = max(found["in_backward"], travelling)
     if config.lora is not None:
         found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
     return found

@@ -75,7 +75,7 @@ class RunPlan:
             seq_length=self.seq_length,
             compute_bytes=BYTES_OF[self.precision.compute],
             device_type=self.device_type,
-            context=self.context,
+            context=self.context.in_groups(self.group_size),
         )
 
 
