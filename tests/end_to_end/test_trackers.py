@@ -50,7 +50,7 @@ OURS = {
     ),
     *("memory/predicted-transient-bytes", "memory/predicted-total-bytes"),
     *("communication/intra-bytes", "communication/inter-bytes"),
-    *(f"communication/exposed-{kind}-ms" for kind in ("gather", "reduce", "publish")),
+    *(f"communication/exposed-{kind}-ms" for kind in ("gather", "reduce", "publish", "context")),
     *("communication/exposed-intra-ms", "communication/exposed-inter-ms"),
     *("data/wait-ms", "steps/skipped-iterations", "steps/nan-iterations"),
 }
