@@ -36,7 +36,7 @@ QUICK = (
     ("Compare runs",),
     ("Try it",),
     ("Launch",),
-    ("Plan a run", "Is it worth it?"),
+    ("Plan a run", "How a step is simulated", "Is it worth it?"),
     ("Design",),
     ("Long sequences: context parallelism",),
 )
