@@ -24,6 +24,7 @@ IN_PLACE = f"{ROTATE} --paro-rotate-in-place"
 FULL = "--recompute-granularity full"
 AHEAD = "--paro-updated-ahead 2"
 FLAT = "--paro-collective flat"
+MUON = "--optimizer muon --lr 0.01"
 AUTO = "AUTO"  # in flags: an algorithm chosen for every call
 FOLDER = "FOLDER"  # in flags: a folder of the ranks, made for the run
 SAVED = f"--save {FOLDER}"
@@ -193,7 +194,16 @@ CAUGHT = {
     "collectives.pipelined PipelinedCollectives._submit: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
+    "collectives.wire Wire.trade: Pending(work, operation.tensor, transfer).wait()": ("IIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
+    "optim.matrices MuonStep._scatter: self._exposure.wait(WaitKind.REDUCE, moving.event)": (
+        "IIG",
+        MUON,
+    ),
+    "optim.matrices MuonStep._apply: self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)": (
+        "IIG",
+        MUON,
+    ),
     "rotation.rotating_unit RotatingUnit._wait_shifted: "
     "self.context.exposure.wait(WaitKind.GATHER, self._arrived)": ("IIG", ROTATE),
     "rotation.rotating_unit RotatingUnit._wait_grads: "
