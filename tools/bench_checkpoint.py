@@ -38,7 +38,7 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
 from paro.errors import UserError
 from paro.layout import make_layout, whole_box
-from paro.optim.states import STATE_NAMES
+from paro.optim.states import MOMENTS, PARAM
 from paro.report.log import Log
 from paro.sharding.buffers import FlatShard
 from paro.topology import make_topology
@@ -70,7 +70,7 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
         layout = make_layout(boxes, decayed=frozenset(), world_size=world.size)
         numel = layout.numel // world.size
         start = topology.shard_start(world.rank, world.size, layout.numel)
-        for number, state in enumerate(STATE_NAMES):
+        for number, state in enumerate((PARAM, *MOMENTS)):
             values = torch.full((numel,), 1.0 + unit + number / 4.0)
             shards.append(
                 FlatShard(
