@@ -60,8 +60,15 @@ class StepCosts:
 
     def queued_by(self, number: int) -> BufferCosts:
         """What the actions on a buffer queue."""
-        unit, trains = self.counts.buffers[number]
-        return self.comm_costs.of_buffer(unit, trains=trains)
+        found = self._by_buffer.get(number)
+        if found is None:
+            unit, trains = self.counts.buffers[number]
+            found = self._by_buffer[number] = self.comm_costs.of_buffer(unit, trains=trains)
+        return found
+
+    @cached_property
+    def _by_buffer(self) -> dict[int, BufferCosts]:
+        return {}
 
     # Compute #
 
