@@ -71,7 +71,8 @@ run_script("job.py", main)
 def launch(script: Path, text: str) -> subprocess.Popen[str]:
     script.write_text(text)
     return subprocess.Popen(
-        ["bash", SCRIPT, "--nproc-per-node", "2", script],
+        # These tests may run under nohup, whose children ignore SIGHUP.
+        ["env", "--default-signal=HUP", "bash", SCRIPT, "--nproc-per-node", "2", script],
         env=os.environ
         | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
