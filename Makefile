@@ -42,7 +42,7 @@ $(FOR_TRAINING): requirements.txt constraints.txt
 quickstart: $(FOR_TRAINING)  ## train a small LLaMA on real text, from nothing to a sample of its own
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-check: lint  ## style, types and the tests that start no process, in 2 minutes
+check: lint  ## style, types and the tests that start no process
 	$(PYTEST) -m "not ($(STARTS_PROCESSES))" --most-seconds 1
 
 test: lint  ## style, types and all tests; names the 25 slowest
