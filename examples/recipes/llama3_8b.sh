@@ -30,11 +30,6 @@ TRAINING_ARGS=(
     --min-lr 3.0e-5
     --lr-decay-style cosine
     --lr-warmup-iters 500
-    --weight-decay 0.1
-    --adam-beta1 0.9
-    --adam-beta2 0.95
-    --clip-grad 1.0
-    --bf16
 )
 # shellcheck source-path=SCRIPTDIR source=recipe.sh
 source "$(dirname "$0")/recipe.sh"

@@ -27,6 +27,15 @@ else
     )
 fi
 
+# The same in all of them.
+TRAINING_ARGS+=(
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.95
+    --clip-grad 1.0
+    --bf16
+)
+
 EVAL_AND_LOGGING_ARGS=(
     --log-interval 10
     --log-throughput

@@ -38,11 +38,6 @@ TRAINING_ARGS=(
     --lr-decay-style cosine
     --lr-decay-iters 1430512
     --lr-warmup-iters 2000
-    --weight-decay 0.1
-    --adam-beta1 0.9
-    --adam-beta2 0.95
-    --clip-grad 1.0
-    --bf16
 )
 # shellcheck source-path=SCRIPTDIR source=recipe.sh
 source "$(dirname "$0")/recipe.sh"

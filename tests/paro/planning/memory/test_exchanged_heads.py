@@ -18,41 +18,30 @@ from tests.paro.planning.memory.test_gathering import (
     predict,
 )
 
-CASES = {
-    # In bf16 a CPU's attention has buffers of its own, of whole samples here.
-    "heads are exchanged": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=64),
-        precision=FP32,
-        batch_size=4,
-        seq_length=256,
-        context=ContextLayout(size=4, heads=4),
-        at="backward",
+# In bf16 a CPU's attention has buffers of its own, of whole samples here.
+EXCHANGED = Workload(
+    strategy="GGG",
+    config=replace(SMALL, vocab_size=64),
+    precision=FP32,
+    batch_size=4,
+    seq_length=256,
+    context=ContextLayout(size=4, heads=4),
+    at="backward",
+)
+CONFIGS = {
+    "heads are exchanged": EXCHANGED.config,
+    "exchanged keys and values are repeated, blocks recomputed": replace(
+        EXCHANGED.config, num_query_groups=2, recompute=EACH
     ),
-    "exchanged keys and values are repeated, blocks recomputed": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=64, num_query_groups=2, recompute=EACH),
-        precision=FP32,
-        batch_size=4,
-        seq_length=256,
-        context=ContextLayout(size=4, heads=4),
-        at="backward",
-    ),
-    "the core of exchanged heads is recomputed": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=64, recompute=RecomputeConfig(granularity="selective")),
-        precision=FP32,
-        batch_size=4,
-        seq_length=256,
-        context=ContextLayout(size=4, heads=4),
-        at="backward",
+    "the core of exchanged heads is recomputed": replace(
+        EXCHANGED.config, recompute=RecomputeConfig(granularity="selective")
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    workload = CASES[name]
+    workload = replace(EXCHANGED, config=CONFIGS[name])
     predicted = predict(workload, device="cpu")
     assert workload.at in predicted.name
     silence(monkeypatch)
