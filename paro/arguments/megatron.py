@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
-from paro.arguments.megatron_rules import (
-    ACCEPTED,
-    BECOMES,
-    CONDITIONAL,
-    IGNORED,
-    REFUSED,
-    VALUES,
-)
 from paro.arguments.words import by_flag
 from paro.text import listed
 
@@ -52,8 +47,8 @@ class Outcome(Enum):
 class Rule:
     """How one flag, or a family such as `--moe-*`, is treated, and why.
 
-    An accepted flag is a switch, or takes one of `values`, or is a switch on a `condition`. Other
-    uses of it are refused, and the error gives `instead`. Other flags take any values.
+    An accepted flag is a switch, or takes one of `values`, or is a switch where an argument has a
+    value. Other uses of it are refused, and the error gives `instead`. Other flags take any values.
     """
 
     flag: str
@@ -61,7 +56,7 @@ class Rule:
     why: str = ""
     instead: str = ""
     values: tuple[str | int | float, ...] = ()
-    condition: Callable[[Namespace], bool] | None = None
+    where: tuple[str, object] | None = None  # an argument, and the value that it has or may get
 
     @property
     def is_family(self) -> bool:
@@ -70,18 +65,26 @@ class Rule:
 
 def _rules() -> Iterator[Rule]:
     """All rows of the table, by flag."""
-    for why, flags in ACCEPTED:
-        yield from (Rule(flag, Outcome.ACCEPTED, why) for flag in flags.split())
-    for flag, values, why, instead in VALUES:
-        yield Rule(flag, Outcome.ACCEPTED, why, instead, values=values)
-    for flag, condition, why, instead in CONDITIONAL:
-        yield Rule(flag, Outcome.ACCEPTED, why, instead, condition=condition)
-    for why, flags in IGNORED:
-        yield from (Rule(flag, Outcome.IGNORED, why) for flag in flags.split())
-    for instead, flags in REFUSED:
-        yield from (Rule(flag, Outcome.REFUSED, instead=instead) for flag in flags.split())
+    for row in _TABLE["partly_accepted"]:
+        values, where = tuple(row.get("values", ())), row.get("where")
+        why, instead = _one_line(row["why"]), _one_line(row["instead"])
+        for flag in row["flags"].split():
+            yield Rule(flag, Outcome.ACCEPTED, why, instead, values, where)
+    for outcome in Outcome:
+        for flags, text in _TABLE[outcome.value]:
+            texts = ("", _one_line(text)) if outcome is Outcome.REFUSED else (_one_line(text),)
+            yield from (Rule(flag, outcome, *texts) for flag in flags.split())
 
 
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+_TABLE: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("megatron_rules.toml").read_text(encoding="utf-8")
+)
+# The words to give in place of a refused flag, with any value or by its value.
+BECOMES: Mapping[str, str | Mapping[str, str]] = _TABLE["becomes"]
 RULES = tuple(_rules())
 _BY_FLAG = {rule.flag: rule for rule in RULES}
 _FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.is_family}
@@ -201,7 +204,10 @@ def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
 def _is_accepted(rule: Rule, args: Namespace, values: Sequence[object]) -> bool:
     if rule.values:
         return values[0] in rule.values
-    return rule.condition(args) if rule.condition else rule.outcome is not Outcome.REFUSED
+    if rule.where:
+        name, value = rule.where
+        return bool(getattr(args, name, value) == value)
+    return rule.outcome is not Outcome.REFUSED
 
 
 def _spelled(flag: str, values: Sequence[object]) -> str:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from argparse import ArgumentParser
+from pathlib import Path
 
-from paro.arguments.synonyms import SYNONYMS
+_TABLE = Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8")
+# By the name in another framework: what to use here.
+SYNONYMS = {
+    name: " ".join(meaning.split())
+    for names, meaning in tomllib.loads(_TABLE)["names"]
+    for name in names.split()
+}
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:

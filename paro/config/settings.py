@@ -51,7 +51,7 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for package in (paro, model, data):
         folder = Path(package.__path__[0])
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
             digest.update(path.relative_to(folder.parent).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

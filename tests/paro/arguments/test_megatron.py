@@ -5,6 +5,7 @@ import re
 import pytest
 
 from paro.arguments.megatron import (
+    BECOMES,
     RULES,
     Outcome,
     changed_parts,
@@ -13,9 +14,8 @@ from paro.arguments.megatron import (
     replacements,
     rule_of,
 )
-from paro.arguments.megatron_rules import BECOMES
 from paro.arguments.parser import build_parser, parse_args
-from paro.arguments.synonyms import SYNONYMS
+from paro.arguments.unknown import SYNONYMS
 from tests.helpers.refusals import refused, says
 
 
@@ -30,7 +30,7 @@ def test_each_flag_has_one_rule_and_each_rule_says_why() -> None:
     for rule in RULES:
         is_refused = rule.outcome is Outcome.REFUSED
         assert bool(rule.why) != is_refused, rule.flag
-        has_condition = bool(rule.values or rule.condition)
+        has_condition = bool(rule.values or rule.where)
         assert bool(rule.instead) == (is_refused or has_condition), rule.flag
 
 

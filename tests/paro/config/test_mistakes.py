@@ -91,7 +91,7 @@ def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
         ("--use-mup --log-interval=7", "--log-interval 7"),
         ("--use-mup --recompute-num-layers 1", ""),
         ("--use-mup --tensor-model-parallel-size two", ""),
-        ("--moe-router-topk 2 --moe-grouped-gemm --rl-default-top-p=0.9", ""),
+        ("--moe-router-topk 2 --moe-grouped-gemm --lion-beta1=0.9", ""),
         ("--use-mup --no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
         ("--pretrained-checkpoint here", "--load here --finetune"),
         ("--pretrained-checkpoint here --load there", "--load there"),
