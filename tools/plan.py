@@ -12,9 +12,10 @@ from typing import Any
 if not __package__:  # run as a script: the repository's packages are next to tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paro.errors import UserError
-from paro.planning.machine.files import find_machine
+from paro.errors import UserError, about
+from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
+from paro.planning.machine.made import described
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (
@@ -30,6 +31,7 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.step.trace import chrome_trace
 from paro.report.log import print_line
 from tools.planning.failures import as_fields, expected, failures_of, failures_table
+from tools.planning.launch import launch_lines, why_not
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
     as_json,
@@ -41,28 +43,38 @@ from tools.planning.tables import (
     rows_table,
     title,
 )
-from tools.planning.workload import case_of, make_parser
+from tools.planning.workload import case_of, machine_of, make_parser
 from tools.shared.command_line import status_of
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    return status_of("plan.py", lambda: run(args))
+    words = sys.argv[1:] if argv is None else argv
+    args = make_parser().parse_args(words)
+    return status_of("plan.py", lambda: run(args, words))
 
 
-def run(args: Namespace) -> None:
-    check_outputs(args, "--json", "--trace", pictures=["--plot", "--timeline", "--scaling"])
+def run(args: Namespace, words: Sequence[str]) -> None:
+    check_outputs(
+        args, "--json", "--trace", "--machine-file", pictures=["--plot", "--timeline", "--scaling"]
+    )
     workload = case_of(args)
     if args.mtbf_hours is not None:
         failures_of(args, workload)  # its mistakes, before the plan takes time
-    report(args, workload)
+    if args.why_not is not None:
+        with about("--why-not: "):
+            workload.strategy(args.why_not)
+    report(args, workload, words)
 
 
-def report(args: Namespace, workload: Workload) -> None:
+def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
     """Prints the plan and writes the files; `UserError` at the end if nothing fits."""
     print_line(title(workload), "")
+    if args.gpu is not None:
+        print_line(described(workload.machine), "")
+    if args.machine_file is not None:
+        write_text(args.machine_file, machine_to_json(workload.machine))
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
     if any(row.fits for row in rows):
@@ -71,6 +83,8 @@ def report(args: Namespace, workload: Workload) -> None:
         print_line(*nothing_fits(workload, rows), "")
     found = plan(workload)
     print_line(*describe(found))
+    if args.why_not is not None:
+        print_line("", *why_not(workload, found, args.why_not))
     bought = purchases(workload, found)
     if found.best is not None:
         print_line("", "memory against time, all candidates:", front_table(found), "")
@@ -84,9 +98,13 @@ def report(args: Namespace, workload: Workload) -> None:
     curves = {}
     if args.scaling is not None:
         print_line("", "the best that fits at the same batch a rank:")
-        curves = scaling(workload, find_machine(args.paro_machine), args.paro_group_size)
+        curves = scaling(workload, machine_of(args), args.paro_group_size)
+    launch = [] if found.best is None else [*launch_lines(args, workload, found.best, words)]
     if args.json is not None:
-        fields = fields_of(workload, rows, found, bought, curves) | {"failures": failing}
+        fields = fields_of(workload, rows, found, bought, curves) | {
+            "failures": failing,
+            "launch": launch,
+        }
         write_json(args.json, fields)
     if args.plot is not None:
         draw_front(args.plot, workload, rows, found)
@@ -96,9 +114,10 @@ def report(args: Namespace, workload: Workload) -> None:
         draw_step(args, workload, found.best or found.least)
     if found.best is None:
         gigabytes = args.device_memory_gb
-        given = f"--paro-machine {args.paro_machine}"
+        given = f"--gpu {args.gpu}" if args.gpu else f"--paro-machine {args.paro_machine}"
         given = given if gigabytes is None else f"--device-memory-gb {gigabytes:g}"
         raise UserError(f"{given}: {why_nothing_fits(workload, found)}")
+    print_line("", *launch)
 
 
 def fields_of(

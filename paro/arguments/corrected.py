@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from paro.arguments.megatron import changed_parts, replacements
 from paro.arguments.unknown import known_as
-from paro.arguments.words import by_flag
+from paro.arguments.words import by_flag, wrapped
 from paro.arguments.yaml_flags import FLAG as YAML_FLAG
 from paro.text import listed
 
@@ -17,7 +17,6 @@ _REPLACES = {
     "--paro-strategy": ("--use-distributed-optimizer",),
     "--recompute-granularity": ("--recompute-activations", "--recompute-modules"),
 }
-_WIDTH = 80
 
 
 def corrected(
@@ -37,15 +36,9 @@ def corrected(
     groups, left_out = _corrected(words, args, parser, better, refused)
     if [word for group in groups for word in group] == list(words):
         return ""
-    lines = ["These flags are left; paste them after pretrain_llama.py:"]
-    for part in map(shlex.join, groups):
-        if len(lines) > 1 and len(lines[-1]) + len(part) < _WIDTH:
-            lines[-1] += f" {part}"
-        else:
-            lines.append(f"    {part}")
-    head, *flags = lines
     notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
-    return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(flags)])
+    head = "These flags are left; paste them after pretrain_llama.py:"
+    return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(wrapped(groups))])
 
 
 def _corrected(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 
 _FLAG = re.compile(r"--|-[a-zA-Z]+$")
+_WIDTH = 80
 
 
 def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
@@ -18,3 +20,14 @@ def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
         group.append(word)
     if group:
         yield group
+
+
+def wrapped(groups: Iterable[Sequence[str]]) -> list[str]:
+    """Indented lines of the groups of `by_flag` as a shell reads them, none of them cut."""
+    lines: list[str] = []
+    for part in map(shlex.join, groups):
+        if lines and len(lines[-1]) + len(part) < _WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}")
+    return lines

@@ -18,7 +18,7 @@ from paro.config.updated_ahead import units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import merged, model_state_bytes
-from paro.planning.machine.files import machine_of_launch
+from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.description import bits_text, describe
@@ -58,7 +58,7 @@ def take_sharding(
     check_group_size(world.size, group_size)
     if args.paro_machine is not None:
         machine, group_size = machine_of_launch(
-            args.paro_machine,
+            find_machine(args.paro_machine),
             world_size=world.size,
             ranks_per_node=world.ranks_per_node,
             group_size=args.paro_group_size,

@@ -9,9 +9,9 @@ from typing import Any
 from model.units import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
-from paro.planning.search.estimator import Estimate
+from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import TIE, SearchResult, best_that_fits
-from paro.planning.search.remedies import single_changes
+from paro.planning.search.remedies import enough_alone, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import count_text, ranks_text
 from tools.shared.table import align
@@ -80,15 +80,37 @@ def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
 
 
 def nothing_fits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
-    """Where no row fits: the least need, what it is for, and single changes that are enough."""
-    name, least = min(_alike(rows), key=lambda row: row[1].memory_bytes)
-    changes = "; or ".join(single_changes(workload, least.candidate))
+    """Where no row fits: the least need, what it is for, and what would make each row fit."""
+    alike = _alike(rows)
+    name, least = min(alike, key=lambda row: row[1].memory_bytes)
     return [
         f"as given nothing fits the {workload.device_bytes / 1e9:g} GB of a device",
         f"{name} needs the least: {least.memory.describe()}",
-        f"largest part: {least.memory.largest_part}; "
-        + (f"enough alone: {changes}" if changes else "no flag is enough alone"),
+        f"largest part: {least.memory.largest_part}; {enough_alone(workload, least.candidate)}",
+        "",
+        _changes_table(workload, alike),
     ]
+
+
+def _changes_table(workload: Workload, alike: Sequence[tuple[str, Estimate]]) -> str:
+    """For each row the flag after which it fits and is fastest; rows without one at the end."""
+    found = []
+    for name, row in alike:
+        fitting = (
+            (Estimator(change.workload).estimate(change.candidate), change.what)
+            for change in single_changes(workload, row.candidate)
+            if change.workload.world_size == workload.world_size
+        )
+        best = min(fitting, key=lambda pair: pair[0].seconds, default=None)
+        found.append((best is None, best[0].seconds if best else row.memory_bytes, name, row, best))
+    cells = [("strategy", "GB", "then GB", "s/step", "fits with")]
+    for *_, name, row, best in sorted(found, key=lambda entry: entry[:2]):
+        then = ("-", "-", "no flag alone")
+        if best is not None:
+            estimate, what = best
+            then = f"{estimate.memory_bytes / 1e9:.1f}", f"{estimate.seconds:.3f}", what
+        cells.append((name, f"{row.memory_bytes / 1e9:.1f}", *then))
+    return align(cells, left=(0, -1))
 
 
 def front_table(found: SearchResult) -> str:

@@ -22,6 +22,8 @@ from paro.config.model import take_model
 from paro.config.updated_ahead import units_ahead
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine, machine_of_launch
+from paro.planning.machine.machine import Machine, Nic
+from paro.planning.machine.made import GPUS, machine_of_gpus
 from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
@@ -39,8 +41,8 @@ takes on a machine, the best setting of all, and what more memory or bandwidth w
 def make_parser() -> Parser:
     parser = Parser(prog="plan.py", description=DESCRIPTION)
     add = parser.add_argument_group("the run, as in pretrain_llama.py").add_argument
-    add("--world-size", type=int, metavar="RANKS", help="default: the machine's")
-    add("--paro-machine", required=True, metavar="NAME", help="a shipped machine, or a file")
+    add("--world-size", type=int, metavar="RANKS", help="default: the machine's, or one node")
+    add("--paro-machine", metavar="NAME", help="a shipped machine, or a file; or give --gpu")
     add("--paro-group-size", type=int, metavar="RANKS", help="of I; default: the machine's groups")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native", help="of the rows")
     add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
@@ -64,6 +66,7 @@ def make_parser() -> Parser:
         help="all (default), last-blocks:SHARE or names:PATTERN[,PATTERN]",
     )
     add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
+    add_gpu_args(parser)
     add_model_args(parser)
     add_lora_args(parser)
     add_recompute_args(parser)
@@ -72,6 +75,7 @@ def make_parser() -> Parser:
     add_inter_bits_args(parser, trains=False)
     add_failure_args(parser)
     out = parser.add_argument_group("results").add_argument
+    out("--why-not", metavar="STRATEGY", help="also say what the best with this one would cost")
     out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
     out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")
     out(
@@ -88,6 +92,23 @@ def make_parser() -> Parser:
         help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it",
     )
     return parser  # fmt: skip
+
+
+def add_gpu_args(parser: Parser) -> None:
+    add = parser.add_argument_group(
+        "a machine of three figures", "Instead of --paro-machine; its other figures ship."
+    ).add_argument
+    add("--gpu", choices=tuple(GPUS), help="of which kind, each of 80 GB")
+    add("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
+    add("--inter", metavar="RATE", help="of a NIC, in one direction: 25gbit, 400gbit")
+    add(
+        "--nic",
+        choices=[nic.value for nic in Nic],
+        default=Nic.SHARED.value,
+        help="one for all GPUs of a node (default), or one for each",
+    )
+    add("--intra", metavar="RATE", help="of a GPU in its node, in one direction; default: NVLink")
+    add("--machine-file", type=Path, metavar="FILE", help="write it, for --paro-machine of a run")
 
 
 def add_failure_args(parser: Parser) -> None:
@@ -117,16 +138,14 @@ def add_failure_args(parser: Parser) -> None:
 
 def case_of(args: Namespace) -> Workload:
     """The workload to plan; a `UserError` names the flag to change."""
-    world_size = args.world_size
-    if world_size is None:
-        world_size = find_machine(args.paro_machine).world_size
-    if world_size < 1:
-        raise UserError(f"--world-size {world_size} must be at least 1")
+    machine = machine_of(args)
+    world_size = machine.world_size if args.world_size is None else args.world_size
     machine, group_size = machine_of_launch(
-        args.paro_machine,
+        machine,
         world_size=world_size,
         ranks_per_node=None,
         group_size=args.paro_group_size,
+        subject="--paro-machine" if args.gpu is None else "--gpu",
     )
     if args.paro_nccl_launch_order is not None:
         machine = replace(machine, launch_order=args.paro_nccl_launch_order)
@@ -170,6 +189,31 @@ def case_of(args: Namespace) -> Workload:
         chooses_bits=inter_bits is not None,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",
     )
+
+
+def machine_of(args: Namespace) -> Machine:
+    """The machine that a plan is for, with its own ranks; a `UserError` names the flag."""
+    if args.world_size is not None and args.world_size < 1:
+        raise UserError(f"--world-size {args.world_size} must be at least 1")
+    if (args.gpu is None) == (args.paro_machine is None):
+        verb = "is missing" if args.gpu is None else "and --gpu contradict each other"
+        raise UserError(
+            f"--paro-machine {verb}: give it, or --gpu with --gpus-per-node and --inter"
+        )
+    if args.gpu is not None:
+        return machine_of_gpus(
+            args.gpu,
+            world_size=args.world_size or args.gpus_per_node,
+            gpus_per_node=args.gpus_per_node,
+            intra=args.intra,
+            inter=args.inter,
+            nic=Nic(args.nic),
+        )
+    flags = {"--inter": args.inter, "--intra": args.intra, "--machine-file": args.machine_file}
+    for flag, value in flags.items():
+        if value is not None:
+            raise UserError(f"{flag} {value} needs --gpu: a machine file has its own")
+    return find_machine(args.paro_machine)
 
 
 def precision_of(args: Namespace) -> PrecisionConfig:

@@ -118,23 +118,23 @@ def find_machine(text: str) -> Machine:
 
 
 def machine_of_launch(
-    text: str,
+    machine: Machine,
     *,
     world_size: int,
     ranks_per_node: int | None,
     group_size: int | None,
     any_ranks: bool = False,
+    subject: str = "--paro-machine",
 ) -> tuple[Machine, int]:
-    """The machine of --paro-machine with this many ranks, and the degree of letter I on it.
+    """The machine of a launch with this many ranks, and the degree of letter I on it.
 
     That is `group_size` if --paro-group-size gives it, else a node; without `ranks_per_node` a node
     is a group of the machine. `UserError` if the machine contradicts them; `any_ranks` cuts it to
     them first.
     """
-    machine = find_machine(text)
     if any_ranks:
         machine = machine.cut_to(world_size)
-    machine = machine.for_world(world_size, subject="--paro-machine")
+    machine = machine.for_world(world_size, subject=subject)
     groups = machine.group_size
     own = ranks_per_node or groups if group_size is None else group_size
     check_group_size(world_size, own)
@@ -151,7 +151,7 @@ def machine_of_launch(
             "tools/bench_collectives.py --machine-file"
         )
     raise UserError(
-        f"--paro-machine {text} has groups of {count_text(groups, 'rank')} and {whose}: {advice}"
+        f"{subject} {machine.name} has groups of {count_text(groups, 'rank')} and {whose}: {advice}"
     )
 
 

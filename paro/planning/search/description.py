@@ -65,12 +65,12 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
         return
     second = plan.runner_up
     yield (
-        f"planner: the runner-up {second.candidate.describe()} {_behind(second, best)}, with "
+        f"planner: the runner-up {second.candidate.describe()} {behind(second, best)}, with "
         f"{size_text(second.memory_bytes)}; it waits {exposed_text(second)}"
     )
 
 
-def _behind(second: Estimate, best: Estimate) -> str:
+def behind(second: Estimate, best: Estimate) -> str:
     """Why the runner-up is second: it is slower, or ties and sends more between groups."""
     slower = second.seconds / best.seconds - 1
     if slower > TIE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.search.estimator import Estimator
@@ -19,10 +20,18 @@ _SMALLER = {
 }
 
 
+class Change(NamedTuple):
+    """A single change after which a candidate fits: what to give, and what is planned then."""
+
+    what: str
+    workload: Workload
+    candidate: Candidate
+
+
 def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     """One line: the least memory, and each single change that would make it fit."""
     least = plan.least
-    changes = "; or ".join(single_changes(workload, least.candidate))
+    changes = "; or ".join(change.what for change in single_changes(workload, least.candidate))
     return (
         f"nothing fits the {plan.device_bytes / 1e9:g} GB of a device: the least is "
         f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
@@ -30,25 +39,29 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     )
 
 
-def single_changes(workload: Workload, least: Candidate) -> Iterator[str]:
+def enough_alone(workload: Workload, least: Candidate) -> str:
+    """The single changes after which a candidate fits, in words."""
+    changes = "; or ".join(change.what for change in single_changes(workload, least))
+    return f"enough alone: {changes}" if changes else "no flag is enough alone"
+
+
+def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
     """Flags, and a number of ranks, each of which would be enough alone."""
-    if workload.prefetch_units and _fits(replace(workload, prefetch_units=0), least):
-        yield "--paro-prefetch-units 0"
+    at_once = replace(workload, prefetch_units=0)
+    if workload.prefetch_units and _fits(at_once, least):
+        yield Change("--paro-prefetch-units 0", at_once, least)
     recompute = least_recomputation(
         replace(workload.model, recompute=least.recompute),
         lambda recompute: _fits(workload, replace(least, recompute=recompute)),
     )
     if recompute is not None:
-        yield recompute_flags(recompute)
-    if least.micro_batch_size > 1:
-        size = _largest_micro_batch(workload, least)
-        if size is not None:
-            yield f"--micro-batch-size {size}"
+        yield Change(recompute_flags(recompute), workload, replace(least, recompute=recompute))
+    size = _largest_micro_batch(workload, least)
+    if size is not None:
+        smaller = replace(least, micro_batch_size=size)
+        yield Change(f"--micro-batch-size {size}", workload, smaller)
     yield from _smaller_way(workload, least)
-    ranks = _fewest_ranks(workload, least)
-    if ranks is not None:
-        how = ", gathered" if least.materialize.rotates else ""
-        yield f"{ranks} ranks, with all states spread over all of them{how}"
+    yield from _more_ranks(workload, least)
 
 
 def least_recomputation(
@@ -74,19 +87,21 @@ def least_recomputation(
 def recompute_flags(recompute: RecomputeConfig) -> str:
     """The flags that select it."""
     text = f"--recompute-granularity {recompute.granularity}"
-    if recompute.method == "uniform":
+    if (recompute.method, recompute.num_layers) == ("uniform", 1):
         return text
-    return f"{text} --recompute-method block --recompute-num-layers {recompute.num_layers}"
+    how = f"--recompute-method {recompute.method}"
+    return f"{text} {how} --recompute-num-layers {recompute.num_layers}"
 
 
-def _smaller_way(workload: Workload, least: Candidate) -> Iterator[str]:
+def _smaller_way(workload: Workload, least: Candidate) -> Iterator[Change]:
     """The flag that makes weights rotate, or rotate in place, if that is enough."""
     further = _SMALLER.get(least.materialize)
     if further is not None:
         materialize, flag = further
         possible = workload.infeasible_reason(least.strategy, materialize) is None
-        if possible and _fits(workload, replace(least, materialize=materialize)):
-            yield flag
+        rotated = replace(least, materialize=materialize)
+        if possible and _fits(workload, rotated):
+            yield Change(flag, workload, rotated)
 
 
 def _fits(workload: Workload, candidate: Candidate) -> bool:
@@ -100,13 +115,13 @@ def _largest_micro_batch(workload: Workload, least: Candidate) -> int | None:
     return next((s for s in sizes if _fits(workload, replace(least, micro_batch_size=s))), None)
 
 
-def _fewest_ranks(workload: Workload, least: Candidate) -> int | None:
-    """The fewest that fit, by doubling at the same batch per rank; None: unknown, or too many.
+def _more_ranks(workload: Workload, least: Candidate) -> Iterator[Change]:
+    """The fewest ranks that are enough, by doubling at the same batch per rank, if not too many.
 
-    Unknown where collectives were measured: measurements hold only for their own ranks.
+    None where collectives were measured: measurements hold only for their own ranks.
     """
     if workload.machine.measured:
-        return None
+        return
     ranks, batch = 2 * workload.world_size, 2 * workload.global_batch_size
     while ranks <= MOST_RANKS:
         more = replace(
@@ -114,8 +129,11 @@ def _fewest_ranks(workload: Workload, least: Candidate) -> int | None:
             machine=replace(workload.machine, uneven=()).for_world(ranks, subject="more ranks"),
             global_batch_size=batch,
         )
-        everywhere = more.strategy(f"{ranks},{ranks},{ranks}")
-        if _fits(more, replace(least, strategy=everywhere, materialize=Materialize.GATHER)):
-            return ranks
+        strategy = more.strategy(f"{ranks},{ranks},{ranks}")
+        everywhere = replace(least, strategy=strategy, materialize=Materialize.GATHER)
+        if _fits(more, everywhere):
+            how = ", gathered" if least.materialize.rotates else ""
+            what = f"{ranks} ranks, with all states spread over all of them{how}"
+            yield Change(what, more, everywhere)
+            return
         ranks, batch = 2 * ranks, 2 * batch
-    return None

@@ -1,0 +1,142 @@
+"""The commands that check and launch the best candidate of a plan, and why another is not it."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from model.config import LLAMA_PRESETS
+from paro.arguments.parser import build_parser
+from paro.arguments.words import by_flag, wrapped
+from paro.planning.search.description import behind, exposed_text, seconds_text
+from paro.planning.search.estimator import Estimate
+from paro.planning.search.planner import SearchResult, plan
+from paro.planning.search.remedies import enough_alone, recompute_flags
+from paro.planning.search.search_space import SearchSpace, Workload
+from paro.quantization.formats import FULL_BITS
+from paro.text import size_text
+
+# What the planner chooses, or a dry run alone needs: written anew, or left out.
+_ANEW = {
+    *("--paro-machine", "--world-size", "--device-memory-gb", "--paro-collective"),
+    *("--paro-inter-bits", "--paro-inter-param-bits", "--paro-inter-grad-bits"),
+    *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size"),
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    *("--recompute-activations", "--recompute-modules"),
+}
+_YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither
+
+
+def launch_flags(
+    args: Namespace, workload: Workload, best: Estimate, words: Sequence[str]
+) -> list[list[str]]:
+    """The flags of pretrain_llama.py, each with its values, for a candidate of a plan.
+
+    `words` are those of the plan.
+    """
+    known = build_parser()._option_string_actions
+    groups = [
+        group for group in by_flag(words)
+        if (flag := group[0].partition("=")[0]) in known and flag not in _ANEW
+    ]  # fmt: skip
+    candidate, model, precision = best.candidate, workload.model, best.precision
+    preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
+    positions = preset.max_position_embeddings if preset else workload.seq_length
+    if model.max_position_embeddings != positions:
+        groups.append(["--max-position-embeddings", str(model.max_position_embeddings)])
+    groups += [
+        ["--seq-length", str(workload.seq_length)],
+        ["--micro-batch-size", str(candidate.micro_batch_size)],
+        ["--global-batch-size", str(workload.global_batch_size)],
+        ["--paro-strategy", candidate.strategy.name],
+    ]
+    if candidate.collective != "native":
+        groups.append(["--paro-collective", candidate.collective])
+    if candidate.recompute is not None:
+        groups += by_flag(recompute_flags(candidate.recompute).split())
+    for flag, bits in (
+        ("--paro-inter-param-bits", precision.inter_param_bits),
+        ("--paro-inter-grad-bits", precision.inter_grad_bits),
+    ):
+        if bits != FULL_BITS:
+            groups.append([flag, str(bits)])
+    if not workload.machine.is_of_gpus:
+        groups.append(["--distributed-backend", "gloo"])
+    return groups
+
+
+def launch_lines(
+    args: Namespace, workload: Workload, best: Estimate, words: Sequence[str]
+) -> Iterator[str]:
+    """Lines for bash: the flags as an array, a dry run with them, and both ways to launch them."""
+    yield "to launch it, with data, learning rate and length of your own in the last line:"
+    yield "FLAGS=("
+    yield from wrapped(launch_flags(args, workload, best, words))
+    yield f"    {_YOURS}"
+    yield ")"
+    yield f'python pretrain_llama.py "${{FLAGS[@]}}" {shlex.join(_dry_run(args, workload))}'
+    per_node = workload.machine.group_size
+    nodes = workload.world_size // per_node
+    program = 'pretrain_llama.py "${FLAGS[@]}"'
+    if workload.machine.is_of_gpus:
+        yield "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    if nodes == 1:
+        yield f"bash examples/one_machine.sh --nproc-per-node {per_node} {program}"
+    else:
+        yield f"# on each node, its number 0 to {nodes - 1} in NODE_RANK, node 0 in MASTER_ADDR:"
+        yield (
+            f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank $NODE_RANK "
+            f"--master-addr $MASTER_ADDR --master-port 6000 {program}"
+        )
+    gpus = f" --gpus-per-node {per_node}" if workload.machine.is_of_gpus else ""
+    yield f"# or once, in a SLURM allocation of {nodes if nodes > 1 else 'one'} of them:"
+    yield (
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
+        f"MASTER_PORT=6000 srun --nodes {nodes} --ntasks-per-node {per_node}{gpus} "
+        f"python -u {program}"
+    )
+
+
+def _dry_run(args: Namespace, workload: Workload) -> list[str]:
+    """Of the launch, by the machine of the plan if a file has it."""
+    words = ["--dry-run", "--world-size", str(workload.world_size)]
+    machine = args.paro_machine or args.machine_file
+    if machine is not None:
+        words += ["--paro-machine", str(machine)]
+    words += ["--ranks-per-node", str(workload.machine.group_size)]
+    if machine is None or args.device_memory_gb is not None:
+        words += ["--device-memory-gb", f"{workload.device_bytes / 1e9:g}"]
+    return words
+
+
+def why_not(workload: Workload, found: SearchResult, text: str) -> tuple[str, str]:
+    """Two lines: what the best setting with a strategy costs, and where its time or memory goes."""
+    strategy, best = workload.strategy(text), found.best
+    name = f"why not {text}: "
+    reason = workload.infeasible_reason(strategy, workload.materialize)
+    if reason is not None:
+        return f"{name}it is not among the candidates", reason
+    own = plan(workload, SearchSpace(strategies=(strategy,)))
+    if own.best is None:
+        least = own.least
+        needs = f"{size_text(least.memory_bytes)} with {least.candidate.describe()}"
+        return (
+            f"{name}it does not fit, the least is {needs}",
+            f"{least.memory.describe()}; {enough_alone(workload, least.candidate)}",
+        )
+    if best is None or own.best.candidate.strategy.degrees == best.candidate.strategy.degrees:
+        return f"{name}it is the best", _spends(own.best)
+    return (
+        f"{name}its best, {own.best.candidate.describe()}, {behind(own.best, best)}: "
+        f"{seconds_text(own.best.seconds)} a step, {size_text(own.best.memory_bytes)}",
+        f"{_spends(own.best)}; {best.candidate.name} waits {exposed_text(best)} and sends "
+        f"{size_text(best.sent.inter)}",
+    )
+
+
+def _spends(estimate: Estimate) -> str:
+    return (
+        f"it computes for {seconds_text(estimate.timeline.compute_seconds)}, waits "
+        f"{exposed_text(estimate)}, and sends {size_text(estimate.sent.inter)} between groups"
+    )
