@@ -11,11 +11,10 @@ from paro.config.mistakes import wrong_values
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig, take_world
 from paro.config.settings import settings_of
-from paro.distributed.agent import end_with_agent
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
 from paro.distributed.rendezvous import refusals_are_shared
-from paro.distributed.user_errors import run_script
+from paro.distributed.user_errors import end_with_agent, run_script
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block

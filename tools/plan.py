@@ -28,7 +28,7 @@ from paro.planning.search.planner import (
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.planning.step.trace import chrome_trace
+from paro.planning.step.timeline import chrome_trace
 from paro.report.log import print_line
 from tools.planning.failures import as_fields, expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not

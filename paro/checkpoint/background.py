@@ -1,4 +1,4 @@
-"""Async save: a copy of the states in host memory, and the thread that writes it."""
+"""Async save: a copy of the states in page-locked host memory, and the thread that writes it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.boxes import BoxedState
-from paro.checkpoint.pinned import pin
+from paro.errors import RunError
 from paro.layout import Shape
+from paro.text import size_text
 
 _ALIGN = 64  # bytes: values of any type begin at multiples of it
 
@@ -107,3 +108,18 @@ class Background:
                 job()
         except Exception as error:
             self._failure = error
+
+
+def pin(room: Tensor, device: torch.device) -> None:
+    """Page-locks the memory of `room` for a GPU until the process ends.
+
+    torch's own pinned tensors would take up to twice their size, which it rounds up to a power of
+    two. Ranges that are locked one by one must not share a page: lock one block, and cut it.
+    """
+    with torch.cuda.device(device):  # a new thread's is GPU 0, where every rank would get a context
+        status = int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.nbytes, 0))
+    if status != 0:
+        raise RunError(
+            f"{size_text(room.nbytes)} of host memory cannot be page-locked for copies from "
+            f"{device}: CUDA error {status}"
+        )

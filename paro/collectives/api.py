@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from paro.collectives.auto import AutoCollectives
-from paro.collectives.choice import AlgorithmChoice
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paro.collectives.choice import AlgorithmChoice, BestOf
 from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
+from paro.collectives.schedule import Op
 from paro.collectives.spans import needed_groups
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams
-from paro.distributed.groups import GroupConfig, make_groups
-from paro.topology import AxisSpan, Topology, Use
+from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.topology import AxisSpan, Topology, Use, axes_of
 
 
 def make_collectives(
@@ -51,3 +56,51 @@ _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
     "native": NativeCollectives,
     "flat": FlatCollectives,
 }
+
+
+class AutoCollectives(Collectives):
+    """Delegates every call to the chosen algorithm; all share comm streams and process groups."""
+
+    def __init__(
+        self,
+        algorithms: Mapping[str, Collectives],
+        best: BestOf,
+        groups: Groups,
+        streams: CommStreams,
+    ) -> None:
+        super().__init__(groups, streams)
+        self._algorithms = algorithms
+        self._best_of = best
+
+    def all_gather(
+        self,
+        whole: Tensor,
+        span: AxisSpan,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
+    ) -> Event:
+        best = self._best(Op.ALL_GATHER, whole, span, whole.dtype)
+        return best.all_gather(whole, span, shard=shard, after=after)
+
+    def reduce_scatter(
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        best = self._best(Op.REDUCE_SCATTER, whole, span, comm_dtype)
+        return best.reduce_scatter(whole, span, comm_dtype, after=after)
+
+    def all_reduce(
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+    ) -> Event:
+        best = self._best(Op.ALL_REDUCE, whole, span, comm_dtype)
+        return best.all_reduce(whole, span, comm_dtype, after=after)
+
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
+        # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
+        return self._streams.submit((Use.REDUCE, span[-1]), job, after=after)
+
+    def _best(self, op: Op, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
+        if not span:
+            return next(iter(self._algorithms.values()))
+        num_bytes = whole.numel() * comm_dtype.itemsize
+        return self._algorithms[self._best_of(op, axes_of(span), num_bytes)]

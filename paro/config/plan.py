@@ -13,8 +13,7 @@ from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import take_context
 from paro.config.elastic import fitted_to_ranks, nodes_line
 from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
-from paro.config.sharding import ShardingConfig
-from paro.config.updated_ahead import units_ahead
+from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import merged, model_state_bytes

@@ -1,8 +1,12 @@
-"""Initializes and shuts down torch.distributed, selects the device, seeds generators."""
+"""Initializes and shuts down torch.distributed, checks the device, seeds generators."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +17,18 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.flight_recorder import record_flights
-from paro.distributed.gpu import check_gpu
 from paro.distributed.groups import GroupConfig
-from paro.distributed.host_memory import keep_freed_memory
 from paro.distributed.interface import choose_interface, interface_text
 from paro.distributed.rendezvous import open_store, refusals_are_shared, rendezvous
 from paro.distributed.world import World
 from paro.errors import RunError, UserError, writing
 
 _MAX_MINUTES = 365 * 24 * 60
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+# Larger tensors go back to the system when they are freed; before 2.35 glibc takes no other number.
+_LARGEST_KEPT = (1 << 30, 32 << 20)
+_MOST_KEPT = (1 << 31) - 1  # bytes that are free at the end of the heap; the largest int
+_OLDEST_DRIVER = {"12": 525, "13": 580}  # by major version of CUDA, from NVIDIA's release notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +121,80 @@ def seed_everything(seed: int) -> None:
     """Seeds the global generators, for libraries; model and data have separate generators."""
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc's malloc keep what is freed; False where there is another malloc.
+
+    By default it gives large tensors back to the system, which hands out the memory of the next
+    ones page by page, each by a page fault and filled with zeros.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    if not any(mallopt(_M_MMAP_THRESHOLD, size) for size in _LARGEST_KEPT):
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT))
+
+
+def check_gpu(local_rank: int) -> torch.device:
+    """The GPU of this local rank; `UserError` without one that this torch has kernels for.
+
+    Sets how its memory is cut, and how many processes compile, unless the environment does.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each rank of the node; not 32
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        # Units of different sizes come and go, and leave gaps that others do not fit in.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with warnings.catch_warnings(record=True) as caught:  # torch says once why it sees none
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    if not is_available:
+        raise UserError(
+            f"--distributed-backend nccl needs CUDA devices and torch sees none: "
+            f"{_why_none([str(warning.message) for warning in caught])}; give "
+            "--distributed-backend gloo to run on CPU ranks"
+        )
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; "
+            "start one process per GPU, and under SLURM give GPUs to the node (--gpus-per-node) "
+            "instead of one to each task, so that ranks see each other's"
+        )
+    device = torch.device("cuda", local_rank)
+    capability, built_for = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if not any(_runs(arch, capability) for arch in built_for):
+        raise UserError(
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}, "
+            f"of compute capability {capability[0]}.{capability[1]}: it was built for "
+            f"{', '.join(built_for)}; install one built for that GPU, such as a wheel for an "
+            "older CUDA"
+        )
+    return device
+
+
+def _why_none(warned: list[str]) -> str:
+    cuda = torch.version.cuda
+    if cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    said = next((text.partition("\n")[0][:200] for text in warned if "CUDA" in text), "")
+    oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0])
+    needs = f"torch {torch.__version__} needs a driver for CUDA {cuda}"
+    needs += f", {oldest} or newer" if oldest is not None else ""
+    return f"{said} ({needs})" if said else f"{needs}, and CUDA_VISIBLE_DEVICES may hide some"
+
+
+def _runs(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for an architecture runs on a GPU: binaries on later minors, PTX on all later.
+
+    Binaries with a suffix use features of that capability alone.
+    """
+    parsed = re.fullmatch(r"(sm|compute)_([0-9]+)([a-z]?)", arch)
+    if parsed is None:
+        return False
+    built = divmod(int(parsed[2]), 10)
+    if parsed[3]:
+        return built == capability
+    if parsed[1] == "compute":
+        return built <= capability
+    return built[0] == capability[0] and built[1] <= capability[1]

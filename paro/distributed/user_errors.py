@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -14,7 +15,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from paro.distributed.world import launcher_ends_ranks, local_rank_to_print, read_error_file
+from paro.distributed.world import (
+    is_started_by_agent,
+    launcher_ends_ranks,
+    local_rank_to_print,
+    read_error_file,
+)
 from paro.errors import (
     PeerError,
     RunError,
@@ -32,6 +38,7 @@ _PRINTING_RANK_SECONDS = 20.0
 _LAGGARD_SECONDS = 1.0
 # In which a launcher ends the ranks that miss one: that one has said why, unless it hangs.
 _LOST_PEER_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
 
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
@@ -132,3 +139,34 @@ def _leave(status: int) -> NoReturn:
         with suppress(OSError):
             stream.flush()
     os._exit(status)
+
+
+def end_with_agent() -> None:
+    """From now on the kernel kills this rank when its agent ends; `PeerError` if it has already.
+
+    A rank without one would write where its successor does.
+    Only for a rank that torchrun's agent itself started, on Linux; a script in between has to
+    `exec`. SIGKILL: a rank that could still save would meet the restarted job in the same folder.
+    """
+    # torchrun starts each rank in a session of its own; in one of a script it is not the leader.
+    is_direct = is_started_by_agent() and os.getsid(0) == os.getpid()
+    if sys.platform != "linux" or not is_direct:
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl: {os.strerror(number)}")
+    # If it ended before, an init process or a manager of processes has adopted this rank.
+    if os.getppid() != parent or not _is_python(parent):
+        raise PeerError("torchrun ended before this rank had started")
+
+
+def _is_python(pid: int) -> bool:
+    """Whether a process is a Python interpreter of this user, as the agent is."""
+    try:
+        program = Path(f"/proc/{pid}/exe").readlink()
+    except OSError:  # another user's, or gone
+        return False
+    own = Path("/proc/self/exe").readlink()
+    return program == own or program.name.startswith(("python", "pypy"))

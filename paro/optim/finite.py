@@ -1,13 +1,16 @@
-"""Finds states that are not finite, before they are saved."""
+"""Finds states that are not finite, before they are saved; the squared norm of ranges."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from paro.distributed.control import Control
 from paro.sharding.buffers import FlatShard
+
+ROW = 4096  # elements
 
 
 def not_finite(shards: Iterable[FlatShard], control: Control) -> str | None:
@@ -43,3 +46,22 @@ def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
             if not values.isfinite().all():
                 return f"{shard.state}.{piece.box.name}"
     return None
+
+
+def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The squared norm over all `ranges`, a fp64 scalar; not finite if any element is not."""
+    norms = [norm for values in ranges for norm in _norms(values)]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(norms).double().square().sum()
+
+
+def _norms(values: Tensor) -> Iterator[Tensor]:
+    """Norms whose squares add up to that of the values; a CPU has threads for rows alone."""
+    if values.device.type == "cpu":
+        rows = values[: values.numel() // ROW * ROW].view(-1, ROW)
+        values = values[rows.numel() :]
+        yield torch.linalg.vector_norm(
+            torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32), dtype=torch.float32
+        )
+    yield torch.linalg.vector_norm(values, dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +14,11 @@ from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import Piece
 from paro.optim.deal import Dealt, Matrix, Round, deal, muon_places
-from paro.optim.muon import muon_update
-from paro.optim.muon_config import MuonConfig
+from paro.optim.muon_config import Coefficients, MuonConfig
 from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
+
+_EPS = 1e-7  # of the norm by which a matrix is divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +169,31 @@ def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
     """Elements [low, high) of a matrix in this rank's optimizer range."""
     begin = matrix.start - unit.optim_start
     return slice(begin + low, begin + high)
+
+
+def muon_update(matrix: Tensor, config: MuonConfig) -> Tensor:
+    """What the learning rate multiplies, from the momentum of a matrix in fp32."""
+    with _matmul_precision(config.muon_fp32_matmul_prec):
+        update = newton_schulz(matrix, config.coefficients())
+    return update.mul_(config.scale(*matrix.shape))
+
+
+def newton_schulz(matrix: Tensor, coefficients: tuple[Coefficients, ...]) -> Tensor:
+    """Nearly the matrix with all its singular values 1, after one step for each coefficients."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if is_tall else matrix
+    x = x / torch.linalg.vector_norm(x).clamp(min=_EPS)
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+@contextmanager
+def _matmul_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -21,9 +21,9 @@ from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw, find_apex
 from paro.optim.deal import muon_boxes
+from paro.optim.finite import square_sum
 from paro.optim.matrices import MuonRange, MuonStep
 from paro.optim.muon_config import MuonConfig
-from paro.optim.norm import square_sum
 from paro.optim.rounding import Rounding
 from paro.optim.states import (
     MASTER,

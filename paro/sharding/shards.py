@@ -1,4 +1,4 @@
-"""Persistent shards of a unit's parameters and gradients."""
+"""Persistent shards of a unit's parameters and gradients, and updates of them as codes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedBox, UnitLayout, whole_box
+from paro.quantization.blocks import decode, encode
+from paro.quantization.encoded import split_encoded
 from paro.quantization.formats import FULL_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
-from paro.sharding.coded_update import CodedUpdate
 from paro.strategy import CommPlan, Strategy
 from paro.topology import Topology, nested_range, split_by_link
 
@@ -226,3 +227,57 @@ class UnitShards:
 def param_dtype(context: ShardingContext, trainable: bool) -> torch.dtype:
     """The type in which parameters that train, or frozen ones, are held and gathered."""
     return context.compute_dtype if trainable else context.frozen_dtype
+
+
+class CodedUpdate:
+    """The encoded optimizer ranges of a parameter shard, and their buffer, which stays allocated.
+
+    `encode` writes this rank's range and applies it; after the all-gather of `encoded`, `apply`
+    changes the others.
+    """
+
+    def __init__(self, codes: RangeCodes, param_shard: Tensor, start: int) -> None:
+        self._codes = codes
+        self._param_shard = param_shard
+        self._start = start  # of the shard in the unit's flat buffer
+        self._own: int | None = None  # the place of this rank's range
+        num_ranges = param_shard.numel() // codes.numel
+        self.encoded = torch.zeros(
+            num_ranges * codes.range_bytes, dtype=torch.uint8, device=param_shard.device
+        )
+
+    def encode(self, master: Tensor, param: Tensor, place: int) -> None:
+        """Encodes the difference between the master and the parameters of this rank's range.
+
+        The parameters have it at once, and not after the all-gather: copies of this range for
+        checkpoints and for the node's memory wait for no other rank.
+        """
+        codes, uncoded = self._parts(place)
+        coded = self._codes.num_coded(self._range_start(place))
+        encode(master[:coded], self._codes.form, codes, minus=param[:coded])
+        uncoded.copy_(master[coded:])
+        self._add(param, place)
+        self._own = place
+
+    def apply(self) -> None:
+        """Adds the decoded differences of all other ranges to the parameters."""
+        for place, param in enumerate(self._param_shard.view(-1, self._codes.numel)):
+            if place != self._own:
+                self._add(param, place)
+
+    def _add(self, param: Tensor, place: int) -> None:
+        """Adds what range `place` has as codes, and writes what it has exactly."""
+        codes, uncoded = self._parts(place)
+        coded = self._codes.num_coded(self._range_start(place))
+        decode(codes, self._codes.form, param[:coded], adds=True)
+        param[coded:] = uncoded
+
+    def _range_start(self, place: int) -> int:
+        return self._start + place * self._codes.numel
+
+    def _parts(self, place: int) -> tuple[Tensor, Tensor]:
+        """The bytes of scales and codes of a range, and its uncoded elements."""
+        size = self._codes.range_bytes
+        payload = self.encoded[place * size : (place + 1) * size]
+        start = self._range_start(place)
+        return split_encoded(payload, self._codes, start, self._param_shard.dtype)

@@ -31,8 +31,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
 from paro.text import size_text
-from paro.training.resume import check_schedule, common_record, state_of
-from paro.training.resumed import Recovery, Resumed
+from paro.training.resume import Recovery, Resumed, check_schedule, common_record, state_of
 from paro.training.step import Training, TrainState
 
 # What may differ after a restart: the launcher's ranks, and what changes no state.

@@ -25,8 +25,7 @@ from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts
 from paro.report.watchdog import Watchdog
 from paro.training.loop import Saving
-from paro.training.resume import common_record
-from paro.training.resumed import FROM_NOTHING, Resumed
+from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
 
 

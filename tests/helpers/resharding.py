@@ -21,8 +21,7 @@ from paro.report.log import Log
 from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
-from paro.training.resume import load_run
-from paro.training.resumed import FROM_NOTHING
+from paro.training.resume import FROM_NOTHING, load_run
 from paro.training.saving import Saver
 from paro.training.step import Training, TrainState, train_step
 from tests.helpers.training import TINY

@@ -25,7 +25,7 @@ from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.placement import check_placement
-from paro.training.resumed import FROM_NOTHING, Resumed
+from paro.training.resume import FROM_NOTHING, Resumed
 from paro.training.saving import Saver
 from paro.training.step import StepResult, Training, train_step
 

@@ -19,7 +19,7 @@ from paro.arguments.model import (
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.inter_bits import take_inter_bits
 from paro.config.model import take_model
-from paro.config.updated_ahead import units_ahead
+from paro.config.sharding import units_ahead
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic

@@ -32,8 +32,13 @@ from paro.checkpoint.convert.hugging_face import (
     copy_companions,
     tokenizer_of,
 )
-from paro.checkpoint.convert.merge import with_adapters
-from paro.checkpoint.convert.source import LazyTensor, Source, checked_tensors, unpadded
+from paro.checkpoint.convert.source import (
+    LazyTensor,
+    Source,
+    checked_tensors,
+    unpadded,
+    with_adapters,
+)
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,

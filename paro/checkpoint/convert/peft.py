@@ -12,9 +12,8 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from model.hugging_face import hugging_face_name
 from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
-from paro.checkpoint.convert.merge import with_adapters
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.source import LazyTensor, Source, with_adapters
 from paro.errors import UserError, about
 from paro.layout import shape_text
 from paro.untrusted.schema import Between, Positive, conform, read_json

@@ -1,4 +1,4 @@
-"""Source: a model to convert, with its configuration and lazily read tensors."""
+"""Source: a model to convert, with its configuration, lazily read tensors, and adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.config import LlamaConfig
-from model.lora_config import LoraConfig
+from model.lora_config import LoraConfig, down_name, up_name
 from model.units import parameter_shapes
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
@@ -149,3 +149,28 @@ def unpadded(
         name: replace(tensor, shape=(vocab_size, *tensor.shape[1:])) if name in by_vocab else tensor
         for name, tensor in tensors.items()
     }
+
+
+def with_adapters(
+    source: Source,
+    lora: LoraConfig | None,
+    adapters: Mapping[str, LazyTensor],
+    scalings: Mapping[str, float],
+) -> Source:
+    """A model with adapters: they are kept, and merged into its tensors, which become fp32.
+
+    `scalings` are by the weights that have adapters; `lora` is None if no run has such adapters.
+    """
+    tensors = dict(source.tensors)
+    for weight, scaling in scalings.items():
+        down, up = adapters[down_name(weight)], adapters[up_name(weight)]
+        tensors[weight] = _sum(tensors[weight], down, up, scaling)
+    return replace(source, tensors=tensors, lora=lora, adapters=adapters)
+
+
+def _sum(weight: LazyTensor, down: LazyTensor, up: LazyTensor, scaling: float) -> LazyTensor:
+    def rows(start: int, stop: int) -> Tensor:
+        product = up.rows(start, stop).float() @ down.whole(torch.float32)
+        return weight.rows(start, stop).float().add_(product, alpha=scaling)
+
+    return LazyTensor(shape=weight.shape, dtype=torch.float32, rows=rows)

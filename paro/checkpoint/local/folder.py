@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from paro.checkpoint.folders import ranks_by_folder
+from paro.checkpoint.claim import ranks_by_folder
 from paro.checkpoint.local.generation import DATA, RECORD
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id, read_rendezvous_id

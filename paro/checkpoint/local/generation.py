@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from paro.checkpoint.background import pin
 from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.local.regions import Region
-from paro.checkpoint.pinned import pin
 from paro.errors import UserError
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import RegularFile, read_bytes

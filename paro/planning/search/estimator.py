@@ -14,10 +14,9 @@ from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
 from paro.planning.search.traffic import sent_per_step
 from paro.planning.step.comm_costs import CommCosts
-from paro.planning.step.computing import Computing
+from paro.planning.step.computing import Computing, RotatingComputing
 from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import StepCounts
-from paro.planning.step.rotating import RotatingComputing
 from paro.planning.step.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paro.checkpoint.background import HostCopy
+from paro.checkpoint.background import HostCopy, pin
 from paro.checkpoint.boxes import boxed_states
-from paro.checkpoint.pinned import pin
 from paro.errors import RunError
 from paro.training.local_copies import _Copier
 from tests.paro.checkpoint.toy_run import NNN, make_shards

@@ -15,7 +15,7 @@ from tests.helpers.ranks import ROOT
 
 RANK = """
 import os, pathlib, time
-from paro.distributed.agent import end_with_agent
+from paro.distributed.user_errors import end_with_agent
 {before}
 end_with_agent()
 pathlib.Path({folder!r}, os.environ.get("RANK", "0")).write_text(str(os.getpid()))

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from paro.distributed.gpu import _runs, check_gpu
+from paro.distributed.process_group import _runs, check_gpu
 from tests.helpers.refusals import refused
 
 TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)"

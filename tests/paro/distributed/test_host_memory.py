@@ -14,7 +14,7 @@ PAGES = 1024  # of 4 KB, in a tensor
 # Page faults of 20 steps that allocate 3 tensors of 4 MB, keep one and free all.
 STEPS = """
 import resource, torch
-from paro.distributed.host_memory import keep_freed_memory
+from paro.distributed.process_group import keep_freed_memory
 
 def step():
     tensors = [torch.ones(2**20) for _ in range(3)]

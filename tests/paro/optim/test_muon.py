@@ -16,7 +16,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.optim.deal import Matrix, deal, most_bytes, moved_numels, newton_schulz_flops
-from paro.optim.muon import muon_update, newton_schulz
+from paro.optim.matrices import muon_update, newton_schulz
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
 from paro.planning.cost_model import muon_rounds
 from paro.planning.units import units_of

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from paro.optim.norm import ROW, square_sum
+from paro.optim.finite import ROW, square_sum
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import RangeCodes
-from paro.sharding.coded_update import CodedUpdate
+from paro.sharding.shards import CodedUpdate
 from paro.strategy import legal_letters
 from paro.training.planned_run import plan_run
 from tests.helpers.ranks import run_ranks

@@ -27,8 +27,7 @@ from paro.report.log import Log
 from paro.training.assembly import build_data, build_training
 from paro.training.dry_run import run_dry
 from paro.training.memory_check import checkpoint_bytes
-from paro.training.resume import load_run
-from paro.training.resumed import FROM_NOTHING, Resumed
+from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training
 from tests.helpers.refusals import refused, says
 from tests.helpers.training import TINY, run_steps, save_run

@@ -13,8 +13,8 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.training.assembly import build_data, build_training
-from paro.training.kernels import agree_on_kernels
 from paro.training.replicas import check_replicas
+from paro.training.setup import agree_on_kernels
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, run_steps
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus

@@ -18,8 +18,7 @@ from model.llama import Llama
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.host_memory import keep_freed_memory
-from paro.distributed.process_group import device_for
+from paro.distributed.process_group import device_for, keep_freed_memory
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.training.assembly import build_training, start_state

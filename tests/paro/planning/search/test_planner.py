@@ -31,7 +31,7 @@ from paro.planning.search.search_space import (
     legal_strategies,
 )
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.trace import chrome_trace
+from paro.planning.step.timeline import chrome_trace
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from model.config import LLAMA_PRESETS
-from paro.config.updated_ahead import units_ahead
+from paro.config.sharding import units_ahead
 from paro.planning.machine.collective_time import TimedJob
 from paro.planning.machine.files import find_machine, machine_from_json, machine_to_json
 from paro.planning.machine.machine import LaunchOrder
