@@ -176,10 +176,10 @@ MUTATIONS = (
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
 # strategy and flags, that goes wrong without it.
 CAUGHT = {
-    "collectives.auto AutoCollectives.all_gather: after=after": ("IIG", AUTO),
-    "collectives.auto AutoCollectives.reduce_scatter: after=after": ("IIG", AUTO),
-    "collectives.auto AutoCollectives.all_reduce: after=after": ("NNI", AUTO),
-    "collectives.auto AutoCollectives.run_after: after=after": ("GGG", AUTO),
+    "collectives.api AutoCollectives.all_gather: after=after": ("IIG", AUTO),
+    "collectives.api AutoCollectives.reduce_scatter: after=after": ("IIG", AUTO),
+    "collectives.api AutoCollectives.all_reduce: after=after": ("NNI", AUTO),
+    "collectives.api AutoCollectives.run_after: after=after": ("GGG", AUTO),
     "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
     "collectives.flat FlatCollectives._submit: after=after": ("IIG", FLAT),
     "collectives.native NativeCollectives.all_reduce: after=after": ("NNI", ""),
