@@ -15,6 +15,36 @@ from paro.planning.micro_batch import MicroBatch
 from paro.topology import Topology, Use
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """Bytes of what ranks send each other for a block's attention, in one pass over it."""
+
+    there: int  # to each rank of an exchange: queries, keys and values
+    back: int  # and the output
+    pieces: int  # in which both go
+    keys: int  # a place's keys and values, to the next place of a ring
+    grads: int  # and their gradients
+
+    @property
+    def last(self) -> int:
+        """The last piece of the output."""
+        return self.back // self.pieces
+
+
+def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
+    """Those of a micro-batch whose samples ranks share."""
+    layout, heads = batch.context, config.num_attention_heads
+    kv_heads = max(config.num_query_groups, layout.heads)  # as they are sent
+    numel = batch.num_tokens * config.kv_channels  # of a head
+    return Messages(
+        there=(heads + 2 * kv_heads) // layout.heads * numel * batch.compute_bytes,
+        back=heads // layout.heads * numel * batch.compute_bytes,
+        pieces=num_pieces(heads, kv_heads, layout) if layout.heads > 1 else 1,
+        keys=2 * kv_heads * numel * batch.compute_bytes,
+        grads=2 * kv_heads * numel * 4,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Passes:
     """How often a block attends in a micro-batch."""
@@ -34,12 +64,12 @@ def context_traffic(
     """Bytes that a rank sends in a micro-batch for attention; `topology` has the run's groups."""
     layout = batch.context
     own = layout.topology(world_size=topology.world_size, group_size=topology.group_size)
-    total = Sent()
+    messages, total = messages_of(config, batch), Sent()
     for passes in _passes(config, units):
         if layout.heads > 1:
-            total += _exchanged(config, batch, own, rank, passes)
+            total += _exchanged(messages, batch, own, rank, passes)
         if layout.ring > 1:
-            total += _travelled(config, batch, own, rank, passes)
+            total += _travelled(messages, batch, own, rank, passes)
     return total
 
 
@@ -59,30 +89,23 @@ def _passes(config: LlamaConfig, units: Sequence[UnitSize]) -> Iterator[_Passes]
 
 
 def _exchanged(
-    config: LlamaConfig, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
+    messages: Messages, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
 ) -> Sent:
     """Queries, keys and values go to each of the other ranks, and outputs come back."""
-    ranks, heads = batch.context.heads, config.num_attention_heads
-    kv_heads = max(config.num_query_groups, ranks)  # as they are sent
-    head_bytes = batch.num_tokens * config.kv_channels * batch.compute_bytes
-    there, back = (heads + 2 * kv_heads) // ranks * head_bytes, heads // ranks * head_bytes
-    pieces = num_pieces(heads, kv_heads, batch.context)
-    to_each = (passes.forward + passes.backward) * (there + back)
-    to_each += passes.partial * (there + back * (pieces - 1) // pieces)
+    to_each = (passes.forward + passes.backward) * (messages.there + messages.back)
+    to_each += passes.partial * (messages.there + messages.back - messages.last)
     peers = [other for other in own.members(batch.context.heads_span(own), rank) if other != rank]
     inside = sum(_same_group(own, rank, other) for other in peers)
     return Sent(inside * to_each, (len(peers) - inside) * to_each)
 
 
 def _travelled(
-    config: LlamaConfig, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
+    messages: Messages, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
 ) -> Sent:
     """Keys and values of every place travel in each pass, their fp32 gradients in backward."""
     layout = batch.context
-    kv_heads = max(config.num_query_groups, layout.heads)
-    numel = 2 * batch.num_tokens * kv_heads * config.kv_channels
     num_passes = passes.forward + passes.backward + passes.partial
-    of_place = numel * (num_passes * batch.compute_bytes + passes.backward * 4)
+    of_place = num_passes * messages.keys + passes.backward * messages.grads
     if layout.gathers:
         span, whole = layout.ring_span(own), layout.ring * of_place
         return sent_by((Collective(Use.CONTEXT, Op.ALL_GATHER, span, whole, batch.compute_bytes),))

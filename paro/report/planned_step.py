@@ -33,13 +33,20 @@ PARTS = (
     Part("gather", "gathers", lambda record: record.exposed.gather, _LINKS),
     Part("reduce", "gradient reductions", lambda record: record.exposed.reduce, _LINKS),
     Part("publish", "updated parameters", lambda record: record.exposed.gather_updated, _LINKS),
+    Part("context", "attention's tokens", lambda record: record.exposed.context, _LINKS),
 )
 
 
-def measured_seconds(records: Sequence[IterationRecord]) -> dict[str, float]:
-    """The medians of a step and of its parts, by their names in `PlannedStep.seconds`."""
+def measured_seconds(records: Sequence[IterationRecord], planned: PlannedStep) -> dict[str, float]:
+    """The medians of a step and of its planned parts, by their names in `PlannedStep.seconds`."""
     whole = median(record.iteration_time_ms / 1000.0 for record in records)
-    return {"step": whole} | {part.name: median(map(part.seconds, records)) for part in PARTS}
+    parts = {part.name: median(map(part.seconds, records)) for part in _parts(planned)}
+    return {"step": whole} | parts
+
+
+def _parts(planned: PlannedStep) -> list[Part]:
+    """Those of this run: attention waits only where ranks share samples."""
+    return [part for part in PARTS if part.name in planned.seconds]
 
 
 def comparison(
@@ -52,7 +59,7 @@ def comparison(
     """A line with measured and, in brackets, planned values; one more for each that is far off."""
     texts = [
         f"{part.words} {measured[part.name]:.3g} ({planned.seconds[part.name]:.3g})"
-        for part in PARTS
+        for part in _parts(planned)
     ]
     yield (
         f"> measured (and planned on machine {planned.machine}), in seconds: a step "
@@ -60,7 +67,7 @@ def comparison(
         f"{peak_bytes / 1e9:.3g} ({planned_bytes / 1e9:.3g}) GB"
     )
     step = max(measured["step"], planned.seconds["step"])
-    for part in PARTS:
+    for part in _parts(planned):
         more = measured[part.name] - planned.seconds[part.name]
         if abs(more) > _TOLERANCE * step:
             than = "more" if more > 0.0 else "less"

@@ -168,7 +168,7 @@ class Report:
             self._to_compare.append(record)
         if self._num_seen < COMPARED or not self._to_compare:
             return
-        measured, peak = measured_seconds(self._to_compare), peak_memory_bytes(self.device)
+        measured, peak = measured_seconds(self._to_compare, planned), peak_memory_bytes(self.device)
         for line in comparison(
             planned,
             measured,

@@ -103,8 +103,6 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
         yield "> steps that train nothing are not timed"
     else:
         yield f"> a step on machine {machine.name} {describe_time(launch)}"
-        if plan.config.context.context_parallel_size > 1:
-            yield ">   without what attention waits for among the ranks that share a sample"
         if plan.other_bits is not None:
             yield f"> {bits_text(launch, plan.other_bits)}"
         best = None if found is None else found.best

@@ -32,6 +32,7 @@ def planned_step(config: RunConfig, device_type: str) -> PlannedStep | None:
         return None
     timeline = Estimator(workload).estimate(workload.candidate(config.strategy)).timeline
     waits = timeline.exposed
+    context = {"context": waits["context"]} if workload.context.size > 1 else {}
     return PlannedStep(
         machine=workload.machine.name,
         global_batch_size=workload.global_batch_size,
@@ -41,5 +42,6 @@ def planned_step(config: RunConfig, device_type: str) -> PlannedStep | None:
             "gather": waits["gather"],
             "reduce": waits["reduce"] + waits["finish"],
             "publish": waits["publish"],
+            **context,
         },
     )

@@ -99,17 +99,51 @@ class CollectiveTimes:
         """
         if not span or num_bytes == 0:
             return ()
-        axes, num_shifts = _axes(self.machine, span), _size(span) - 1
-        names = {row.algorithm for row in self.machine.measured if row.axes is axes}
-        rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
-        algorithm = rings[0] if rings else "native" if names else "ring"
-        slice_bytes = num_bytes // _size(span)
+        num_shifts, slice_bytes = _size(span) - 1, num_bytes // _size(span)
         kind = "cuda" if self.machine.is_of_gpus else "cpu"
         chunk = chunk_numel(slice_bytes, 1, device_type=kind)
         turns = -(-slice_bytes // (2 * chunk)) if in_place else 1
-        job = self._whole(Op.ALL_GATHER, span, num_bytes // turns, algorithm)
+        job = self._whole(Op.ALL_GATHER, span, num_bytes // turns, self._as_ring(span))
         shift = job._replace(seconds=job.seconds / num_shifts * turns)
         return ((shift,),) * num_shifts
+
+    def hop(self, span: AxisSpan, num_bytes: int) -> TimedJob:
+        """A message from every rank of a span to the next; one that leaves a group has one NIC."""
+        whole, size = num_bytes * _size(span), _size(span)
+        job = self._whole(Op.ALL_GATHER, span, whole, self._as_ring(span), own_nics=True)
+        return job._replace(seconds=job.seconds / (size - 1))
+
+    def exchange(self, span: AxisSpan, num_bytes: int) -> TimedJob:
+        """A message of so many bytes from each of neighbouring ranks to each of the others.
+
+        It takes as long as gathers for which a rank sends as many bytes inside its group, and
+        between groups, at the same time.
+        """
+        size, group_size = _size(span), self.machine.group_size
+        inside = min(size, group_size)
+        jobs = []
+        for inner, outer in ((1, inside), (group_size, size)):
+            if inner < outer:
+                axis = Axis(index=0, inner=inner, outer=outer, link=Link.INTRA)
+                sent = num_bytes * (inside - 1 if inner == 1 else size - inside)
+                whole = sent * axis.size // (axis.size - 1)
+                jobs.append(self._whole(Op.ALL_GATHER, (axis,), whole, self._as_ring((axis,))))
+        longest = max(job.seconds for job in jobs)
+        return TimedJob(
+            stream=tuple(axis.index for axis in span),
+            seconds=longest,
+            intra=sum(job.seconds * job.intra for job in jobs) / longest,
+            inter=sum(job.seconds * job.inter for job in jobs) / longest,
+            cpu=min(1.0, sum(job.seconds * job.cpu for job in jobs) / longest),
+            slowed=max(job.slowed for job in jobs),
+        )
+
+    def _as_ring(self, span: AxisSpan) -> str:
+        """The measured algorithm that sends what a ring does."""
+        axes = _axes(self.machine, span)
+        names = {row.algorithm for row in self.machine.measured if row.axes is axes}
+        rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
+        return rings[0] if rings else "native" if names else "ring"
 
     def _fastest(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
         names = dict.fromkeys(row.algorithm for row in self.machine.measured)
@@ -136,14 +170,16 @@ class CollectiveTimes:
             steps += [(Op.ALL_GATHER, *step) for step in reversed(inwards[:-1])]
         return [self._whole(kind, (axis,), size, "native") for kind, axis, size in steps]
 
-    def _whole(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> TimedJob:
-        """One job over all axes of a span."""
+    def _whole(
+        self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str, *, own_nics: bool = False
+    ) -> TimedJob:
+        """One job over all axes of a span; with `own_nics` each flow has one NIC."""
         axes = _axes(self.machine, span)
-        found = self._measured(op, span, num_bytes, algorithm)
-        time, cpu, slowed = found or _Found(_ring_seconds(self.machine, op, span, num_bytes))
-        busy = 1.0
-        if found and _has_links(self.machine, axes):
-            busy = min(1.0, _ring(self.machine, op, span, num_bytes)[1] / time)
+        found, ring = self._measured(op, span, num_bytes, algorithm), (0.0, 0.0)
+        if not found or _has_links(self.machine, axes):
+            ring = _ring(self.machine, op, span, num_bytes, own_nics=own_nics)
+        time, cpu, slowed = found or _Found(sum(ring))
+        busy = min(1.0, ring[1] / time) if found and _has_links(self.machine, axes) else 1.0
         return TimedJob(
             stream=tuple(axis.index for axis in span),
             seconds=time,
@@ -253,8 +289,11 @@ class RingSpeed(NamedTuple):
     seconds_per_byte: float  # on the slowest links, shared by all such rings
 
 
-def ring_speed(machine: Machine, span: AxisSpan) -> RingSpeed:
-    """The ring of a non-empty span, in which the ranks of a group are neighbours."""
+def ring_speed(machine: Machine, span: AxisSpan, *, own_nics: bool = False) -> RingSpeed:
+    """The ring of a non-empty span, in which the ranks of a group are neighbours.
+
+    With `own_nics` each flow of a group has one of its NICs, else all of them together.
+    """
     size = _size(span)
     if span[-1].outer <= machine.group_size:
         speed = speed_of(machine, Link.INTRA)
@@ -267,7 +306,7 @@ def ring_speed(machine: Machine, span: AxisSpan) -> RingSpeed:
     lap = crossings * speed.latency_seconds
     if inside > 1:
         lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
-    num_nics = 1 if machine.nic is Nic.SHARED else machine.group_size
+    num_nics = 1 if machine.nic is Nic.SHARED else flows if own_nics else machine.group_size
     per_byte = 8 * flows / (speed.bits_per_second * num_nics)
     return RingSpeed(size, lap, speed.latency_seconds, per_byte)
 
@@ -276,9 +315,11 @@ def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) ->
     return sum(_ring(machine, op, span, num_bytes))
 
 
-def _ring(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> tuple[float, float]:
+def _ring(
+    machine: Machine, op: Op, span: AxisSpan, num_bytes: float, *, own_nics: bool = False
+) -> tuple[float, float]:
     """A ring's total latency, and the time for which it keeps its slowest links busy."""
-    ring = ring_speed(machine, span)
+    ring = ring_speed(machine, span, own_nics=own_nics)
     passes = 2 if op is Op.ALL_REDUCE else 1
     latency = passes * ring.lap_seconds
     if op is Op.ALL_REDUCE:

@@ -103,6 +103,7 @@ def exposed_text(estimate: Estimate) -> str:
         "reduce": "gradient reductions",
         "finish": "the gradient reductions at the end of a step",
         "publish": "the all-gather of updated parameters",
+        "context": "attention's tokens on other ranks",
         "agree": "the gradient norm",
     }
     parts = sorted(estimate.timeline.exposed.items(), key=lambda part: -part[1])

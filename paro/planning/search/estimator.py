@@ -15,6 +15,7 @@ from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materializ
 from paro.planning.search.traffic import sent_per_step
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing, RotatingComputing
+from paro.planning.step.context import ContextCosts
 from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import StepCounts
 from paro.planning.step.timeline import Timeline, simulate
@@ -65,6 +66,7 @@ class Estimator:
         self._counts: dict[tuple[object, ...], StepCounts] = {}
         self._times: dict[str, CollectiveTimes] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
+        self._context: dict[tuple[object, ...], ContextCosts] = {}
         self._memory = RunMemory(workload.machine)
         self._trained = workload.trainable.names(workload.model)
 
@@ -107,7 +109,25 @@ class Estimator:
             counts=self._counts_of(candidate),
             prefetch_units=workload.prefetch_units,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+            context=self._context_of(candidate),
         )
+
+    def _context_of(self, candidate: Candidate) -> ContextCosts | None:
+        if self.workload.context.size == 1:
+            return None
+        key = candidate.micro_batch_size, candidate.recompute, candidate.collective
+        if key not in self._context:
+            self._context[key] = ContextCosts(
+                computing=self._computing_of(candidate),
+                times=self._times_of(candidate.collective),
+                group_size=self.workload.group_size,
+                overlaps=self.workload.prefetch_units > 0,
+            )
+        return self._context[key]
+
+    def _times_of(self, collective: str) -> CollectiveTimes:
+        machine = self.workload.machine
+        return self._times.setdefault(collective, CollectiveTimes(machine, collective))
 
     def _counts_of(self, candidate: Candidate) -> StepCounts:
         plan = self.plan_of(candidate)
@@ -130,14 +150,12 @@ class Estimator:
             precision,
         )
         if key not in self._comm_costs:
-            machine, name = self.workload.machine, candidate.collective
-            times = self._times.setdefault(name, CollectiveTimes(machine, name))
             self._comm_costs[key] = CommCosts(
                 units=self.units_of(candidate),
                 strategy=candidate.strategy,
                 group_size=self.workload.group_size,
                 precision=precision,
-                times=times,
+                times=self._times_of(candidate.collective),
                 rotates=rotates,
                 in_place=candidate.materialize.in_place,
             )

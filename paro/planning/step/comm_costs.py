@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
@@ -50,6 +50,16 @@ class Queued(NamedTuple):
     phases: tuple[ParallelJobs, ...]
 
 
+def busy_of(work: Iterable[Queued]) -> dict[Hashable, float]:
+    """Seconds for which work keeps links, by name, and comm streams busy."""
+    busy: defaultdict[Hashable, float] = defaultdict(float)
+    for use, job in ((one.use, job) for one in work for p in one.phases for job in p):
+        busy["intra"] += job.seconds * job.intra
+        busy["inter"] += job.seconds * job.inter
+        busy[use, job.stream] += job.seconds
+    return busy
+
+
 @dataclass(frozen=True, kw_only=True)
 class BufferCosts:
     """What the actions on one of a unit's flat buffers queue, one after the other."""
@@ -69,15 +79,7 @@ class BufferCosts:
     @cached_property
     def busy(self) -> dict[Verb, dict[Hashable, float]]:
         """Seconds for which what an action queues keeps links, and comm streams, busy."""
-        found: dict[Verb, dict[Hashable, float]] = {}
-        for verb, work in self.queued.items():
-            busy: defaultdict[Hashable, float] = defaultdict(float)
-            for use, job in ((one.use, job) for one in work for p in one.phases for job in p):
-                busy["intra"] += job.seconds * job.intra
-                busy["inter"] += job.seconds * job.inter
-                busy[use, job.stream] += job.seconds
-            found[verb] = busy
-        return found
+        return {verb: busy_of(work) for verb, work in self.queued.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

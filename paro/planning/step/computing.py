@@ -92,6 +92,11 @@ class Computing:
         """Compute time of one micro-batch."""
         return sum(sum(unit.values()) for unit in self.per_unit)
 
+    @cached_property
+    def attention_seconds(self) -> float:
+        """Time of a forward of a block's attention, without its products with weights."""
+        return self._seconds(self.of_attention.attention)
+
     @property
     def residual_bytes(self) -> int:
         return self.batch.num_tokens * self.model.hidden_size * self.batch.compute_bytes

@@ -21,6 +21,7 @@ from paro.planning.machine.collective_time import scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
 from paro.planning.step.comm_costs import BufferCosts, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
+from paro.planning.step.context import ContextCosts
 from paro.planning.step.passes import QUEUES, Counts, StepCounts
 from paro.precision import BYTES_OF
 from paro.step.actions import WAITED_BY, Move, Verb
@@ -40,6 +41,7 @@ class StepCosts:
     counts: StepCounts
     prefetch_units: int
     num_micro_batches: int
+    context: ContextCosts | None = None  # None: no ranks share samples
 
     @property
     def plan(self) -> StepPlan:
@@ -54,9 +56,14 @@ class StepCosts:
     def device(self) -> Device:
         return self.computing.device
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything travels while the thread computes."""
+        return self.prefetch_units > 0
+
     def waits(self, verb: Verb) -> bool:
         """Whether what an action queues is waited for at once, and overlaps with nothing."""
-        return not self.prefetch_units or (self.comm_costs.in_place and verb in _SHIFTS)
+        return not self.overlaps or (self.comm_costs.in_place and verb in _SHIFTS)
 
     def queued_by(self, number: int) -> BufferCosts:
         """What the actions on a buffer queue."""
@@ -131,7 +138,7 @@ class StepCosts:
             for link, num_bytes in links
             if link is not None
         )
-        return max(computing, moving) if self.prefetch_units else computing + moving
+        return max(computing, moving) if self.overlaps else computing + moving
 
     @property
     def coding_seconds(self) -> float:
@@ -164,23 +171,37 @@ class StepCosts:
         begin, end = map(self._exposed, self.counts.ends)
         first, then, back, last = self.counts.passes
         more = self.num_micro_batches - 1
-        passes = self._least(begin + update + forward, first) + self._least(end + backward, last)
-        passes += more * (self._least(forward, then) + self._least(backward, back))
-        compute = (forward + backward) * self.num_micro_batches + update
-        whole = self._least(compute, self.counts.of_step(self.num_micro_batches))
+        passes = self._least(begin + update + forward, first, forwards=1)
+        passes += self._least(end + backward, last, backwards=1)
+        passes += more * (
+            self._least(forward, then, forwards=1) + self._least(backward, back, backwards=1)
+        )
+        count = self.num_micro_batches
+        compute = (forward + backward) * count + update
+        whole = self._least(compute, self.counts.of_step(count), forwards=count, backwards=count)
         least = max(whole, passes) + self.device.step_seconds
         fastest = max(
             (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
         )
         return least / max(1.0, fastest) + scalar_seconds(self.machine)
 
-    def _least(self, compute: float, counts: Counts) -> float:
-        """The least seconds of a thread that computes for so long, and of what it queues."""
-        thread = compute + self._copy_seconds(counts)
+    def _least(
+        self, compute: float, counts: Counts, *, forwards: int = 0, backwards: int = 0
+    ) -> float:
+        """The least seconds of a thread that computes for so long, and of what it queues.
+
+        Attention of so many forwards and backwards is among it.
+        """
+        thread, busy = compute + self._copy_seconds(counts), self.busy(counts)
+        attention = () if self.context is None else self.context.loads
+        for of_pass, number in zip(attention, (forwards, backwards), strict=False):
+            thread += number * of_pass.exposed
+            for load, seconds in of_pass.busy.items():
+                busy[load] = busy.get(load, 0.0) + number * seconds
         for (verb, number, *_), count in counts.items():
             if self.waits(verb):
                 thread += count * self.queued_by(number).seconds.get(verb, 0.0)
-        return max((thread, *self.busy(counts).values()))
+        return max((thread, *busy.values()))
 
     def busy(self, counts: Counts) -> dict[Hashable, float]:
         """Seconds for which what is counted keeps links, by name, and comm streams busy."""
@@ -205,6 +226,8 @@ class StepCosts:
                 ready[verb, number] = after + seconds
                 now += seconds if self.waits(verb) else 0.0
             now += self.computed(move)[1]
+            if self.context is not None:
+                now += self.context.exposed(move)
         return waited
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.comm_costs import Queued
+from paro.planning.step.context import Attending
 from paro.planning.step.costs import AFTER, StepCosts
 from paro.planning.step.passes import QUEUES
 from paro.planning.step.simulation import (
@@ -24,10 +25,10 @@ from paro.planning.step.simulation import (
     Work,
     Works,
 )
-from paro.step.actions import WAITED_BY, Verb
+from paro.step.actions import WAITED_BY, Move, Verb
 
 _MAX_SIMULATED = 4
-EXPOSED = ("gather", "reduce", "finish", "publish", "agree")
+EXPOSED = ("gather", "reduce", "finish", "publish", "context", "agree")
 _COMPUTES = {  # the kind of time
     Verb.UPDATE: "update",
     Verb.FORWARD: "forward",
@@ -141,8 +142,38 @@ class StepThread:
                 yield Wait(self._all_reduce_norm())
             if verb in _COMPUTES:
                 unit, seconds = self.costs.computed(move)
-                kind = _COMPUTES[verb]
-                yield Compute(seconds / self.speed.compute, f"{kind} {unit.name}", kind)
+                yield from self._compute(move, unit.name, seconds)
+
+    def _compute(self, move: Move, name: str, seconds: float) -> Program:
+        """Computes for an action; attention, which may wait for other ranks, is nearest the input.
+
+        So it comes first in forward, and last in backward.
+        """
+        kind, context = _COMPUTES[move[0]], self.costs.context
+        passes = () if context is None else context.attended(move)
+        rest = seconds - sum(attention for _, attention in passes)
+        of_rest = Compute(rest / self.speed.compute, f"{kind} {name}", kind)
+        if move[0] is Verb.GRADIENTS or not passes:
+            yield of_rest
+        for attending, attention in passes:
+            yield from self._attend(attending, attention, name, kind)
+        if passes and move[0] is not Verb.GRADIENTS:
+            yield of_rest
+
+    def _attend(self, attending: Attending, seconds: float, name: str, kind: str) -> Program:
+        """A pass over attention."""
+        context = self.costs.context
+        assert context is not None, "no ranks share samples"
+        queued: dict[str, Works] = {}
+        for stretch in context.passes[attending]:
+            for key, part in stretch.queues.items():
+                queued[key] = self._submit(part, f"attention {name}", ())
+                if not context.overlaps:
+                    yield Wait(queued[key])
+            took = stretch.share * seconds / self.speed.compute
+            yield Compute(took, f"{kind} {name}: attention", kind)
+            for key in stretch.waits:
+                yield Wait(queued[key])
 
     def _queue(self, verb: Verb, number: int) -> Works:
         """Queues what an action queues, each part after the one before."""

@@ -229,6 +229,10 @@ def test_measured_steps_are_set_beside_the_planners(
         "> memory is not as planned; --log-memory-interval 1 measures it by kind",
     ]
     assert lines[2].startswith("> gradient reductions: 0.019 s more than planned; tools/bench_coll")
+    shares = {**PLANNED.seconds, "context": 0.03}  # attention waits for other ranks
+    lines = compared(path, replace(PLANNED, seconds=shares), 25, capsys).splitlines()
+    assert "updated parameters 0.01 (0.01), attention's tokens 0 (0.03); memory" in lines[0]
+    assert lines[1].startswith("> attention's tokens: 0.03 s less than planned; tools/bench_coll")
 
 
 def test_steps_of_another_batch_size_are_not_compared(

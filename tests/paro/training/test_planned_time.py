@@ -22,9 +22,9 @@ def config_of(more: str) -> RunConfig:
     return RunConfig.from_args(args, take_world(args))
 
 
-@pytest.mark.parametrize("strategy", ["GGG", "IIG", "NNI"])
-def test_a_step_takes_what_the_dry_run_says(strategy: str) -> None:
-    config = config_of(f"--paro-machine dgx-h100 --paro-strategy {strategy}")
+@pytest.mark.parametrize("flags", ["GGG", "IIG", "NNI", "IIG --context-parallel-size 16"])
+def test_a_step_takes_what_the_dry_run_says(flags: str) -> None:
+    config = config_of(f"--paro-machine dgx-h100 --paro-strategy {flags}")
     planned, launch = planned_step(config, "cuda"), plan_run(config).launch
     assert planned is not None
     assert launch is not None
@@ -32,6 +32,7 @@ def test_a_step_takes_what_the_dry_run_says(strategy: str) -> None:
     assert planned.seconds["step"] == launch.seconds
     parts = sum(seconds for name, seconds in planned.seconds.items() if name != "step")
     assert parts == pytest.approx(launch.seconds, rel=1e-6)
+    assert (planned.seconds.get("context", 0.0) > 0.0) is ("context" in flags)
 
 
 def test_nothing_is_expected_without_a_machine_or_a_step() -> None:

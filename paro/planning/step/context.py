@@ -1,0 +1,236 @@
+"""Time of attention where ranks share samples: what travels, and while how much is computed."""
+
+# A pass over a block's attention is a list of stretches. Each queues work, computes a share of the
+# pass, and waits for some of what is queued. Turns of a ring are alike, so they are one stretch:
+# n turns in each of which a message of m seconds travels while p are computed take
+# n max(m, p) = max(n m, n p). The same holds of the pieces in which heads are exchanged.
+#
+#     ring       Ri ranks inside, Ro outside, p = 1 / (Ri Ro) of the pass: in a turn Ri - 1 messages
+#                of the inner ring travel beside as many p, and one of the outer beside Ri of them;
+#                nothing travels outside in the last turn. In backward sums follow one step behind:
+#                the last one of each ring overlaps with nothing.
+#     gather     beside the own 1/R; in backward the reduce-scatter overlaps with nothing
+#     exchange   the first piece in and the last out overlap with nothing, the others with all else
+#
+# A recomputation of the core alone ends before the last output has travelled.
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from paro.collectives.schedule import Op
+from paro.planning.context_parallel import Messages, messages_of
+from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs, TimedJob
+from paro.planning.micro_batch import MicroBatch
+from paro.planning.step.comm_costs import Queued, busy_of
+from paro.planning.step.computing import Computing
+from paro.step.actions import Move, Verb
+from paro.topology import AxisSpan, Topology
+
+KIND = "context"  # of exposed time, and the use of the comm streams
+
+
+class Attending(Enum):
+    """A pass over a block's attention."""
+
+    FORWARD = "forward"
+    CORE = "core"  # a recomputation of the core alone
+    BACKWARD = "backward"
+
+    @property
+    def num_forwards(self) -> int:
+        """How many forwards compute for as long."""
+        return 2 if self is Attending.BACKWARD else 1
+
+
+_ATTENDS = {
+    Verb.FORWARD: (Attending.FORWARD,),
+    Verb.RECOMPUTE: (Attending.FORWARD,),
+    Verb.GRADIENTS: (Attending.CORE, Attending.BACKWARD),
+}
+
+
+class Stretch(NamedTuple):
+    """A part of a pass: queues work by name, computes a share of the pass, waits for work."""
+
+    queues: Mapping[str, Queued]
+    share: float = 0.0
+    waits: tuple[str, ...] = ()
+
+
+class Load(NamedTuple):
+    """What attention of all blocks needs of other ranks in a forward, or in a backward."""
+
+    exposed: float  # seconds for which the thread waits at least
+    busy: Mapping[Hashable, float]  # seconds of links, by name, and comm streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextCosts:
+    """What attention of a micro-batch sends in a run with groups of `group_size`."""
+
+    computing: Computing
+    times: CollectiveTimes
+    group_size: int
+    overlaps: bool  # whether anything travels while the thread computes
+
+    @property
+    def _batch(self) -> MicroBatch:
+        return self.computing.batch
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return messages_of(self.computing.model, self._batch)
+
+    @cached_property
+    def _topology(self) -> Topology:
+        machine = self.times.machine
+        return self._batch.context.topology(
+            world_size=machine.world_size, group_size=self.group_size
+        )
+
+    @cached_property
+    def passes(self) -> dict[Attending, tuple[Stretch, ...]]:
+        """The stretches of every kind of pass."""
+        return {one: self._exchanged(one) for one in Attending}
+
+    def attended(self, move: Move) -> tuple[tuple[Attending, float], ...]:
+        """The passes over attention that an action makes, and the compute time of each."""
+        verb, number, *_ = move
+        per_unit = self.computing.per_unit
+        whole = per_unit[number].get(verb, 0.0) if 0 < number < len(per_unit) - 1 else 0.0
+        if verb not in _ATTENDS or not whole:
+            return ()
+        recompute = self.computing.model.recompute
+        has_core = recompute is not None and recompute.core_attention
+        passes = [one for one in _ATTENDS[verb] if has_core or one is not Attending.CORE]
+        forward = self.computing.attention_seconds
+        # A share of backward is counted as before the first gradient.
+        forward *= min(1.0, whole / (forward * sum(one.num_forwards for one in passes)))
+        return tuple((one, one.num_forwards * forward) for one in passes)
+
+    def exposed(self, move: Move) -> float:
+        """For how long an action waits for other ranks if it shares links with nothing."""
+        return sum(self._waits(*one) for one in self.attended(move))
+
+    @cached_property
+    def loads(self) -> tuple[Load, Load]:
+        """Those of a forward and of a backward."""
+        return self._load(Verb.FORWARD), self._load(Verb.RECOMPUTE, Verb.GRADIENTS)
+
+    def _load(self, *verbs: Verb) -> Load:
+        moves = ((verb, number) for verb in verbs for number in range(len(self.computing.units)))
+        exposed = 0.0
+        busy: defaultdict[Hashable, float] = defaultdict(float)
+        for (attending, seconds), count in Counter(chain(*map(self.attended, moves))).items():
+            exposed += count * self._waits(attending, seconds)
+            queued = [one for part in self.passes[attending] for one in part.queues.values()]
+            for load, took in busy_of(queued).items():
+                busy[load] += count * took
+        return Load(exposed, busy)
+
+    def _waits(self, attending: Attending, seconds: float) -> float:
+        """For how long a pass that computes for `seconds` waits."""
+        now = 0.0
+        ends: dict[str, float] = {}
+        free: defaultdict[Hashable, float] = defaultdict(float)  # from when on, by stream
+        for stretch in self.passes[attending]:
+            for name, queued in stretch.queues.items():
+                ends[name] = now
+                for phase in queued.phases:
+                    begin = ends[name]
+                    for job in phase:
+                        free[job.stream] = max(begin, free[job.stream]) + job.seconds
+                        ends[name] = max(ends[name], free[job.stream])
+                if not self.overlaps:
+                    now = ends[name]
+            now += stretch.share * seconds
+            now = max((now, *(ends[name] for name in stretch.waits)))
+        return now - seconds
+
+    def _exchanged(self, attending: Attending) -> tuple[Stretch, ...]:
+        layout, messages = self._batch.context, self._messages
+        within = self._gathered(attending) if layout.gathers else self._turned(attending)
+        if layout.heads == 1:
+            return within
+        span, pieces = layout.heads_span(self._topology), messages.pieces
+        there, back = (
+            self.times.exchange(span, num_bytes // pieces)
+            for num_bytes in (messages.there, messages.back)
+        )
+        first, last = (back, there) if attending is Attending.BACKWARD else (there, back)
+        found = [Stretch({"first": _queued((first, 1))}, waits=("first",)), *within]
+        if pieces > 1:
+            beside = _queued((there, pieces - 1), (back, pieces - 1))
+            found[1] = found[1]._replace(queues={"others": beside, **found[1].queues})
+            found.append(Stretch({}, waits=("others",)))
+        if attending is not Attending.CORE:
+            found.append(Stretch({"last": _queued((last, 1))}, waits=("last",)))
+        return tuple(found)
+
+    def _gathered(self, attending: Attending) -> tuple[Stretch, ...]:
+        """Keys and values of all places by a collective."""
+        layout, messages = self._batch.context, self._messages
+        span, own = layout.ring_span(self._topology), 1 / layout.ring
+        phases = self.times.phases(Op.ALL_GATHER, span, layout.ring * messages.keys)
+        found = Stretch({"keys": _in_phases(phases)}, own, ("keys",)), Stretch({}, 1 - own)
+        if attending is not Attending.BACKWARD:
+            return found
+        phases = self.times.phases(Op.REDUCE_SCATTER, span, layout.ring * messages.grads)
+        return *found, Stretch({"grads": _in_phases(phases)}, waits=("grads",))
+
+    def _turned(self, attending: Attending) -> tuple[Stretch, ...]:
+        """Keys and values go round the rings."""
+        inner, outer = self._batch.context.rings(self._topology)
+        steps, turns = _size(inner), _size(outer)
+        share = 1 / (steps * turns)
+        found: list[Stretch] = []
+        sums = int(attending is Attending.BACKWARD)
+        if turns > 1:
+            more = turns - 1
+            going = {"outer": self._hops(outer, more, sums * (turns - 2))}
+            if steps > 1:
+                hops = more * (steps - 1)
+                going["inner"] = self._hops(inner, hops, sums * hops)
+            found.append(Stretch(going, more * (steps - 1) * share, tuple({"inner"} & {*going})))
+            found.append(Stretch({}, more * share, ("outer",)))
+        if steps > 1:
+            going = {"inner": self._hops(inner, steps - 1, sums * (steps - 2))}
+            found.append(Stretch(going, (steps - 1) * share, ("inner",)))
+        found.append(Stretch({}, share))
+        for name, span, size in (("inner sum", inner, steps), ("outer sum", outer, turns)):
+            if sums and size > 1:
+                found.append(Stretch({name: self._hops(span, 0, 1)}, waits=(name,)))
+        return tuple(found)
+
+    def _hops(self, span: AxisSpan, keys: int, sums: int) -> Queued:
+        """Messages to the next rank of a ring: keys and values, and sums of their gradients."""
+        messages = self._messages
+        return _queued(
+            *(
+                (self.times.hop(span, num_bytes // messages.pieces), messages.pieces * number)
+                for num_bytes, number in ((messages.keys, keys), (messages.grads, sums))
+                if number
+            )
+        )
+
+
+def _queued(*jobs: tuple[TimedJob, int]) -> Queued:
+    """So many times each job."""
+    repeated = (job._replace(seconds=job.seconds * number) for job, number in jobs)
+    return _in_phases(tuple((job,) for job in repeated))
+
+
+def _in_phases(phases: tuple[ParallelJobs, ...]) -> Queued:
+    return Queued(KIND, KIND, KIND, phases)
+
+
+def _size(span: AxisSpan) -> int:
+    return math.prod(axis.size for axis in span)

@@ -1,0 +1,168 @@
+"""Time of attention among ranks that share samples: bytes on links, turns, and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from model.config import RecomputeConfig
+from paro.context_parallel.layout import ContextLayout
+from paro.planning.context_parallel import context_traffic, messages_of
+from paro.planning.machine.machine import Nic
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.search_space import Workload
+from paro.planning.step.context import ContextCosts
+from paro.planning.step.costs import StepCosts
+from paro.planning.step.timeline import simulate
+from paro.step.actions import Verb
+from tests.paro.planning.cases import DEVICE, SMALL, machine, workload
+
+LAYOUTS = {
+    "p2p in groups": ContextLayout(size=4),
+    "p2p in a double ring": ContextLayout(size=16),
+    "p2p across groups of one place": ContextLayout(size=4, heads=1, inner=1),
+    "allgather": ContextLayout(size=16, gathers=True),
+    "a2a": ContextLayout(size=8, heads=8),
+    "a2a across groups": ContextLayout(size=16, heads=16),
+    "a2a+p2p": ContextLayout(size=32, heads=8),
+    "a2a+p2p in groups": ContextLayout(size=8, heads=4),
+}
+RECOMPUTES = {
+    "": None,
+    "blocks": RecomputeConfig(granularity="full"),
+    "core": RecomputeConfig(granularity="selective"),
+}
+
+
+def shared(layout: ContextLayout, **changes: object) -> Workload:
+    recompute = changes.pop("recompute", None)
+    given = {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 96} | changes
+    return workload(replace(SMALL, recompute=recompute), context=layout, **given)
+
+
+def costs(given: Workload, strategy: str = "IIG") -> StepCosts:
+    return Estimator(given).costs(given.candidate(given.strategy(strategy)))
+
+
+def context_of(step: StepCosts) -> ContextCosts:
+    assert step.context is not None
+    return step.context
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str) -> None:
+    given = shared(LAYOUTS[name], recompute=RECOMPUTES[recompute])
+    step = costs(given)
+    computing, topology = step.computing, step.comm_costs.topology
+    sent = context_traffic(computing.model, computing.batch, computing.units, topology)
+    forward, backward = (one.busy for one in context_of(step).loads)
+    assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)
+    assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)
+
+
+@pytest.mark.parametrize("nic", Nic)
+def test_a_flat_ring_leaves_a_group_by_one_nic(nic: Nic) -> None:
+    """A double ring leaves it by all; a shared NIC carries what all ranks of its group send."""
+    slow = machine(inter=1, nic=nic)
+
+    def exposed(inner: int) -> float:
+        layout = ContextLayout(size=32, inner=inner)
+        return simulate(costs(shared(layout, machine=slow))).exposed["context"]
+
+    messages = 31 / 3  # more than in the double ring's outer one
+    messages /= 8 if nic is Nic.SHARED else 1
+    assert exposed(32) / exposed(8) == pytest.approx(messages, rel=0.1)
+
+
+def by_turns(hops: dict[str, tuple[float, float]], steps: int, turns: int, part: float) -> float:
+    """How long a pass round two rings takes, step by step; `hops` of keys and of their gradients.
+
+    A ring sends one message after another. Sums follow the keys, as in ring.py.
+    """
+    now, free = 0.0, dict.fromkeys(hops, 0.0)
+
+    def send(ring: str, *, is_sum: bool = False) -> float:
+        free[ring] = max(now, free[ring]) + hops[ring][is_sum]
+        return free[ring]
+
+    has_sums = hops["inner"][1] > 0
+    in_group = between = 0.0  # when the last sum arrives
+    for turn in range(turns):
+        next_turn = send("outer") if turn < turns - 1 else 0.0
+        for step in range(steps):
+            arrival = send("inner") if step < steps - 1 else 0.0
+            now += part
+            if has_sums and step:
+                now = max(now, in_group if step > 1 else 0.0)
+                in_group = send("inner", is_sum=True)
+            elif has_sums and turn > 1:
+                now = max(now, in_group, between)
+            if has_sums and turn > 1 and not step:
+                between = send("outer", is_sum=True)
+            now = max(now, arrival)
+        now = max(now, next_turn)
+    if has_sums:
+        now = max(now, in_group)
+        if turns > 1:
+            now = max(now, between)
+            now = send("outer", is_sum=True)
+    return now
+
+
+@pytest.mark.parametrize("inner", [1, 2, 4, 8])
+@pytest.mark.parametrize("speed", [0.01, 0.1, 1, 10])
+@pytest.mark.parametrize("verb", [Verb.FORWARD, Verb.GRADIENTS])
+def test_turns_that_are_alike_take_as_long_as_one_by_one(
+    inner: int, speed: float, verb: Verb
+) -> None:
+    faster = replace(DEVICE, sustained_flops=speed * 150e12, peak_flops=1e18)
+    groups = machine(group_size=inner, device=faster)
+    step = costs(shared(ContextLayout(size=8), group_size=inner, machine=groups))
+    context, outer = context_of(step), 8 // inner
+    messages = messages_of(step.computing.model, step.computing.batch)
+    grads = messages.grads if verb is Verb.GRADIENTS else 0
+    hops = {
+        ring: (messages.keys * 8 / rate, grads * 8 / rate)
+        for ring, rate in (("inner", 2000e9), ("outer", 100e9))
+    }
+    seconds = step.computing.attention_seconds * (2 if grads else 1)
+    took = by_turns(hops, inner, outer, seconds / 8)
+    exact = 1e-9 if verb is Verb.FORWARD else 0.1
+    assert seconds + context.exposed((verb, 1)) == pytest.approx(took, rel=exact)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("strategy", ["NNG", "IIG", "GGG"])
+def test_nothing_is_faster_than_its_bound(name: str, strategy: str) -> None:
+    for inter, recompute in ((5, None), (100, "core"), (1000, "blocks")):
+        given = shared(
+            LAYOUTS[name],
+            machine=machine(inter=inter),
+            recompute=RECOMPUTES[recompute or ""],
+        )
+        step = costs(given, strategy)
+        assert simulate(step).seconds >= step.least_seconds() * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_without_overlap_parts_add_up(name: str) -> None:
+    """All that attention waits for is exposed; with overlap less of it is."""
+    given = shared(LAYOUTS[name])
+    step = costs(replace(given, prefetch_units=0))
+    timeline = simulate(step)
+    assert timeline.seconds == pytest.approx(step.least_seconds())
+    assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
+    assert timeline.seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
+    forward, backward = context_of(step).loads
+    waited = (forward.exposed + backward.exposed) * step.num_micro_batches
+    assert timeline.exposed["context"] == pytest.approx(waited)
+    assert simulate(costs(given)).exposed["context"] < waited
+
+
+def test_attention_that_takes_nearly_all_of_a_step_is_counted_once() -> None:
+    alone = costs(shared(ContextLayout(), seq_length=2**20))
+    step = costs(shared(ContextLayout(size=8), seq_length=2**20))
+    assert step.compute_seconds() == pytest.approx(alone.compute_seconds(), rel=0.01)
+    assert simulate(step).compute_seconds == pytest.approx(step.compute_seconds())
