@@ -103,6 +103,8 @@ class LlamaConfig:
     fuses_swiglu: bool = False  # SwiGLU by Triton, see fusion.py
     fuses_rotary: bool = False  # rotary embedding by Triton
     fuses_fp8_casts: bool = False  # operands of matmuls in fp8 cast by Triton
+    fuses_norms: bool = False  # the blocks' norms, in backward, by Triton
+    fuses_loss: bool = False  # losses and gradients of logits by Triton
     torch_compile: Compiler | None = None  # of blocks, see compilation.py
 
     def __post_init__(self) -> None:

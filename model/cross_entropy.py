@@ -25,29 +25,31 @@ def _loss_and_grads(
     labels_T: Tensor,
     token_weights_T: Tensor,
     *,
-    needs_x: bool,
-    needs_weight: bool,
+    needs: tuple[bool, bool],
     sink: GradSink | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and the needed gradients; None for the weight's if a sink has taken it."""
+    """The loss, and the gradients of `x` and the weight that it `needs`.
+
+    None for the weight's if a sink has taken it.
+    """
+    needs_x, needs_weight = needs
+    compute_losses = _fused_losses if fused else _losses
     weight_VD = weight_VD.to(x_TD.dtype)
     num_tokens = x_TD.shape[0]
     several = num_tokens > LOSS_CHUNK_TOKENS
     weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
     grad_x_TD = torch.empty_like(x_TD) if needs_x else None
+    needs_grads = any(needs)
     loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
     for part in _chunks(num_tokens):
         labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
         chunk_TD = _masked(x_TD[part], weights_T)
-        losses_T, probabilities_TV = _losses(chunk_TD, weight_VD, labels_T1)
-        loss += torch.dot(losses_T, weights_T)
-        if not needs_x and weight_grad is None:
-            del probabilities_TV  # before the next chunk has others
-            continue
         # Gradient of the logits without the token weights: these scale the smaller tensors.
-        minus_T1 = torch.full_like(losses_T, -1.0)[:, None]
-        grad_TV = probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
-        del probabilities_TV
+        losses_T, grad_TV = compute_losses(chunk_TD, weight_VD, labels_T1, needs_grads=needs_grads)
+        loss += torch.dot(losses_T, weights_T)
+        if grad_TV is None:
+            continue
         if grad_x_TD is not None:
             torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
             grad_x_TD[part].mul_(weights_T[:, None])
@@ -57,8 +59,31 @@ def _loss_and_grads(
     return loss, grad_x_TD, None if weight_grad is None else weight_grad.end(x_TD.dtype)
 
 
-def _losses(x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's loss, and the probabilities of all of the vocabulary."""
+def _fused_losses(
+    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `_losses`, by Triton, without logits in fp32."""
+    from model.kernels import cross_entropy
+
+    logits_TV = x_TD @ weight_VD.t()
+    losses_T = cross_entropy(logits_TV, labels_T1.squeeze(1), needs_grads=needs_grads)
+    return losses_T, logits_TV if needs_grads else None
+
+
+def _losses(
+    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Each token's loss, and the gradient of its logits in the type of `x`, where needed."""
+    losses_T, probabilities_TV = _losses_and_probabilities(x_TD, weight_VD, labels_T1)
+    if not needs_grads:
+        return losses_T, None
+    minus_T1 = torch.full_like(losses_T, -1.0)[:, None]
+    return losses_T, probabilities_TV.scatter_add_(1, labels_T1, minus_T1).to(x_TD.dtype)
+
+
+def _losses_and_probabilities(
+    x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor
+) -> tuple[Tensor, Tensor]:
     scores_TV = _logits(x_TD, weight_VD)
     if scores_TV.device.type == "cpu":  # a GPU would have to be waited for
         _softmax_(scores_TV)
@@ -103,22 +128,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         labels_T: Tensor,
         token_weights_T: Tensor,
+        fused: bool,
     ) -> Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        ctx.sink = sink_of(weight_VD) if needs_weight else None
+        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        ctx.sink = sink_of(weight_VD) if needs[1] else None
         loss, *ctx.gradients = _loss_and_grads(
             x_TD,
             weight_VD,
             labels_T,
             token_weights_T,
-            needs_x=needs_x,
-            needs_weight=needs_weight,
+            needs=needs,
             sink=ctx.sink,
+            fused=fused,
         )
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "the loss was given to backward twice"
         grad_x_TD, grad_weight_VD = ctx.gradients
         ctx.gradients = None  # free them: they are large, and scaled in place below
@@ -131,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             is_one = factor_11.device.type != "cpu" or float(factor_11) == 1.0
             assert is_one, "the loss was scaled after its gradients had been written"
             ctx.sink.close()
-        return grad_x_TD, grad_weight_VD, None, None
+        return grad_x_TD, grad_weight_VD, None, None, None
 
 
 # The same as an operator that torch.compile does not look into: traced, matmuls that write into
@@ -154,7 +180,7 @@ def _operator(
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = x_TD, weight_VD, labels_T, token_weights_T
-    loss, *gradients = _loss_and_grads(*inputs, needs_x=needs_x, needs_weight=needs_weight)
+    loss, *gradients = _loss_and_grads(*inputs, needs=(needs_x, needs_weight))
     grad_x, grad_weight = (x_TD.new_empty(0) if grad is None else grad for grad in gradients)
     return loss, grad_x, grad_weight
 
@@ -221,9 +247,17 @@ class _WeightGrad:
 
 
 def linear_cross_entropy(
-    x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BS: Tensor,
+    token_weights_BS: Tensor,
+    *,
+    fused: bool = False,
 ) -> Tensor:
-    """The sum over tokens of token weight times cross-entropy, an fp32 scalar."""
+    """The sum over tokens of token weight times cross-entropy, an fp32 scalar.
+
+    `fused`: of a token's logits Triton makes its loss and their gradient.
+    """
     if not torch.is_grad_enabled():  # forward looks at its inputs' requires_grad, not at the mode
         x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
     inputs = x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
@@ -231,7 +265,7 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():
         loss, *_ = _operator(*inputs, x_BSD.requires_grad, weight_VD.requires_grad)
     else:
-        loss = _LinearCrossEntropy.apply(*inputs)
+        loss = _LinearCrossEntropy.apply(*inputs, fused)
     return loss
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from model.config import LlamaConfig
+from model.cross_entropy import linear_cross_entropy
 from model.fp8 import Fp8, Scaled, operand
-from model.layers import gated_linear
+from model.layers import gated_linear, normed_linears
+from model.norm import shared_norm
 from model.rotary import rotate
 
 DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
@@ -26,6 +28,12 @@ class Fusions:
 
     bias_swiglu_fusion: bool = True
     apply_rope_fusion: bool = True
+
+
+class _Kernel(NamedTuple):
+    wanted: bool
+    field: str  # of the model's configuration
+    attempt: Callable[[LlamaConfig, torch.dtype, torch.device], None]  # raises if it fails
 
 
 class Kernels(NamedTuple):
@@ -46,26 +54,29 @@ def usable_kernels(
     """
     if fusions is None:
         return Kernels(config, None)
-    casts = config.fp8_format is not None
-    asked = {
-        "SwiGLU": (fusions.bias_swiglu_fusion, _try_swiglu),
-        "rotary embedding": (fusions.apply_rope_fusion, _try_rotary),
-        "casts to fp8": (casts, _try_casts),
+    plain = config.torch_compile is None  # else inductor makes the blocks' kernels
+    compiled = "" if plain else f"blocks: torch.compile by {config.torch_compile}"
+    casts = plain and config.fp8_format is not None
+    kernels = {
+        "norms": _Kernel(plain, "fuses_norms", _try_norm),
+        "SwiGLU": _Kernel(plain and fusions.bias_swiglu_fusion, "fuses_swiglu", _try_swiglu),
+        "rotary embedding": _Kernel(
+            plain and fusions.apply_rope_fusion, "fuses_rotary", _try_rotary
+        ),
+        "casts to fp8": _Kernel(casts, "fuses_fp8_casts", _try_casts),
+        "loss": _Kernel(True, "fuses_loss", _try_loss),
     }
-    if config.torch_compile is not None:
-        return Kernels(config, f"blocks: torch.compile by {config.torch_compile}")
     if device.type not in DEVICES:
-        return Kernels(config, None)
-    *most, last = ["", *(name for name, (wanted, _) in asked.items() if wanted)]
-    names = f"{', '.join(most[1:])} and {last}" if most[1:] else last
-    if not names:
-        return Kernels(config, "SwiGLU and rotary embedding: torch's operations, as the flags ask")
+        return Kernels(config, compiled or None)
+    asked = {name: kernel for name, kernel in kernels.items() if kernel.wanted}
+    *most, last = asked
+    names = f"{', '.join(most)} and {last}" if most else last
+    names = f"{compiled}; {names}" if compiled else names
     try:
         from model.kernels import VERSION
 
-        for wanted, attempt in asked.values():
-            if wanted:
-                attempt(config, dtype, device)
+        for kernel in asked.values():
+            kernel.attempt(config, dtype, device)
     except Exception as error:  # whatever Triton, its compiler or the device's driver raises
         first = str(error).strip().partition("\n")[0]
         reason = f"{type(error).__name__}: {first}"
@@ -73,13 +84,29 @@ def usable_kernels(
         if casts:
             line = f"WARNING: fp8 is slower than bf16 without Triton or --torch-compile; {line}"
         return Kernels(config, line)
-    chosen = replace(
-        config,
-        fuses_swiglu=fusions.bias_swiglu_fusion,
-        fuses_rotary=fusions.apply_rope_fusion,
-        fuses_fp8_casts=casts,
+    fused: dict[str, Any] = {kernel.field: True for kernel in asked.values()}
+    return Kernels(replace(config, **fused), f"{names}: Triton {VERSION}")
+
+
+def _try_norm(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    width = config.hidden_size
+    x, scale = _values((3, 1, width), dtype, device), _values((width,), dtype, device)
+    weight = _values((2, width), dtype, device)
+
+    def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
+        norm = shared_norm(x, scale, config.norm_epsilon, fused=fused)
+        (out,) = normed_linears(norm, x, scale, weight)
+        return out
+
+    _compare(run, (x, scale))
+
+
+def _try_loss(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = _values((1, 3, 8), dtype, device), _values((65, 8), dtype, device)
+    labels, weights = torch.tensor([[0, 64, 7]], device=device), torch.ones(1, 3, device=device)
+    _compare(
+        lambda x, w, fused: linear_cross_entropy(x, w, labels, weights, fused=fused), (x, weight)
     )
-    return Kernels(chosen, f"{names}: Triton {VERSION}")
 
 
 def _try_swiglu(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels for what a block computes between matmuls: SwiGLU, rotary embedding, fp8 casts."""
+"""Triton kernels for what a model computes between matmuls: norms, SwiGLU, fp8 casts, the loss."""
 
 # Imported only where a run uses them: a CPU's torch brings no Triton. Values are read in their own
 # type, computed in fp32 and rounded once. The plain versions are in layers.py, rotary.py and, with
@@ -16,7 +16,9 @@ from torch import Tensor
 _BLOCK = 1024  # elements of a program
 _MOST_HEADS = 16  # of a program of the rotary embedding, so that a thread has several channels
 _MAXIMUM_BLOCK = 8192  # elements of a program that looks for the largest
-_TILE = {"ROWS": 128, "COLUMNS": 64}  # of a cast; both 128 bytes where one is read or written
+_NORM_PROGRAMS = 264  # at most: 2 for each of an H100's multiprocessors; each sums over its rows
+_LOSS_BLOCK = 8192  # logits that a program reads at a time
+_TILE = {"ROWS": 64, "COLUMNS": 128}  # of a cast
 
 VERSION: str = triton.__version__
 
@@ -111,13 +113,95 @@ def _cast(
     inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
     at = row[:, None] * num_columns + column[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = _to_fp8(tl.div_rn(value, factor), MANTISSA, NATIVE)
+    rounded = _to_fp8(value * tl.div_rn(1.0, factor), MANTISSA, NATIVE)
     if data is not None:
         tl.store(data + at, rounded, mask=inside)
     if transposed is not None:
         at = column[:, None] * num_rows + row[None, :]
         inside = (row[None, :] < num_rows) & (column[:, None] < num_columns)
         tl.store(transposed + at, tl.trans(rounded), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    grad, x, scale, rstd, grad_x, sums, num_rows, width, one_over_width, BLOCK: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    s = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
+        at = row * width + column
+        d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(rstd + row)
+        normed = v * r
+        total += d * normed
+        d *= s
+        along = tl.sum(d * normed, 0) * one_over_width
+        tl.store(grad_x + at, r * (d - normed * along), mask=inside)
+    tl.store(sums + tl.program_id(0) * width + column, total, mask=inside)
+
+
+@triton.jit
+def _cross_entropy(logits, labels, losses, num_columns, GRADS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * num_columns
+    label = tl.load(labels + token)
+    of_label = tl.load(row + label).to(tl.float32)  # now: it is replaced below
+    highest = float("-inf")
+    total = 0.0
+    for begin in range(0, num_columns, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(highest, tl.max(x, 0))
+        total = total * tl.exp(highest - above) + tl.sum(tl.exp(x - above), 0)
+        highest = above
+    log_norm = highest + tl.log(total)
+    tl.store(losses + token, log_norm - of_label)
+    if GRADS:
+        for begin in range(0, num_columns, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(row + at, mask=at < num_columns, other=float("-inf")).to(tl.float32)
+            grad = tl.exp(x - log_norm) - (at == label).to(tl.float32)
+            tl.store(row + at, grad, mask=at < num_columns)
+
+
+def norm_backward(
+    grad_BSD: Tensor, x_BSD: Tensor, scale_D: Tensor, rstd_BS1: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and the scale of RMSNorm; `rstd` is what forward divided by."""
+    grad, x = grad_BSD.contiguous(), x_BSD.contiguous()
+    grad_x, width = torch.empty_like(x), x.shape[-1]
+    num_rows = x.numel() // width
+    programs = min(num_rows, _NORM_PROGRAMS)
+    sums = torch.empty((programs, width), dtype=torch.float32, device=x.device)
+    _norm_backward[(programs,)](
+        grad,
+        x,
+        scale_D,
+        rstd_BS1,
+        grad_x,
+        sums,
+        num_rows,
+        width,
+        1.0 / width,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+    return grad_x, sums.sum(0).to(scale_D.dtype)
+
+
+def cross_entropy(logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool) -> Tensor:
+    """Each token's loss in fp32; `needs_grads` replaces its logits by their gradients."""
+    assert logits_TV.is_contiguous()
+    losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
+    num_columns = logits_TV.shape[1]
+    block = min(_LOSS_BLOCK, triton.next_power_of_2(num_columns))
+    _cross_entropy[(logits_TV.shape[0],)](
+        logits_TV, labels_T, losses_T, num_columns, GRADS=needs_grads, BLOCK=block, num_warps=8
+    )
+    return losses_T
 
 
 def swiglu(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
@@ -189,7 +273,7 @@ def cast(
         TINY=torch.finfo(torch.float32).tiny,
         MANTISSA={torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[kind],
         NATIVE=tensor.device.type == "cuda",
-        num_warps=8,
+        num_warps=4,
         **_TILE,
     )
     return as_is, turned, scale

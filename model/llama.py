@@ -112,7 +112,7 @@ class Block(AdaptedBlock):
         return self._output(out_BSNH, drops)
 
     def join_attention(self, slices: Slices, *args: Any) -> Tensor:
-        return add_slices_after(self.attention_norm, self.config.norm_epsilon, slices, *args)
+        return add_slices_after(slices, self.attention_norm, self.config, *args)
 
     def project(
         self,
@@ -125,7 +125,7 @@ class Block(AdaptedBlock):
         """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
-        shared = norm or shared_norm(*sources, epsilon)
+        shared = norm or shared_norm(*sources, epsilon, fused=self.config.fuses_norms)
         weights = (self.wq, self.wk, self.wv)
         projections = normed_linears(shared, *sources, *weights, fp8=self.fp8)
         if self.config.add_qkv_bias:
@@ -179,7 +179,8 @@ class Block(AdaptedBlock):
     def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedInput | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         fp8, sources = self.fp8, (x_BSD, self.mlp_norm)
-        shared = norm or shared_norm(*sources, self.config.norm_epsilon)
+        epsilon, fuses_norms = self.config.norm_epsilon, self.config.fuses_norms
+        shared = norm or shared_norm(*sources, epsilon, fused=fuses_norms)
         projections = normed_linears(shared, *sources, self.w_gate, self.w_up, fp8=fp8)
         names = ("w_gate", "w_up")
         gate_BSF, up_BSF = self.adapted(names, projections, shared, sources, drops)
@@ -192,7 +193,7 @@ class Block(AdaptedBlock):
         return y_BSD
 
     def join_mlp(self, slices: Slices, *args: Any) -> Tensor:
-        return add_slices_after(self.mlp_norm, self.config.norm_epsilon, slices, *args)
+        return add_slices_after(slices, self.mlp_norm, self.config, *args)
 
 
 @cache
@@ -235,7 +236,8 @@ class Head(nn.Module):
     def loss(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor, weight_VD: Tensor
     ) -> Tensor:
-        return linear_cross_entropy(x_BSD, weight_VD, labels_BS, token_weights_BS)
+        fused = self.config.fuses_loss
+        return linear_cross_entropy(x_BSD, weight_VD, labels_BS, token_weights_BS, fused=fused)
 
     def score_slice(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor

@@ -19,6 +19,10 @@ def _norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tenso
 
     Written out for the CPU, where torch's own runs several operations and saves their results.
     """
+    if x_BSD.device.type != "cpu":
+        shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)
+        y_BSD, rstd_BS1 = torch.ops.aten._fused_rms_norm(x_BSD, shape, scale, epsilon)
+        return y_BSD, rstd_BS1
     x = x_BSD.float()
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
     rstd_BS1 = mean_square.add_(epsilon).rsqrt_()
@@ -31,9 +35,22 @@ def _norm_backward(
     scale_D: Tensor,
     rstd_BS1: Tensor,
     needed: Sequence[bool],
+    *,
+    fused: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and scale that are `needed`."""
+    """The gradients of x and scale that are `needed`; `fused`: both in one pass, by Triton."""
     needs_x, needs_scale = needed
+    if fused and needs_x and needs_scale:
+        from model.kernels import norm_backward
+
+        return norm_backward(grad_BSD, x_BSD, scale_D, rstd_BS1)
+    if x_BSD.device.type != "cpu":
+        shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)
+        found = torch.ops.aten._fused_rms_norm_backward(
+            grad_BSD, x_BSD, shape, rstd_BS1, scale, [needs_x, needs_scale]
+        )
+        grad_scale = found[1].to(scale_D.dtype) if needs_scale else None
+        return found[0] if needs_x else None, grad_scale
     hidden, rstd_T = scale_D.numel(), rstd_BS1.flatten()
     product_TD = (grad_BSD.float() * x_BSD).view(-1, hidden)
     along_T = torch.mv(product_TD, scale_D.float()).mul_(rstd_T**3).div_(-hidden)
@@ -144,10 +161,11 @@ class SharedInput:
 
 
 class _SharedNorm(SharedInput):
-    """A norm on the CPU, whose gradients need no graph of their own."""
+    """A norm, whose gradients need no graph of their own."""
 
-    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> None:
+    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool) -> None:
         self._epsilon = epsilon
+        self._fused = fused
         self._rstd_BS1: Tensor | None = None
         super().__init__(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
 
@@ -159,12 +177,15 @@ class _SharedNorm(SharedInput):
         rstd_BS1, self._rstd_BS1 = self._rstd_BS1, None
         assert rstd_BS1 is not None, "not made again"
         needed = [leaf.requires_grad for leaf in leaves]
-        found = _norm_backward(grad_BSD, leaves[0], leaves[1], rstd_BS1, needed)
+        found = _norm_backward(grad_BSD, leaves[0], leaves[1], rstd_BS1, needed, fused=self._fused)
         return (grad for grad in found if grad is not None)
 
 
-def shared_norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> SharedInput:
-    """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale."""
-    if x_BSD.device.type == "cpu":
-        return _SharedNorm(x_BSD, scale_D, epsilon)
-    return SharedInput(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
+def shared_norm(
+    x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool = False
+) -> SharedInput:
+    """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale.
+
+    `fused`: its gradients by Triton.
+    """
+    return _SharedNorm(x_BSD, scale_D, epsilon, fused=fused)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from model.config import LlamaConfig
 from model.norm import shared_norm
 
 Slices = Iterable[Callable[..., Tensor]]
@@ -23,10 +24,10 @@ def add_slices(slices: Slices, *args: Any) -> Tensor:
 
 
 def add_slices_after(
-    norm_D: Tensor, epsilon: float, slices: Slices, x_BSD: Tensor, *args: Any
+    slices: Slices, norm_D: Tensor, config: LlamaConfig, x_BSD: Tensor, *args: Any
 ) -> Tensor:
     """The same of slices that share the norm of their input."""
-    shared = shared_norm(x_BSD, norm_D, epsilon)
+    shared = shared_norm(x_BSD, norm_D, config.norm_epsilon, fused=config.fuses_norms)
     out_BSD = add_slices(slices, x_BSD, *args, shared)
     shared.release()
     return out_BSD

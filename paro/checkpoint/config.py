@@ -19,6 +19,8 @@ FREE_FIELDS = frozenset(
         "fuses_swiglu",
         "fuses_rotary",
         "fuses_fp8_casts",
+        "fuses_norms",
+        "fuses_loss",
         "torch_compile",
     }
 )

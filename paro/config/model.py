@@ -16,7 +16,7 @@ from paro.errors import UserError
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 # Fields that are derived, or chosen on the device.
-_CHOSEN = {"fuses_swiglu", "fuses_rotary", "fuses_fp8_casts"}
+_CHOSEN = {"fuses_swiglu", "fuses_rotary", "fuses_fp8_casts", "fuses_norms", "fuses_loss"}
 _NOT_GIVEN = {"vocab_size", "recompute", "lora", *_CHOSEN}
 
 

@@ -347,12 +347,13 @@ def _chunk_of_loss(config: LlamaConfig, batch: MicroBatch) -> tuple[int, int]:
     """Peak bytes of a chunk of tokens: up to its logits' gradient, and for the weight's.
 
     The fp32 logits become probabilities and their gradient in place. Below fp32 the product before
-    them, and the gradient after them, are tensors of their own. So are the masked inputs, and these
-    times the tokens' weights.
+    them, and the gradient after them, are tensors of their own on a CPU; on a GPU Triton replaces
+    the product by the gradient. Masked inputs, and these times the tokens' weights, are others.
     """
     chunk = min(batch.num_tokens, LOSS_CHUNK_TOKENS)
     size = batch.compute_bytes
-    logits = chunk * config.vocab_size * (4 if size == 4 else 4 + size)
+    in_place = size == 4 or batch.device_type == "cuda"
+    logits = chunk * config.vocab_size * (size if in_place else 4 + size)
     gradient = chunk * config.vocab_size * size
     inputs = chunk * config.hidden_size * size
     return logits + inputs, gradient + 2 * inputs

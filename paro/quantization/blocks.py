@@ -181,7 +181,9 @@ def _part(encoded: Tensor, form: BlockFormat, numel: int, begin: int, end: int) 
 def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
     """Encodes one chunk of float32 values, of which only the padded codes of a block are kept."""
     blocks = _in_blocks(values, form.block)
-    scale = blocks.abs().amax(1) / form.top
+    largest = blocks.abs().amax(1)
+    # By a tensor: on a GPU torch divides by a number by multiplying with its reciprocal.
+    scale = largest / torch.full_like(largest, form.top)
     scale = torch.where(scale == 0, 1.0, scale)  # all zero, or below what float32 can divide by
     part.scales.copy_(scale)
     levels = (blocks / scale[:, None]).round_().clamp_(-form.top, form.top).view(-1)

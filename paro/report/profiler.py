@@ -118,7 +118,9 @@ class MemoryHistory(Observer):
         # One file per rank.
         self._place = name if log.rank == 0 else name.with_name(f"rank{log.rank}.{name.name}")
         if self._is_on:
-            torch.cuda.memory._record_memory_history()
+            # Not of frees: their stacks are taken while the exception is set by which torch ends a
+            # recomputation early, and it is lost.
+            torch.cuda.memory._record_memory_history(context="alloc")
             attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
             if attach is not None:
                 attach(lambda *_: self._write())
@@ -130,6 +132,7 @@ class MemoryHistory(Observer):
     def ends(self) -> None:
         if self._is_on:
             self._write()
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self) -> None:
         try:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from model import fusion
 from model.config import FP8_CAPABILITY, Fp8Format, LlamaConfig
+from model.cross_entropy import linear_cross_entropy
 from model.fusion import Fusions, usable_kernels
-from model.layers import gated_linear
+from model.layers import gated_linear, normed_linears
 from model.llama import Llama
+from model.norm import shared_norm
 from model.rotary import rotate, rotations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -41,7 +43,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=16,
     vocab_size=31,
 )
-FUSED = replace(CONFIG, fuses_swiglu=True, fuses_rotary=True)
+FUSED = replace(CONFIG, fuses_norms=True, fuses_swiglu=True, fuses_rotary=True, fuses_loss=True)
 FP8_FORMATS: tuple[Fp8Format, ...] = ("e4m3", "hybrid")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 
@@ -96,6 +98,51 @@ def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
     compare(lambda x, fused: rotate(x, cos[positions], sin[positions], fused=fused), [x])
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_rows", [1, 7, 600])
+def test_norms(dtype: torch.dtype, num_rows: int) -> None:
+    def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
+        norm = shared_norm(x, scale, 1e-5, fused=fused)
+        return torch.cat(normed_linears(norm, x, scale, *weights), dim=-1)
+
+    weights = [normal(rows, 37, seed=rows, dtype=dtype) for rows in (3, 2)]
+    compare(run, [normal(num_rows, 1, 37, seed=1, dtype=dtype).requires_grad_(), scale_of(dtype)])
+
+
+def scale_of(dtype: torch.dtype) -> Tensor:
+    return (1.0 + 0.1 * normal(37, seed=5)).to(dtype).requires_grad_()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("vocab_size", [5, 8192, 9001])
+def test_losses(dtype: torch.dtype, vocab_size: int) -> None:
+    labels = torch.tensor([[0, vocab_size - 1, 3], [1, 2, 4]])
+    weights = torch.tensor([[0.5, 1.0, 0.0], [2.0, 0.25, 1.0]])
+    x, weight = normal(2, 3, 16, seed=1, dtype=dtype), normal(vocab_size, 16, seed=2, dtype=dtype)
+    x[0, 2] = 1e4  # its logits overflow; its weight is 0
+
+    def run(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
+        return linear_cross_entropy(x, weight, labels, weights, fused=fused)
+
+    for needed in ((True, True), (True, False), (False, True), (False, False)):
+        leaves = [x.requires_grad_(needed[0]), weight.requires_grad_(needed[1])]
+        if any(needed):
+            compare(run, leaves)
+        else:
+            assert_close(run(*leaves, fused=True), run(*leaves, fused=False))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_logits_that_are_not_finite_make_the_loss_so() -> None:
+    x, weight = torch.ones(1, 2, 4), torch.ones(9, 4)
+    labels, weights = torch.tensor([[3, 5]]), torch.ones(1, 2)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        x[0, 1] = value
+        assert not linear_cross_entropy(x, weight, labels, weights, fused=True).isfinite()
+
+
 def of_model(config: LlamaConfig, **documents: Any) -> list[Tensor]:
     """The loss of a model and all gradients."""
     llama = Llama(config)
@@ -131,18 +178,23 @@ def test_what_runs_is_said() -> None:
         found = usable_kernels(CONFIG, ALL, dtype, CPU)
         assert found.config == FUSED
         assert found.line is not None
-        assert found.line.startswith("SwiGLU and rotary embedding: Triton 3.")
+        assert found.line.startswith("norms, SwiGLU, rotary embedding and loss: Triton 3.")
     rope, none = (
         Fusions(bias_swiglu_fusion=False, apply_rope_fusion=wanted) for wanted in (True, False)
     )
     found = usable_kernels(CONFIG, rope, torch.float32, CPU)
     assert found.config == replace(FUSED, fuses_swiglu=False)
-    line = usable_kernels(CONFIG, none, torch.float32, CPU).line
-    assert line == "SwiGLU and rotary embedding: torch's operations, as the flags ask"
+    found = usable_kernels(CONFIG, none, torch.float32, CPU)
+    assert found.config == replace(FUSED, fuses_swiglu=False, fuses_rotary=False)
+    assert str(found.line).startswith("norms and loss: Triton 3.")
+    compiled = replace(CONFIG, torch_compile="inductor")
+    found = usable_kernels(compiled, ALL, torch.float32, CPU)
+    assert found.config == replace(compiled, fuses_loss=True)
+    assert str(found.line).startswith("blocks: torch.compile by inductor; loss: Triton 3.")
     for form, dtype in zip(FP8_FORMATS, TOLERANCE, strict=True):
         found = usable_kernels(replace(CONFIG, fp8_format=form), ALL, dtype, CPU)
         assert found.config == replace(FUSED, fp8_format=form, fuses_fp8_casts=True)
-        assert str(found.line).startswith("SwiGLU, rotary embedding and casts to fp8: Triton 3.")
+        assert ", rotary embedding, casts to fp8 and loss: Triton 3." in str(found.line)
 
 
 def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +243,17 @@ def pointers(names: str, *numbers: str, **others: str) -> dict[str, str]:
 
 BLOCK = {"BLOCK": 1024}
 SIGNATURES = {
+    "_norm_backward": Signature(
+        types=pointers(
+            "grad x scale rstd grad_x sums", "num_rows", "width",
+            rstd="*fp32", sums="*fp32", one_over_width="fp32",
+        ),
+        constants={"BLOCK": 4096},
+    ),
+    "_cross_entropy": Signature(
+        types=pointers("logits labels losses", "num_columns", labels="*i64", losses="*fp32"),
+        constants={"GRADS": True, "BLOCK": 8192},
+    ),
     "_swiglu": Signature(types=pointers("gate up out", "numel"), constants=BLOCK),
     "_swiglu_backward": Signature(
         types=pointers("grad gate up grad_gate grad_up", "numel"), constants=BLOCK
@@ -199,7 +262,7 @@ SIGNATURES = {
         types=pointers("x cos sin out", "num_rows", "num_heads", "half", sign="fp32"),
         constants={"HEADS": 16, "HALF": 64},
     ),
-}
+}  # fmt: skip
 
 
 OF_TENSORS = pointers("x bits scale data transposed", "num_rows", "num_columns")
@@ -209,7 +272,7 @@ CASTS = {
         types=OF_TENSORS | {"bits": "*i32", "scale": "*fp32", "data": "*u8", "transposed": "*u8"},
         constants={
             "TOP": 448.0, "TINY": 2.0**-126, "MANTISSA": 3, "NATIVE": True,
-            "ROWS": 128, "COLUMNS": 64,
+            "ROWS": 64, "COLUMNS": 128,
         },
     ),
 }  # fmt: skip

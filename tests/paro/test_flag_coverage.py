@@ -65,6 +65,8 @@ UNOWNED = {
     "given",
     "loss_scale.dynamic",
     "model.fuses_fp8_casts",  # by what the device can
+    "model.fuses_loss",
+    "model.fuses_norms",
     "model.fuses_rotary",
     "model.fuses_swiglu",
     "notices",

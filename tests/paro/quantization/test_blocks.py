@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paro.quantization import blocks
 from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
@@ -28,6 +31,25 @@ def decoded(payload: Tensor, form: BlockFormat, numel: int) -> Tensor:
 
 def values_of(numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+
+
+class DividesAsAGpu(TorchDispatchMode):
+    """Divides by a number as torch does on a GPU: it multiplies with the rounded reciprocal."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten.div.Tensor and not isinstance(args[1], Tensor):
+            return args[0] * (1.0 / torch.tensor(args[1], dtype=torch.float32))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_a_gpu_has_the_same_codes(form: BlockFormat) -> None:
+    values = values_of(100_000)
+    with DividesAsAGpu():
+        on_gpu = encoded(values, form)
+    assert torch.equal(on_gpu, encoded(values, form))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from paro.report.log import Log
 from paro.report.profiler import MemoryHistory, ProfileConfig, Profiler
+from tests.helpers.training import TINY, train
 from tests.paro.training.test_loop import run_loop
 
 
@@ -83,7 +84,25 @@ def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
     place = tmp_path / "snapshot.pickle"
     recording = config(record_memory_history=True, memory_snapshot_path=str(place))
     history = MemoryHistory(recording, Log(), torch.device("cuda"))
-    kept = torch.ones(1000, device="cuda")
+    flags = f"{TINY} --train-iters 2 --global-batch-size 2 --recompute-granularity full"
+    train(flags.replace(" gloo ", " nccl "))
     history.ends()
+    assert place.stat().st_size > 10_000
+    (recorded,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    kept = torch.ones(1000, device="cuda")
     assert kept.sum() == 1000
-    assert place.stat().st_size > 0
+    (later,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    assert len(later) == len(recorded), "it records on"
+
+
+def test_no_stack_is_taken_when_memory_is_freed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", None, raising=False)
+    place = str(tmp_path / "snapshot.pickle")
+    recording = config(record_memory_history=True, memory_snapshot_path=place)
+    MemoryHistory(recording, Log(), torch.device("cuda")).ends()
+    assert calls == [{"context": "alloc"}, {"enabled": None}]
