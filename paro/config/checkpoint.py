@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data.tokenizer_config import saved_tokenizer
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
+from paro.checkpoint.manifest import read_manifest
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.untrusted.schema import conform
@@ -30,6 +32,15 @@ def resumed_samples(checkpoint: CheckpointConfig) -> int:
     directory = _directory(checkpoint.load, checkpoint.ckpt_step)
     state = {} if directory is None else common_of(directory).get("state", {})
     return int(state.get("consumed_train_samples", 0))
+
+
+def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
+    """The arguments of the run that continues; none for a new one."""
+    if checkpoint.load is None or checkpoint.finetune:
+        return {}
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    manifest = None if directory is None else read_manifest(directory)
+    return {} if manifest is None else manifest.arguments
 
 
 def _directory(load: str, ckpt_step: int | None) -> Path | None:

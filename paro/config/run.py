@@ -35,6 +35,7 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
+from paro.config.context_choice import with_context
 from paro.config.context_parallel import ContextParallelConfig, sharing
 from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
@@ -141,9 +142,6 @@ class RunConfig:
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices += lines
-        world = sharing(world, args.context_parallel_size)
-        batches = take_batches(args, world)
-        train = take_train(args, batches)
         data, tokenizer = take_data(args), take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model = take_model(args, built.vocab_size)
@@ -151,10 +149,15 @@ class RunConfig:
         trainable.names(model)  # refuses patterns that match no parameter
         runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
         as_given = take_precision(args)
+        device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
+        args, lines = with_context(args, world, model, trainable, as_given, device, checkpoint)
+        notices += lines
+        world = sharing(world, args.context_parallel_size)
+        batches = take_batches(args, world)
+        train = take_train(args, batches)
         sharding, strategy, precision, lines = take_states(
-            args, world, model, batches, trainable, as_given,
-            RankDevice.of(runtime.distributed_backend, launch.device_memory_gb),
-        )  # fmt: skip
+            args, world, model, batches, trainable, as_given, device
+        )
         notices += lines
         # Not what one group makes of the bits: a restart may have more groups.
         check_local_copies(checkpoint, sharding, as_given)
