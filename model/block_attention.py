@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from model.attention import Documents, flash_takes
-from model.config import AttentionBackend
 from paro.errors import UserError
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
@@ -38,15 +37,6 @@ class Partial(NamedTuple):
         share_BSN = torch.sigmoid(other.lse_BSN - self.lse_BSN)
         self.out_BSNH.lerp_(other.out_BSNH.float(), share_BSN[..., None])
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
-
-
-def check_block_backend(backend: AttentionBackend) -> None:
-    """`UserError` if attention in parts cannot be computed by this kernel."""
-    if backend not in ("auto", "flash"):
-        raise UserError(
-            f"--attention-backend {backend} gives no log-sum-exp, without which attention is not "
-            "computed in parts: give auto or flash, or --cp-comm-type a2a"
-        )
 
 
 def check_block_attention(dtype: torch.dtype, head_size: int, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from paro.errors import UserError
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
+BLOCK_BACKENDS: tuple[AttentionBackend, ...] = ("auto", "flash")  # give a log-sum-exp
 Fp8Format = Literal["e4m3", "hybrid"]
 Compiler = Literal["inductor", "aot_eager"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
@@ -138,6 +139,11 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
+
+    @property
+    def attends_in_parts(self) -> bool:
+        """Whether its attention gives a log-sum-exp, by which parts are merged."""
+        return self.attention_backend in BLOCK_BACKENDS
 
     @property
     def keeps_scores(self) -> bool:

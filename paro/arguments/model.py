@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, _ArgumentGroup
+from argparse import ArgumentParser, ArgumentTypeError, _ArgumentGroup
 
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
 from paro.optim.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
@@ -330,6 +330,39 @@ def add_inter_bits_args(parser: ArgumentParser, *, trains: bool) -> None:
         return
     add("--paro-inter-bits-warmup-iters", type=int, metavar="ITERATIONS",
         help="send 16 bits for so long at the start; default: the learning rate's warm-up")
+
+
+def add_context_args(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "context parallelism", "For long sequences: several ranks share each sample."
+    ).add_argument
+    add("--context-parallel-size", type=_ranks_or_auto, default=1, metavar="RANKS",
+        help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
+        "long sequences; divides the ranks, and divides a group or is a multiple of one; "
+        "twice as many must divide --seq-length; they stay ranks of the strategy; auto: "
+        "as many as are fastest on --paro-machine, with up to so many times the micro-batch")
+    add("--cp-comm-type", nargs="+", default=["p2p"], metavar="TYPE",
+        help="what they send for attention: a2a, they exchange tokens for heads (of which the "
+        "ranks must have equally many; heads of keys and values are repeated for more ranks); "
+        "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks; auto: "
+        "the fastest on --paro-machine, without it exchanges inside groups as far as heads allow")
+    add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="RANKS",
+        help="two numbers, innermost first, whose product is --context-parallel-size: with a2a+p2p "
+        "the ranks that exchange heads and those that keys and values go round, with p2p the ranks "
+        "of the inner ring and of the outer")
+    add("--paro-context-ring", choices=("double", "flat"), default="double",
+        help="how keys and values of p2p and a2a+p2p go round ranks of several groups: double, a "
+        "ring inside groups while the next group's arrive from all its ranks at once; flat, one "
+        "ring over all")
+
+
+def _ranks_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text!r} is neither a number of ranks nor auto") from error
 
 
 # In the order of --help.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from paro.arguments.corrected import corrected
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
-from paro.arguments.model import MODEL_GROUPS, add_inter_bits_args
+from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args
 from paro.arguments.needed import EXAMPLE, flags_in, missing_flags, nothing_needed_is_given
 from paro.arguments.unknown import hint_for
 from paro.arguments.words import by_flag
@@ -243,11 +243,9 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "once; auto, for every call the fastest for its size on --paro-machine; with gloo also "
         "ring, one ring over all, and h-ring, a ring between groups, then one inside")
     add("--paro-machine", metavar="NAME",
-        help="what this machine can, for flags that say auto: a file that a run or "
-        "tools/bench_collectives.py --machine-file wrote on the same ranks and groups; or measure: "
-        "the run measures anew at its start, within a minute, and keeps the file in --save; "
-        "default: the same, unless there is such a file or the run continues; or, but for "
-        "--paro-collective auto, one that ships: " + " ".join(shipped_machines()))
+        help="what this machine can: a file that tools/bench_collectives.py --machine-file wrote "
+        "on the same ranks and groups, needed for --paro-collective auto; or, to plan by with "
+        "--paro-strategy auto, one that ships: " + " ".join(shipped_machines()))
     add("--paro-materialize", choices=("gather", "rotate"), default="gather",
         help="how parameters come to where they are used: gather them unit by unit, or rotate: "
         "every rank computes with the slice that it holds, and passes it on (needs params and "
@@ -264,10 +262,6 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "groups that do not fit become the nearest that do and that --paro-survive accepts, "
         "which then concerns the nodes that are left; the global batch stays, so it must be given; "
         "turns local copies on, as --paro-survive does")
-    add("--paro-context-ring", choices=("double", "flat"), default="double",
-        help="how keys and values of p2p and a2a+p2p go round ranks of several groups: double, a "
-        "ring inside groups while the next group's arrive from all its ranks at once; flat, one "
-        "ring over all")
     add("--paro-prefetch-units", type=int, default=1, metavar="UNITS",
         help="how many units (blocks) ahead parameters are gathered; 0 turns all overlap off")
     add("--paro-updated-ahead", metavar="UNITS",
@@ -292,18 +286,7 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
         help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",
         help="Megatron's name for --paro-strategy NNG (ZeRO-1)")
-    add("--context-parallel-size", type=int, default=1, metavar="RANKS",
-        help="neighbouring ranks that share each sample, every one with a part of its tokens: for "
-        "long sequences; divides the ranks, and divides a group or is a multiple of one; "
-        "twice as many must divide --seq-length; they stay ranks of the strategy")
-    add("--cp-comm-type", nargs="+", default=["p2p"], metavar="TYPE",
-        help="what they send for attention: a2a, they exchange tokens for heads (of which the "
-        "ranks must have equally many; heads of keys and values are repeated for more ranks); "
-        "p2p, keys and values go round; allgather; a2a+p2p; one for all blocks")
-    add("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="RANKS",
-        help="two numbers, innermost first, whose product is --context-parallel-size: with a2a+p2p "
-        "the ranks that exchange heads and those that keys and values go round, with p2p the ranks "
-        "of the inner ring and of the outer")
+    add_context_args(parser)
 
 
 def _add_dry_run_args(parser: ArgumentParser) -> None:

@@ -11,15 +11,9 @@ from data.tokenizer_config import saved_tokenizer
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.checkpoint.manifest import read_manifest
-from paro.config.inter_bits import AUTO
-from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
-from paro.planning.machine.files import MEASURE
-from paro.quantization.formats import FULL_BITS
 from paro.untrusted.schema import conform
-
-_BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")
 
 
 def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
@@ -33,45 +27,20 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
 
 def resumed_samples(checkpoint: CheckpointConfig) -> int:
     """The training samples consumed before the run continues; 0 for a new run."""
-    directory = _resumed(checkpoint)
+    if checkpoint.load is None or checkpoint.finetune:
+        return 0
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
     state = {} if directory is None else common_of(directory).get("state", {})
     return int(state.get("consumed_train_samples", 0))
 
 
-def keeping_choice(
-    args: Namespace, world: World, checkpoint: CheckpointConfig
-) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags with what a run that continues on as many ranks had chosen; and a log line.
-
-    --paro-machine asks to choose anew.
-    """
-    if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
-        return args, ()
-    directory = _resumed(checkpoint)
-    manifest = None if directory is None else read_manifest(directory)
-    before: Mapping[str, Any] = {} if manifest is None else manifest.arguments
-    ranks = world.size, args.paro_group_size or world.ranks_per_node
-    if (before.get("world_size"), before.get("paro_group_size")) != ranks:
-        return args, ()
-    kept: dict[str, Any] = {}
-    if args.paro_strategy == AUTO:
-        kept["paro_strategy"] = str(before["paro_strategy"])
-    if args.paro_inter_bits == AUTO:
-        kept |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
-        kept["paro_inter_bits"] = None
-    flags = [f"--{n.replace('_', '-')} {v}" for n, v in kept.items() if v is not None]
-    line = (
-        f"the run continues with {', '.join(flags)}, as its checkpoint in {checkpoint.load} does; "
-        f"--paro-machine {MEASURE} chooses anew"
-    )
-    return Namespace(**(vars(args) | kept)), (line,)
-
-
-def _resumed(checkpoint: CheckpointConfig) -> Path | None:
-    """The checkpoint from which the run continues; None for a new run."""
+def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
+    """The arguments of the run that continues; none for a new one."""
     if checkpoint.load is None or checkpoint.finetune:
-        return None
-    return _directory(checkpoint.load, checkpoint.ckpt_step)
+        return {}
+    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    manifest = None if directory is None else read_manifest(directory)
+    return {} if manifest is None else manifest.arguments
 
 
 def _directory(load: str, ckpt_step: int | None) -> Path | None:

@@ -9,7 +9,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from data.config import DataConfig
-from model.block_attention import check_block_backend
 from model.config import LlamaConfig
 from model.units import parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
@@ -17,7 +16,6 @@ from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
-from paro.context_parallel.layout import misfit
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
@@ -29,7 +27,6 @@ from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.strategy import Strategy
-from paro.text import listed
 
 _FP8_MULTIPLE = 16
 _MUON_LR = 0.005  # below it a learning rate is of AdamW's size
@@ -76,40 +73,14 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
 
 def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig) -> None:
     """`UserError` if ranks cannot share samples of this model and length; names what can."""
-    context = sharding.context
-    if context.context_parallel_size == 1:
-        return
-    if sharding.materialize == "rotate":
-        raise UserError(
-            "--paro-materialize rotate and --context-parallel-size contradict each other: ranks of "
-            "a ring have different heads at a time, which cannot be exchanged: leave one out"
-        )
-
-    if context.layout.ring > 1:
-        check_block_backend(model.attention_backend)
-    sizes = context.hierarchical_context_parallel_sizes
-
-    def reason(size: int) -> str | None:
-        if sizes is not None and size % sizes[0]:
-            return f"{sizes[0]} ranks do not divide it"
-        return misfit(
-            context.layout_of(size),
+    if sharding.context.context_parallel_size > 1:
+        sharding.context.check(
+            model,
+            rotates=sharding.materialize == "rotate",
             world_size=sharding.world.size,
             group_size=sharding.world.group_size,
             seq_length=data.seq_length,
-            num_heads=model.num_attention_heads,
-            num_kv_heads=model.num_query_groups,
         )
-
-    size = context.context_parallel_size
-    if (why := reason(size)) is not None:
-        fitting = [str(each) for each in range(1, sharding.world.size + 1) if not reason(each)]
-        advice = "give other --hierarchical-context-parallel-sizes"
-        if fitting:
-            advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
-        if context.layout.heads > 1:
-            advice += ", or --cp-comm-type p2p, which exchanges no heads"
-        raise UserError(f"--context-parallel-size {size} does not fit: {why}: {advice}")
 
 
 def check_muon(

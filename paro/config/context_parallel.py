@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
-from paro.context_parallel.layout import ContextLayout
+from model.config import LlamaConfig
+from paro.context_parallel.layout import ContextLayout, misfit
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.text import listed
 
-_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
+AUTO = "auto"
+TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 _SYNONYMS = {"all_gather": "allgather"}  # Megatron's name
 _SIZES = "--hierarchical-context-parallel-sizes"
 
@@ -28,9 +33,10 @@ class ContextParallelConfig:
         size = self.context_parallel_size
         if size < 1:
             raise UserError(f"--context-parallel-size {size} must be at least 1")
-        if self.cp_comm_type not in _TYPES:
+        if self.cp_comm_type not in TYPES:
             raise UserError(
-                f"--cp-comm-type {self.cp_comm_type} is unknown: choose one of {', '.join(_TYPES)}"
+                f"--cp-comm-type {self.cp_comm_type} is unknown: choose one of "
+                f"{', '.join(TYPES)}, {AUTO}"
             )
         if size > 1:
             self._check_sizes(size, self.hierarchical_context_parallel_sizes)
@@ -70,23 +76,159 @@ class ContextParallelConfig:
                 return ContextLayout(size=size, gathers=size > 1)
         return ContextLayout(size=size, inner=flat or min(first, size))
 
+    def misfit(
+        self, size: int, model: LlamaConfig, *, world_size: int, group_size: int, seq_length: int
+    ) -> str | None:
+        """Why so many ranks cannot share a sample, in words that follow a colon; None: they can."""
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes is not None and size % sizes[0]:
+            return f"{sizes[0]} ranks do not divide it"
+        return misfit(
+            self.layout_of(size),
+            world_size=world_size,
+            group_size=group_size,
+            seq_length=seq_length,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_query_groups,
+        )
+
+    def check(
+        self,
+        model: LlamaConfig,
+        *,
+        rotates: bool,
+        world_size: int,
+        group_size: int,
+        seq_length: int,
+    ) -> None:
+        """`UserError` if these ranks cannot share samples; names numbers that can."""
+        if rotates:
+            raise UserError(
+                "--paro-materialize rotate and --context-parallel-size contradict each other: "
+                "ranks of a ring have different heads at a time, which cannot be exchanged: leave "
+                "one out"
+            )
+        if self.layout.ring > 1 and not model.attends_in_parts:
+            raise UserError(
+                f"--attention-backend {model.attention_backend} gives no log-sum-exp, without "
+                "which attention is not computed in parts: give auto or flash, or --cp-comm-type "
+                "a2a"
+            )
+        ranks = {"world_size": world_size, "group_size": group_size, "seq_length": seq_length}
+        size = self.context_parallel_size
+        if (why := self.misfit(size, model, **ranks)) is None:
+            return
+        sizes = range(1, world_size + 1)
+        fitting = [str(each) for each in sizes if not self.misfit(each, model, **ranks)]
+        advice = "give other --hierarchical-context-parallel-sizes"
+        if fitting:
+            advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
+        if self.layout.heads > 1:
+            advice += ", or --cp-comm-type p2p, which exchanges no heads"
+        raise UserError(f"--context-parallel-size {size} does not fit: {why}: {advice}")
+
+    def describe(self) -> str:
+        """How many ranks share a sample, and how."""
+        if self.context_parallel_size == 1:
+            return "no ranks share a sample"
+        text = f"{self.context_parallel_size} ranks share a sample by {self.cp_comm_type}"
+        sizes = self.hierarchical_context_parallel_sizes
+        return text if sizes is None else f"{text} over {sizes[0]} x {sizes[1]}"
+
+    @property
+    def flag_text(self) -> str:
+        """The flags that select its type."""
+        sizes = self.hierarchical_context_parallel_sizes
+        text = f"--cp-comm-type {self.cp_comm_type}"
+        return text if sizes is None else f"{text} {_SIZES} {' '.join(map(str, sizes))}"
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """The arguments that select it."""
+        sizes = self.hierarchical_context_parallel_sizes
+        return {
+            "context_parallel_size": self.context_parallel_size,
+            "cp_comm_type": [self.cp_comm_type],
+            "hierarchical_context_parallel_sizes": None if sizes is None else [*sizes],
+        }
+
+
+def ways(
+    given: ContextParallelConfig,
+    sizes: Iterable[int],
+    types: Iterable[str],
+    model: LlamaConfig,
+    *,
+    world_size: int,
+    group_size: int,
+    seq_length: int,
+) -> Iterator[ContextParallelConfig]:
+    """Every way in which one of these numbers of ranks can share a sample of the model.
+
+    All else is as given. Keys and values travel only if attention can be computed in parts.
+    """
+    for size, name in product(sizes, types):
+        if size == 1 and name != "p2p":  # all are the same
+            continue
+        splits: list[tuple[int, ...] | None] = [given.hierarchical_context_parallel_sizes]
+        if name == "a2a+p2p" and splits == [None]:
+            splits = [
+                (n, size // n) for n in range(2, size // 2 + 1) if size % n == group_size % n == 0
+            ]
+        for split in splits:
+            way = replace(
+                given,
+                context_parallel_size=size,
+                cp_comm_type=name,
+                hierarchical_context_parallel_sizes=split,
+            )
+            reason = way.misfit(
+                size, model, world_size=world_size, group_size=group_size, seq_length=seq_length
+            )
+            if reason is None and (way.layout.ring == 1 or model.attends_in_parts):
+                yield way
+
+
+def without_machine(
+    found: Iterable[ContextParallelConfig], group_size: int
+) -> ContextParallelConfig:
+    """Of ways with equally many ranks the one that exchanges most heads inside a group."""
+
+    def order(way: ContextParallelConfig) -> tuple[bool, bool, int]:
+        return not way.layout.gathers, way.layout.heads <= group_size, way.layout.heads
+
+    return max(found, key=order)
+
 
 def take_context(args: Namespace) -> ContextParallelConfig:
-    """The flags of context parallelism; `UserError` where blocks are to differ."""
+    """The flags of context parallelism; `UserError` where blocks are to differ.
+
+    What is to be chosen (auto) is as in a run of which no ranks share samples, or by p2p.
+    """
     types = [_SYNONYMS.get(name, name) for name in args.cp_comm_type]
     if len(set(types)) > 1:
         raise UserError(f"--cp-comm-type {' '.join(types)}: all blocks have one: give it once")
-    sizes = args.hierarchical_context_parallel_sizes
+    size, sizes = args.context_parallel_size, args.hierarchical_context_parallel_sizes
+    if AUTO in (size, types[0]) and sizes is not None:
+        raise UserError(
+            f"{_SIZES} {' '.join(map(str, sizes))} contradicts {AUTO}, which chooses them: leave "
+            "one out"
+        )
     return ContextParallelConfig(
-        context_parallel_size=args.context_parallel_size,
-        cp_comm_type=types[0],
+        context_parallel_size=1 if size == AUTO else size,
+        cp_comm_type="p2p" if types[0] == AUTO else types[0],
         hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),
         context_ring=args.paro_context_ring,
     )
 
 
-def sharing(world: World, size: int) -> World:
-    """The world in which so many neighbouring ranks share a sample; `UserError` if they cannot."""
+def sharing(world: World, size: int | str) -> World:
+    """The world in which so many neighbouring ranks share a sample; `UserError` if they cannot.
+
+    With auto it is not chosen yet: all of them, since a batch for more ranks that read fits fewer.
+    """
+    if isinstance(size, str):
+        return replace(world, context_parallel_size=world.size)
     if size < 1 or world.size % size:
         fitting = (str(each) for each in range(1, world.size + 1) if world.size % each == 0)
         raise UserError(

@@ -17,12 +17,7 @@ from paro.arguments.needed import missing_flags
 from paro.arguments.parser import check_flags
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.checkpoint import (
-    keeping_choice,
-    resumed_samples,
-    saved_common,
-    with_checkpoint_args,
-)
+from paro.config.checkpoint import resumed_samples, saved_common, with_checkpoint_args
 from paro.config.checks import (
     check_collective,
     check_compile,
@@ -40,6 +35,7 @@ from paro.config.checks import (
     check_trackers,
     flags_without_effect,
 )
+from paro.config.context_choice import with_context
 from paro.config.context_parallel import ContextParallelConfig, sharing
 from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
@@ -54,7 +50,7 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, check_survival, take_sharding, take_states
+from paro.config.plan import RankDevice, check_survival, take_states
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -66,7 +62,6 @@ from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import Machine
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
@@ -125,15 +120,14 @@ class RunConfig:
         return flags.non_persistent_save_interval or 1
 
     @classmethod
-    def from_args(cls, args: Namespace, world: World, measured: Machine | None = None) -> RunConfig:
+    def from_args(cls, args: Namespace, world: World) -> RunConfig:
         """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
 
-        It names all values that are wrong, as far as one does not hide another. `measured` is the
-        machine where --paro-machine names none.
+        It names all values that are wrong, as far as one does not hide another.
         """
         check_flags(args)
         try:
-            return cls._of_known_flags(args, world, measured)
+            return cls._of_known_flags(args, world)
         except UserError as error:
             lines = distinct([*error.args, *value_mistakes(args, world)])
             if len(lines) <= len(error.args) or args.use_checkpoint_args:
@@ -141,18 +135,13 @@ class RunConfig:
             raise UserError(*lines) from error
 
     @classmethod
-    def _of_known_flags(cls, args: Namespace, world: World, measured: Machine | None) -> RunConfig:
+    def _of_known_flags(cls, args: Namespace, world: World) -> RunConfig:
         notices = (*changed_parts(args), *ignored_lines(args), *flags_without_effect(args))
         checkpoint = take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices += lines
-        args, lines = keeping_choice(args, world, checkpoint)
-        notices += lines
-        world = sharing(world, args.context_parallel_size)
-        batches = take_batches(args, world)
-        train = take_train(args, batches)
         data, tokenizer = take_data(args), take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model = take_model(args, built.vocab_size)
@@ -160,10 +149,15 @@ class RunConfig:
         trainable.names(model)  # refuses patterns that match no parameter
         runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
         as_given = take_precision(args)
+        device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
+        args, lines = with_context(args, world, model, trainable, as_given, device, checkpoint)
+        notices += lines
+        world = sharing(world, args.context_parallel_size)
+        batches = take_batches(args, world)
+        train = take_train(args, batches)
         sharding, strategy, precision, lines = take_states(
-            args, take_sharding(args, world, model, measured), model, batches, trainable, as_given,
-            RankDevice.of(runtime.distributed_backend, launch.device_memory_gb),
-        )  # fmt: skip
+            args, world, model, batches, trainable, as_given, device
+        )
         notices += lines
         # Not what one group makes of the bits: a restart may have more groups.
         check_local_copies(checkpoint, sharding, as_given)

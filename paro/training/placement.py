@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from paro.config.context_choice import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.optim.deal import muon_places, newton_schulz_flops
@@ -18,6 +19,7 @@ from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
 from paro.text import count_text, ranks_text, size_text
+from paro.training.planned_time import workload_of
 from paro.training.step import Training
 
 
@@ -45,7 +47,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
         copies += f", as --paro-survive {config.sharding.survive} demands"
     return [
         title,
-        *_sharing(config),
+        *_sharing(config, training.device.type),
         *table,
         copies,
         *_muon(config, training),
@@ -53,18 +55,23 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     ]
 
 
-def _sharing(config: RunConfig) -> list[str]:
-    """A line about the ranks that share samples."""
+def _sharing(config: RunConfig, device_type: str) -> list[str]:
+    """A line about the ranks that share samples, and one if they should in another way."""
     context, world = config.context, config.world
     size, group_size = context.context_parallel_size, world.group_size
     if size == 1:
         return []
     where = "inside groups" if size <= group_size else f"across {size // group_size} groups"
     tokens = config.data.seq_length // size
-    return [
+    line = (
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
         f"{tokens:,} tokens of a sample on each"
-    ]
+    )
+    workload = workload_of(config, device_type)
+    faster = None
+    if workload is not None and config.trained:
+        faster = faster_type(context, workload, config.strategy)
+    return [line] if faster is None else [line, f">   {faster}"]
 
 
 def _muon(config: RunConfig, training: Training) -> list[str]:

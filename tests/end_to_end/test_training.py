@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ import pytest
 
 import pretrain_llama
 from paro.errors import RunError, UserError
+from paro.planning.machine.files import machine_to_json
 from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
+from tests.paro.planning.cases import DEVICE, machine
 
 SCRIPT = "pretrain_llama.py"
 MODEL = [
@@ -112,6 +114,24 @@ def test_learns_logs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     steady = [(line["intra_bytes"], line["inter_bytes"]) for line in straight[1:]]
     assert len(set(steady)) == 1
     assert (resumed[-1]["intra_bytes"], resumed[-1]["inter_bytes"]) == steady[0]
+
+
+@pytest.mark.ranks
+def test_ranks_choose_alike_how_they_share_samples_and_keep_to_it(tmp_path: Path) -> None:
+    """With memory for a quarter of a sample all four share it, and later with more memory too."""
+    own = machine(world_size=4, group_size=2, device=replace(DEVICE, memory_bytes=1_200_000))
+    (tmp_path / "own.json").write_text(machine_to_json(own))
+    auto = [*RUN, "--context-parallel-size", "auto", "--cp-comm-type", "auto", "--train-iters"]
+    auto += ["4", "--seq-length", "512", "--max-position-embeddings", "512"]
+    auto += ["--paro-group-size", "2", "--save", tmp_path, "--load", tmp_path, "--paro-machine"]
+    begun = on_ranks([*auto, tmp_path / "own.json", "--exit-interval", "2"], 4)
+    (chosen,) = re.findall(r"--context-parallel-size auto: (\d) ranks share a sample", begun)
+    assert chosen == "4"
+    assert f"over {chosen} neighbouring ranks" in begun
+    (tmp_path / "large.json").write_text(machine_to_json(replace(own, device=DEVICE)))
+    continued = on_ranks([*auto, tmp_path / "large.json"], 4)
+    assert "--context-parallel-size auto: as in --load" in continued
+    assert f"over {chosen} neighbouring ranks" in continued
 
 
 def evaluations(printed: str) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from model.block_attention import (
     block_grads,
     causal_grads,
     check_block_attention,
-    check_block_backend,
 )
 from tests.helpers.refusals import refused
 from tests.model.values import all_near, normal
@@ -118,12 +116,6 @@ def test_scores_far_apart_merge() -> None:
     all_near(found, (out, lse), within=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["unfused", "local", "fused"])
-def test_kernels_without_a_log_sum_exp_are_refused(backend: Any) -> None:
-    told = f"--attention-backend {backend}", "flash", "--cp-comm-type a2a"
-    refused(lambda: check_block_backend(backend), *told)
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_size", "told"),
     [
@@ -138,8 +130,6 @@ def test_heads_that_flash_attention_does_not_take_are_refused(
     refused(lambda: check_block_attention(dtype, head_size, on_gpu), *told, "--cp-comm-type a2a")
 
 
-def test_other_kernels_and_heads_are_not() -> None:
-    check_block_backend("auto")
-    check_block_backend("flash")
+def test_other_heads_are_not() -> None:
     check_block_attention(torch.float32, 6, CPU)
     check_block_attention(torch.bfloat16, 128, torch.device("cuda"))

@@ -1,1 +1,0 @@
-"""Measures this machine: collectives in turns, what a rank computes, and memory."""

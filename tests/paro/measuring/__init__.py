@@ -1,1 +1,0 @@
-"""Tests of the measurement of a machine."""
