@@ -15,6 +15,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
 from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import end_with_agent, run_script
+from paro.measuring.start import planned
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
 from paro.report.log_line import arguments_block
@@ -49,13 +50,14 @@ def main() -> None:
             return
         set_logging_level(config.report.logging_level)
         watchdog.begins("meeting the other ranks", 0)
-        world = config.world
+        launched, world = world, config.world
         settings = settings_of(config) if world.size > 1 else {}
         with distributed(config.runtime, world, settings) as control:
             check_source(config.checkpoint, config.train, control)
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
             with claim_of(config, control, watchdog) as claim:
+                config = planned(config, args, launched, control, watchdog)
                 log = Log(rank=world.rank, world_size=world.size)
                 with local_copies(config, control, log) as copies:
                     run(config, control, claim, copies, watchdog)

@@ -29,11 +29,15 @@ from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, about
+from paro.measuring.device import measure_device
+from paro.measuring.links import Outcome, with_measured
+from paro.measuring.memory import with_communicators
+from paro.measuring.race import Race
+from paro.measuring.trial import Move, moves_of
 from paro.planning.machine.files import machine_to_json, read_machine
 from paro.planning.machine.machine import (
     Device,
     Machine,
-    Measured,
     Nic,
     bits_per_second,
     fit_link,
@@ -42,12 +46,9 @@ from paro.planning.machine.machine import (
 )
 from paro.report.log import print_line
 from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
-from tools.collective_timing.device import LARGE, SMALL, measure_device, training_config
-from tools.collective_timing.memory import with_communicators
 from tools.collective_timing.plot import plot
-from tools.collective_timing.race import Outcome, Race
 from tools.collective_timing.text import describe, memory_line, table, written_lines
-from tools.collective_timing.trial import Move
+from tools.collective_timing.training import LARGE, SMALL, training_config
 from tools.shared.command_line import RankParser
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
@@ -80,10 +81,9 @@ class Settings:
     trained: RunConfig | None = None  # the training that times the device of a machine file
 
     def moves(self, op: Op, span: AxisSpan) -> list[Move]:
-        """One collective per size, rounded up until every rank has equally many elements."""
+        """One collective per size."""
         dtype, ranks = TYPES[self.dtype], self.topology.world_size
-        numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in self.sizes)
-        return [Move(op=op, span=span, numel=numel, dtype=dtype) for numel in numels]
+        return moves_of(op, span, self.sizes, ranks=ranks, dtype=dtype)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -285,36 +285,6 @@ def measured_device(settings: Settings, control: Control) -> Device | None:
     return with_communicators(timed, control, settings.topology, config)
 
 
-def measured_machine(
-    settings: Settings, outcomes: Sequence[Outcome], source: str, device: Device | None = None
-) -> Machine:
-    """The machine as measured; wrong results are left out, however fast."""
-    machine = replace(
-        settings.machine,
-        source=source,
-        device=device,
-        measured=tuple(
-            Measured(
-                axes=axes_of(outcome.move.span),
-                op=outcome.move.op,
-                algorithm=outcome.algorithm,
-                num_bytes=outcome.move.num_bytes,
-                seconds=outcome.seconds,
-                cpu_seconds=outcome.cpu_seconds,
-                busy_seconds=outcome.busy_seconds,
-            )
-            for outcome in outcomes
-            if outcome.correct
-        ),
-    )
-    known = {link: machine.link(link) for link in Link}
-    intra, inter = (
-        fit_link(machine, link, speed.bits_per_second if speed and speed.is_typed else None)
-        for link, speed in known.items()
-    )
-    return replace(machine, intra=intra, inter=inter)
-
-
 def write(
     settings: Settings,
     outcomes: Sequence[Outcome],
@@ -330,7 +300,7 @@ def write(
         write_json(settings.json, {**facts, "rows": of_world, "axis_rows": alone})
     if settings.machine_file is not None:
         source = f"measured by tools/bench_collectives.py: {describe(facts)}"
-        machine = measured_machine(settings, outcomes, source, device)
+        machine = with_measured(settings.machine, outcomes, device, source=source)
         write_text(settings.machine_file, machine_to_json(machine))
         print_line(*written_lines(settings.machine_file, machine))
     if settings.plot is not None:

@@ -243,9 +243,11 @@ def _add_paro_args(parser: ArgumentParser) -> None:
         "once; auto, for every call the fastest for its size on --paro-machine; with gloo also "
         "ring, one ring over all, and h-ring, a ring between groups, then one inside")
     add("--paro-machine", metavar="NAME",
-        help="what this machine can: a file that tools/bench_collectives.py --machine-file wrote "
-        "on the same ranks and groups, needed for --paro-collective auto; or, to plan by with "
-        "--paro-strategy auto, one that ships: " + " ".join(shipped_machines()))
+        help="what this machine can, for flags that say auto: a file that a run or "
+        "tools/bench_collectives.py --machine-file wrote on the same ranks and groups; or measure: "
+        "the run measures anew at its start, within a minute, and keeps the file in --save; "
+        "default: the same, unless there is such a file or the run continues; or, but for "
+        "--paro-collective auto, one that ships: " + " ".join(shipped_machines()))
     add("--paro-materialize", choices=("gather", "rotate"), default="gather",
         help="how parameters come to where they are used: gather them unit by unit, or rotate: "
         "every rank computes with the slice that it holds, and passes it on (needs params and "

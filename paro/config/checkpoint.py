@@ -11,9 +11,15 @@ from data.tokenizer_config import saved_tokenizer
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, find_checkpoint, newest_whole
 from paro.checkpoint.manifest import read_manifest
+from paro.config.inter_bits import AUTO
+from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
+from paro.planning.machine.files import MEASURE
+from paro.quantization.formats import FULL_BITS
 from paro.untrusted.schema import conform
+
+_BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")
 
 
 def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
@@ -41,6 +47,33 @@ def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
     directory = _directory(checkpoint.load, checkpoint.ckpt_step)
     manifest = None if directory is None else read_manifest(directory)
     return {} if manifest is None else manifest.arguments
+
+
+def keeping_choice(
+    args: Namespace, world: World, checkpoint: CheckpointConfig
+) -> tuple[Namespace, tuple[str, ...]]:
+    """The flags with what a run that continues on as many ranks had chosen; and a log line.
+
+    --paro-machine asks to choose anew.
+    """
+    if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
+        return args, ()
+    before = resumed_arguments(checkpoint)
+    ranks = world.size, args.paro_group_size or world.ranks_per_node
+    if (before.get("world_size"), before.get("paro_group_size")) != ranks:
+        return args, ()
+    kept: dict[str, Any] = {}
+    if args.paro_strategy == AUTO:
+        kept["paro_strategy"] = str(before["paro_strategy"])
+    if args.paro_inter_bits == AUTO:
+        kept |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
+        kept["paro_inter_bits"] = None
+    flags = [f"--{n.replace('_', '-')} {v}" for n, v in kept.items() if v is not None]
+    line = (
+        f"the run continues with {', '.join(flags)}, as its checkpoint in {checkpoint.load} does; "
+        f"--paro-machine {MEASURE} chooses anew"
+    )
+    return Namespace(**(vars(args) | kept)), (line,)
 
 
 def _directory(load: str, ckpt_step: int | None) -> Path | None:

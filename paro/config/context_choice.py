@@ -25,9 +25,10 @@ from paro.config.context_parallel import (
     without_machine,
 )
 from paro.config.parts import take_batches
-from paro.config.plan import RankDevice, case_of, machine_of, take_sharding
+from paro.config.plan import RankDevice, Taken, case_of
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.planning.machine.files import MEASURE
 from paro.planning.search.description import seconds_text
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import TIE, best_that_fits
@@ -112,19 +113,20 @@ def describe_choice(flag: str, chosen: Sharing, others: Sequence[Sharing]) -> li
 
 def with_context(
     args: Namespace,
-    world: World,
+    taken: Callable[[Namespace], Taken],
     model: LlamaConfig,
     trainable: Trainable,
     precision: PrecisionConfig,
     device: RankDevice,
     checkpoint: CheckpointConfig,
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags with what auto stands for, and log lines."""
+    """The flags with what auto stands for, and log lines; what it stands for until measured."""
     any_size, any_type = args.context_parallel_size == AUTO, {*args.cp_comm_type} == {AUTO}
     if not any_size and not any_type:
         return args, ()
     flag = _SIZE if any_size else _TYPE
-    sharding, strategy, _ = take_sharding(args, world, model)
+    sharding, strategy, _ = taken(args)
+    world = sharding.world
     if sharding.materialize == "rotate":
         return _with(args, replace(take_context(args), context_parallel_size=1).flags), ()
     found = _ways(args, world, sharding.world.group_size, model)
@@ -145,7 +147,10 @@ def with_context(
         way = without_machine(found, sharding.world.group_size)
         line = f"{flag} auto: {way.describe()}; --paro-machine would compare times"
         return _with(args, way.flags), (line,)
-    machine_of(sharding, flag)
+    if sharding.is_unmeasured:
+        return _with(args, found[0].flags), ()
+    if sharding.machine is None:
+        raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
     if any_size and args.global_batch_size is args.step_batch_size_schedule is None:
         raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
     space = SearchSpace(

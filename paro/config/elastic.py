@@ -12,7 +12,7 @@ from paro.config.context_parallel import sharing
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.machine.files import find_machine
+from paro.planning.machine.files import MEASURE, find_machine
 from paro.planning.rotation import rotation_conflict, rotation_infeasible_reason
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.survival import survival
@@ -36,7 +36,7 @@ def fitted_to_ranks(
     Groups become the largest that divide those given and the ranks. Degrees, also those of letters,
     that do not fit or do not survive become the finest that do, with those of parameters and
     gradients at most as they were. Where no degrees rotate and survive, parameters are gathered;
-    where collectives were measured on other ranks, they are native.
+    where collectives were measured on other ranks, or cannot be, they are native.
     """
     given_size = args.paro_group_size
     if given_size is not None and given_size < 1:
@@ -65,13 +65,18 @@ def fitted_to_ranks(
         strategies = rotating or strategies
         if not rotating:
             fits |= {"paro_materialize": "gather", "paro_rotate_in_place": False}
+    is_named = args.paro_machine not in (None, MEASURE)
+    if group_size == world.size and not is_named:  # nothing is measured on one group
+        fits["paro_machine"] = None
+        fits["paro_collective"] = args.paro_collective.replace(AUTO, "native")
+        strategy = strategy.replace(AUTO, "III")
     if strategy != AUTO:
         degrees = degrees_of(strategy)
         if degrees is None:
             spelled = parse_strategy(strategy, world_size=world.size, group_size=group_size)
             degrees = spelled.degrees
         fits["paro_strategy"] = _fitting(strategy, degrees, strategies, kept, survive)
-    if args.paro_collective == AUTO and args.paro_machine is not None:
+    if args.paro_collective == AUTO and is_named:
         measured_on = find_machine(args.paro_machine).world_size
         fits["paro_collective"] = AUTO if measured_on == world.size else "native"
     changes = [

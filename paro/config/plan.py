@@ -17,7 +17,7 @@ from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.cost_model import merged, model_state_bytes
-from paro.planning.machine.files import find_machine, machine_of_launch
+from paro.planning.machine.files import MEASURE, find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.description import bits_text, describe
@@ -34,15 +34,19 @@ from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
-from paro.text import size_text
+from paro.text import count_text, size_text
 
 DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
+# How states are sharded, the strategy unless the planner is to choose it, and log lines.
+Taken = tuple[ShardingConfig, Strategy | None, tuple[str, ...]]
+
+
 def take_sharding(
-    args: Namespace, world: World, model: LlamaConfig
-) -> tuple[ShardingConfig, Strategy | None, tuple[str, ...]]:
+    args: Namespace, world: World, model: LlamaConfig, measured: Machine | None = None
+) -> Taken:
     """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
     given = text = args.paro_strategy
     if text is None:
@@ -52,10 +56,10 @@ def take_sharding(
     if args.paro_elastic:
         args, lines = fitted_to_ranks(args, world, model, text)
         text = args.paro_strategy
-    machine: Machine | None = None
+    machine = measured
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
-    if args.paro_machine is not None:
+    if args.paro_machine not in (None, MEASURE):
         machine, group_size = machine_of_launch(
             find_machine(args.paro_machine),
             world_size=world.size,
@@ -90,17 +94,28 @@ def take_sharding(
         inter_bits=args.paro_inter_bits,
         machine=machine,
     )
+    autos = {FLAG: text, "--paro-collective": args.paro_collective}
+    if group_size < world.size:
+        autos["--paro-inter-bits"] = args.paro_inter_bits
+    flags = [f"{flag} {AUTO}" for flag, value in autos.items() if value == AUTO]
+    if machine is None and (flags or args.paro_machine == MEASURE):
+        check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
+        sharding = replace(sharding, is_unmeasured=True)
     return sharding, strategy, lines
 
 
-def machine_of(sharding: ShardingConfig, flag: str) -> Machine:
-    """The machine that `flag` auto plans for; `UserError` without --paro-machine."""
-    if sharding.machine is None:
+def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
+    """`UserError` where no machine can be measured at the start of a run, which `flags` want."""
+    why = ""
+    if world.group_size == world.size:
+        why = f"the {count_text(world.size, 'rank')} are one group, between which no link is"
+    if dry_run:
+        why = "a dry run starts no ranks"
+    if why:
         raise UserError(
-            f"{flag} {AUTO} plans for a machine: give --paro-machine, a shipped name or a file "
-            "that tools/bench_collectives.py --machine-file wrote"
+            f"{' and '.join(flags)}: the machine cannot be measured, {why}: give --paro-machine, a "
+            "shipped name or a file that a training or tools/bench_collectives.py wrote"
         )
-    return sharding.machine
 
 
 class RankDevice(NamedTuple):
@@ -125,10 +140,11 @@ def case_of(
     seq_length: int,
     device: RankDevice,
 ) -> Workload:
-    """The planner's workload for this run; `UserError` without --paro-machine."""
+    """The planner's workload for this run, whose machine is known."""
+    assert sharding.machine is not None, "measured, or from --paro-machine"
     return Workload(
         model=model,
-        machine=machine_of(sharding, FLAG),
+        machine=sharding.machine,
         group_size=sharding.world.group_size,
         context=sharding.context.layout,
         seq_length=seq_length,
@@ -146,6 +162,13 @@ def case_of(
         trainable=trainable,
         chooses_bits=sharding.inter_bits is not None,
     )
+
+
+def unplanned(sharding: ShardingConfig) -> Strategy:
+    """What stands for a strategy until it is chosen: it rotates or not, and survives."""
+    letters = "III" if sharding.materialize == "rotate" else "NNN"
+    world = sharding.world
+    return parse_strategy(letters, world_size=world.size, group_size=world.group_size)
 
 
 def choose(
@@ -174,23 +197,27 @@ def choose(
 
 def take_states(
     args: Namespace,
-    world: World,
+    taken: Taken,
     model: LlamaConfig,
     batches: BatchSchedule,
     trainable: Trainable,
     precision: PrecisionConfig,
     device: RankDevice,
 ) -> tuple[ShardingConfig, Strategy, PrecisionConfig, tuple[str, ...]]:
-    """How states are sharded and sent, chosen where a flag says auto, and log lines about it."""
-    sharding, strategy, notices = take_sharding(args, world, model)
+    """What `take_sharding` has taken, with what is chosen where a flag says auto, and log lines.
+
+    Until the machine is measured, auto stands for what no other flag refuses.
+    """
+    sharding, strategy, notices = taken
+    world = sharding.world
     if sharding.elastic:
         notices += nodes_line(batches, world)
     group_size = sharding.world.group_size
     bits, precision, lines = take_inter_bits(sharding.inter_bits, precision, group_size, world.size)
     notices += lines
-    if sharding.inter_bits is not None:
-        machine_of(sharding, "--paro-inter-bits")
     sharding = replace(sharding, inter_bits=bits)
+    if sharding.is_unmeasured:
+        return sharding, strategy or unplanned(sharding), precision, notices
     if strategy is None or bits is not None:
         workload = case_of(
             model, batches, sharding, precision, trainable,

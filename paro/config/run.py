@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from data.config import DataConfig
@@ -17,7 +18,12 @@ from paro.arguments.needed import missing_flags
 from paro.arguments.parser import check_flags
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.checkpoint import resumed_samples, saved_common, with_checkpoint_args
+from paro.config.checkpoint import (
+    keeping_choice,
+    resumed_samples,
+    saved_common,
+    with_checkpoint_args,
+)
 from paro.config.checks import (
     check_collective,
     check_compile,
@@ -50,7 +56,7 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, check_survival, take_states
+from paro.config.plan import RankDevice, check_survival, take_sharding, take_states
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -62,6 +68,7 @@ from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import Machine
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
@@ -120,14 +127,15 @@ class RunConfig:
         return flags.non_persistent_save_interval or 1
 
     @classmethod
-    def from_args(cls, args: Namespace, world: World) -> RunConfig:
+    def from_args(cls, args: Namespace, world: World, measured: Machine | None = None) -> RunConfig:
         """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
 
-        It names all values that are wrong, as far as one does not hide another.
+        It names all values that are wrong, as far as one does not hide another. `measured` is the
+        machine where --paro-machine names none.
         """
         check_flags(args)
         try:
-            return cls._of_known_flags(args, world)
+            return cls._of_known_flags(args, world, measured)
         except UserError as error:
             lines = distinct([*error.args, *value_mistakes(args, world)])
             if len(lines) <= len(error.args) or args.use_checkpoint_args:
@@ -135,13 +143,15 @@ class RunConfig:
             raise UserError(*lines) from error
 
     @classmethod
-    def _of_known_flags(cls, args: Namespace, world: World) -> RunConfig:
+    def _of_known_flags(cls, args: Namespace, world: World, measured: Machine | None) -> RunConfig:
         notices = (*changed_parts(args), *ignored_lines(args), *flags_without_effect(args))
         checkpoint = take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, common)
             notices += lines
+        args, lines = keeping_choice(args, world, checkpoint)
+        notices += lines
         data, tokenizer = take_data(args), take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model = take_model(args, built.vocab_size)
@@ -150,14 +160,16 @@ class RunConfig:
         runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
         as_given = take_precision(args)
         device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
-        args, lines = with_context(args, world, model, trainable, as_given, device, checkpoint)
+        taken = partial(take_sharding, world=world, model=model, measured=measured)
+        args, lines = with_context(args, taken, model, trainable, as_given, device, checkpoint)
         notices += lines
         world = sharing(world, args.context_parallel_size)
         batches = take_batches(args, world)
         train = take_train(args, batches)
         sharding, strategy, precision, lines = take_states(
-            args, world, model, batches, trainable, as_given, device
-        )
+            args, take_sharding(args, world, model, measured), model, batches, trainable,
+            as_given, device,
+        )  # fmt: skip
         notices += lines
         # Not what one group makes of the bits: a restart may have more groups.
         check_local_copies(checkpoint, sharding, as_given)

@@ -20,6 +20,7 @@ class ShardingConfig:
     prefetch_units: int = 1
     updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
     machine: Machine | None = None  # measured speeds, for `auto` and the planner
+    is_unmeasured: bool = False  # the ranks are to measure their machine, and then plan
     materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
     rotate_in_place: bool = False
     survive: int = 0  # nodes that may be lost at once with every state still held
@@ -27,11 +28,6 @@ class ShardingConfig:
     inter_bits: str | None = None  # auto: the planner chooses the bits between groups
 
     def __post_init__(self) -> None:
-        if self.collective == "auto" and self.machine is None:
-            raise UserError(
-                "--paro-collective auto chooses by what was measured: give --paro-machine FILE, "
-                "which tools/bench_collectives.py --machine-file FILE writes"
-            )
         if self.rotate_in_place and self.materialize != "rotate":
             raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
         if self.survive < 0:

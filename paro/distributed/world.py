@@ -6,6 +6,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from paro.errors import UserError
 from paro.topology import MOST_RANKS, Topology, make_topology
@@ -222,6 +223,12 @@ def read_rendezvous_id() -> str:
     """torchrun's --rdzv-id, the same after a restart; empty without one (torchrun's "none")."""
     given = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if given == "none" else given
+
+
+def read_cache_folder() -> Path:
+    """The folder of this user for what a later start may take again."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches) / "llama-paro"
 
 
 def read_job_id() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import re
 import resource
 import sys
@@ -44,6 +47,20 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 def resident_bytes(device: torch.device) -> int:
     """Memory this process already uses: 0 on a GPU; on a CPU, interpreter and libraries."""
     return 0 if device.type == "cuda" else peak_memory_bytes(device)
+
+
+def anonymous_bytes(pages: str) -> int:
+    """Resident bytes without those shared with files or other processes, from /proc/self/statm."""
+    _, resident, shared, *_ = map(int, pages.split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_freed_memory() -> None:
+    """Returns freed memory to the system; otherwise Python and glibc keep it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:

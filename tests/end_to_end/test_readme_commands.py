@@ -45,6 +45,7 @@ LONG = (
     "The quickstart, command by command",
     "Emulate a cluster on one machine",
     "An adapter on your own text",
+    "Let a run choose its strategy",
 )
 # Commands of other sections, by what runs them.
 BY_CI = (

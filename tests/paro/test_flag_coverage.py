@@ -71,6 +71,7 @@ UNOWNED = {
     "model.fuses_swiglu",
     "notices",
     "schedule.weight_decay_incr_samples",
+    "sharding.is_unmeasured",  # by what --paro-machine and flags that say auto ask for
 }
 # Flags fill these as a whole.
 WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable, World)

@@ -19,6 +19,17 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
+from paro.measuring import race
+from paro.measuring.links import with_measured
+from paro.measuring.race import (
+    LEAST_REPEATS,
+    MOST_BYTES,
+    MOST_REPEATS,
+    Outcome,
+    Turn,
+    count_repeats,
+)
+from paro.measuring.trial import Move, Trial, draw, make_trial
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Nic, fastest_algorithm
 from paro.topology import Axes, AxisSpan, make_topology
@@ -29,21 +40,11 @@ from tools.bench_collectives import (
     Settings,
     main,
     make_parser,
-    measured_machine,
     row_of,
     settings_of,
     table,
 )
-from tools.collective_timing import plot, race
-from tools.collective_timing.race import (
-    LEAST_REPEATS,
-    MOST_BYTES,
-    MOST_REPEATS,
-    Outcome,
-    Turn,
-    count_repeats,
-)
-from tools.collective_timing.trial import Move, Trial, draw, make_trial
+from tools.collective_timing import plot
 
 CPU = torch.device("cpu")
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
@@ -170,9 +171,10 @@ def test_the_table_says_what_is_wrong() -> None:
 
 
 def test_a_wrong_algorithm_is_never_written_down_as_fast() -> None:
-    machine = measured_machine(
-        settings(),
+    machine = with_measured(
+        settings().machine,
         [replace(outcome([0.1], correct=False), algorithm="ring"), outcome([0.5])],
+        None,
         source="a test",
     )
     assert fastest_algorithm(machine, Op.ALL_GATHER, Axes.BOTH, 1_000) == "ho-ring"

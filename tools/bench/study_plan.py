@@ -35,7 +35,7 @@ from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
-from tools.collective_timing.device import training_config
+from tools.collective_timing.training import training_config
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw

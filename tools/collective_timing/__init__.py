@@ -1,1 +1,1 @@
-"""The parts of bench_collectives.py: trials, the race, the device, tables and plots."""
+"""The parts of bench_collectives.py: the training that is timed, tables and plots."""

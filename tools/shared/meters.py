@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import gc
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from paro.errors import UserError
+from paro.report.memory import anonymous_bytes, give_back_freed_memory
 
 _SAMPLE_SECONDS = 0.005
 _COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
@@ -72,13 +72,13 @@ class MemoryMeter:
         self._most_in_use = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        _give_back_freed_memory()
+        give_back_freed_memory()
         self._before = self._now()
         self._in_use_before = bytes_in_use() or 0
 
     def start(self) -> None:
         """Call when the contender is built and has not trained."""
-        _give_back_freed_memory()
+        give_back_freed_memory()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _PAGES.exists():
@@ -122,12 +122,6 @@ class MemoryMeter:
             time.sleep(_SAMPLE_SECONDS)
 
 
-def anonymous_bytes(pages: str) -> int:
-    """Resident bytes without those shared with files or other processes, from /proc/self/statm."""
-    _, resident, shared, *_ = map(int, pages.split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
-
-
 class _MallInfo(ctypes.Structure):
     """glibc's mallinfo2."""
 
@@ -148,11 +142,3 @@ def bytes_in_use() -> int | None:
     mallinfo2.restype = _MallInfo
     info = mallinfo2()
     return int(info.uordblks + info.hblkhd)
-
-
-def _give_back_freed_memory() -> None:
-    """Returns freed memory to the system; otherwise Python and glibc keep it."""
-    gc.collect()
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -35,6 +35,7 @@ from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
 FORMAT = "paro-machine-1"
+MEASURE = "measure"  # --paro-machine: measured at the start of the run
 SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -106,6 +107,11 @@ def shipped_machines() -> tuple[str, ...]:
 
 def find_machine(text: str) -> Machine:
     """The shipped machine of this name, or the machine in this file; `UserError` if neither."""
+    if text == MEASURE:
+        raise UserError(
+            f"--paro-machine {MEASURE} times the ranks of a training at its start, and here none "
+            "is started: give a shipped name or a file, such as a training wrote"
+        )
     if text in shipped_machines():
         return read_machine(SHIPPED / f"{text}.json")
     path = Path(text)

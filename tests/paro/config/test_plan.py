@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from paro.arguments.parser import parse_args
+from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
+from paro.config.plan import take_sharding
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig, take_world
 from paro.config.sharding import ShardingConfig
@@ -102,10 +104,80 @@ def test_bits_are_chosen_for_a_strategy_that_is_given_and_for_one_that_is_not(
     assert not never.precision.has_codes
 
 
+SAVED = {
+    "world_size": 32,
+    "paro_group_size": 8,
+    "paro_strategy": "NIG",
+    "paro_inter_param_bits": 4,
+    "paro_inter_grad_bits": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "strategy", "bits"),
+    [
+        ({}, "--paro-strategy auto", "NIG", (16, 16)),
+        ({}, "--paro-strategy auto --paro-inter-bits auto", "NIG", (4, 8)),
+        ({}, "--paro-strategy IIG --paro-inter-bits auto", "IIG", (4, 8)),
+        ({"paro_strategy": "2,8,32"}, "--paro-strategy auto", "2,8,32", (16, 16)),
+        ({}, "--paro-strategy auto --dry-run --world-size 32", "NIG", (16, 16)),
+        # Chosen anew: None.
+        ({}, "--paro-strategy auto --paro-machine measure", None, (16, 16)),
+        ({}, "--paro-strategy auto --finetune", None, (16, 16)),
+        ({"world_size": 64}, "--paro-strategy auto", None, (16, 16)),
+        ({"paro_group_size": 4}, "--paro-strategy auto", None, (16, 16)),
+    ],
+)
+def test_a_run_that_continues_keeps_what_was_chosen(
+    saved: dict[str, object],
+    flags: str,
+    strategy: str | None,
+    bits: tuple[int, int],
+    tmp_path: Path,
+) -> None:
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {"arguments": SAVED | saved})
+    config = configured(f"{flags} --load {tmp_path} --no-load-optim")
+    assert config.sharding.is_unmeasured is (strategy is None)
+    assert strategy in (None, config.strategy.name)
+    assert (config.precision.inter_param_bits, config.precision.inter_grad_bits) == bits
+    told = any("--paro-machine measure chooses anew" in line for line in config.notices)
+    assert told is (strategy is not None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--paro-strategy auto --paro-survive 3",
+        "--paro-strategy auto --paro-materialize rotate",
+        "--paro-strategy auto --optimizer muon --paro-elastic",
+        "--paro-collective auto --paro-strategy IIG --paro-elastic",
+        "--paro-inter-bits auto --paro-strategy IIG",
+        "--paro-strategy auto --context-parallel-size auto --cp-comm-type auto",
+        "--paro-machine measure --paro-strategy IIG",
+    ],
+)
+def test_until_the_machine_is_measured_nothing_is_refused(flags: str) -> None:
+    config = configured(flags)
+    assert config.sharding.is_unmeasured
+    assert config.sharding.machine is None
+    measured = machine(world_size=32, group_size=8)
+    args = parse_args((RUN + flags).split())
+    sharding, _, _ = take_sharding(args, WORLD, config.model, measured)
+    assert (sharding.machine, sharding.is_unmeasured) == (measured, False)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--paro-strategy auto", "--paro-strategy auto ... give --paro-machine"),
+        (
+            "--paro-strategy auto --dry-run --world-size 32",
+            "--paro-strategy auto ... a dry run starts no ranks ... --paro-machine, a shipped name",
+        ),
+        (
+            "--paro-strategy auto --paro-collective auto --paro-group-size 32",
+            "--paro-strategy auto and --paro-collective auto ... 32 ranks are one group",
+        ),
+        ("--paro-machine measure --paro-group-size 32", "--paro-machine measure ... one group"),
         (
             "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-materialize rotate "
             "--num-attention-heads 31 --hidden-size 3968",
@@ -233,6 +305,15 @@ def test_where_nothing_that_rotates_survives_it_is_said() -> None:
         # Groups that do not divide the ranks.
         (6, "IIG --paro-group-size 4", 0, (2, 2, 6), ("--paro-group-size 4 is 2",)),
         (6, "III --paro-group-size 8", 0, (6, 6, 6), ("--paro-group-size 8 is 6",)),
+        # One group, on which no machine is measured.
+        (2, "auto", 1, (2, 2, 2), ("--paro-strategy auto is III",)),
+        (
+            2,
+            "auto --paro-collective auto --paro-machine measure",
+            0,
+            (2, 2, 2),
+            ("--paro-machine measure is None, --paro-collective auto is native",),
+        ),
     ],
 )
 def test_an_elastic_run_adapts_to_the_nodes(

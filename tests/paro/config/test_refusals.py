@@ -24,7 +24,7 @@ STEPS = "--step-batch-size-schedule"
         ("--paro-strategy XYZ", "--paro-strategy 'XYZ' is unknown"),
         ("--paro-strategy IGI", "--paro-strategy IGI ... IGG"),
         ("--use-distributed-optimizer --paro-strategy GGG", "--use-distributed-optimizer ... NNG"),
-        ("--paro-collective auto", "--paro-collective auto ... --paro-machine FILE"),
+        ("--paro-collective auto --paro-group-size 4", "--paro-collective auto ... one group"),
         ("--paro-machine nowhere.json", "nowhere.json: no such file"),
         ("--paro-prefetch-units -1", "--paro-prefetch-units -1"),
         ("--paro-updated-ahead 1", "--paro-updated-ahead 1"),

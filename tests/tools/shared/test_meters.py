@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
+from paro.report.memory import anonymous_bytes
 from tests.helpers.refusals import refused
 from tools.shared.meters import (
     MemoryMeter,
     add_up_sent,
-    anonymous_bytes,
     sent_bytes,
     watched_interfaces,
 )

@@ -33,13 +33,13 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
+from paro.measuring.device import same_batches
 from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_training, start_state
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tools.bench.peers.own import parse_setting
 from tools.bench.peers.turn import in_own_process, process_group, rehearse
 from tools.bench.planning.shared_groups import SharedGroups
-from tools.collective_timing.device import same_batches
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 

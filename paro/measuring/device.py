@@ -23,7 +23,6 @@ import torch
 
 from data.loader import Batch
 from model.config import LlamaConfig
-from paro.arguments.parser import parse_args
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
@@ -38,56 +37,51 @@ from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import GRADIENT_BLOCK
+from paro.report.memory import anonymous_bytes
 from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_training, start_state
 from paro.training.step import Training, train_step
-from tools.shared.meters import anonymous_bytes
 
-SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
-LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
-
-_WARMUP = 4  # steps that are not timed: the first steps of a process take longer
-_STEPS = 5  # timed
-_MICRO_BATCHES = 4
 _PRODUCT = 1024  # size of a square matrix, in the search for the peak
 _CODED = 1 << 20  # elements that are encoded and decoded
 _JOBS = 100  # each waited for
+_TILE = 1 << 16  # values of weights
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine, in any container
 _PAGES = Path("/proc/self/statm")
 
 
-def training_config(flags: str, backend: str) -> RunConfig:
-    """One rank's training with one micro-batch a step; `UserError` for invalid flags."""
-    words = flags.split()
-    if "--micro-batch-size" not in words:
-        words += ["--micro-batch-size", "1"]
-    size = words[words.index("--micro-batch-size") + 1]
-    words += ["--global-batch-size", size, "--distributed-backend", backend, "--mock-data"]
-    words += ["--tokenizer-type", "NullTokenizer", "--train-iters", "1000", "--lr", "1e-5"]
-    words += ["--paro-strategy", "NNN"]
-    if "--llama-preset" not in words and "--vocab-size" not in words:
-        words += ["--vocab-size", "4096"]
-    return RunConfig.from_args(parse_args(words), World())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long a device is timed; the first steps of a process take longer, and do not count."""
+
+    warmup: int = 4
+    steps: int = 5  # at most, that count
+    micro_batches: int = 4  # in addition, whose time is that of one
+    seconds: float = math.inf  # of the steps that count: at least one does
+    num_layers: int | None = None  # times a model of so many and of one, and infers the model's
+    slices: bool = True  # times what cutting into slices costs
 
 
-def measure_device(config: RunConfig, control: Control, *, group_size: int) -> Device:
+THOROUGH = Effort()
+
+
+def measure_device(
+    config: RunConfig, control: Control, *, group_size: int, effort: Effort = THOROUGH
+) -> Device:
     """The device of a rank, the slowest where they differ; collective over all ranks.
 
     Slices are cut as for a ring of a group, or of as many of its ranks as divide the heads.
     """
     reserved = _bytes_in_use(control.device) if control.device.type == "cpu" else 0
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
-    clock = _Clock(control=control, cores=cores)
-    bytes_by_second = _bytes_by_second(config, clock)
-    training = build_training(config, Control(World(), control.device))
-    one = _step_seconds(training, config, clock, 1)
-    more = _step_seconds(training, config, clock, 1 + _MICRO_BATCHES)
-    training.close()
-    micro_batch = max((more - one) / _MICRO_BATCHES, 1e-9)
-    updating = _computed(config, math.inf, bytes_by_second).update
-    sustained = _sustained_flops(config, micro_batch, bytes_by_second)
-    slices = math.gcd(config.model.num_query_groups, group_size)
-    piece = _piece_seconds(config, clock, slices, micro_batch, bytes_by_second)
+    clock = _Clock(control=control, cores=cores, effort=effort)
+    timed = with_layers(config, min(config.model.num_layers, effort.num_layers or math.inf))
+    bytes_by_second = _bytes_by_second(timed, clock)
+    one, micro_batch = _seconds_of(timed, clock)
+    updating = _computed(timed, math.inf, bytes_by_second).update
+    sustained = _sustained_flops(*_whole(config, timed, micro_batch, clock), bytes_by_second)
+    slices = math.gcd(config.model.num_query_groups, group_size) if effort.slices else 1
+    piece = _piece_seconds(timed, clock, slices, micro_batch, bytes_by_second)
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
         reserved = _bytes_in_use(control.device)
     products = 2.0 * _PRODUCT**3 / clock.median(_product(config, control.device))
@@ -97,7 +91,7 @@ def measure_device(config: RunConfig, control: Control, *, group_size: int) -> D
     )
     job = clock.median(_jobs(streams, control.device)) / _JOBS
     streams.close()
-    memory = min(control.gather(_memory_of_rank(control)))
+    memory = min(control.gather(memory_of_rank(control)))
     return Device(
         name=_name(control.device),
         memory_bytes=memory,
@@ -120,7 +114,7 @@ def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:
     """
     whole = replace(config, trainable=Trainable(), model=replace(config.model, lora=None))
     device = clock.control.device
-    training = build_training(whole, Control(World(), device))
+    training = alone(whole, device)
     train_step(training, start_state(whole), same_batches(whole, device))  # gradients to update by
     updating = clock.median(lambda: _update(training))
     training.close()
@@ -141,11 +135,7 @@ def _piece_seconds(
     if slices == 1:
         return 0.0
     cut = replace(config, model=slice_of(config.model, slices))
-    training = build_training(cut, Control(World(), clock.control.device))
-    one = _step_seconds(training, cut, clock, 1)
-    more = _step_seconds(training, cut, clock, 1 + _MICRO_BATCHES)
-    training.close()
-    of_slice = (more - one) / _MICRO_BATCHES
+    _, of_slice = _seconds_of(cut, clock)
     num_parts = 2 + 2 * config.model.num_layers
     of_piece = (slices * of_slice - micro_batch) / ((slices - 1) * num_parts)
     residual = config.batches.micro_batch_size * config.data.seq_length * config.model.hidden_size
@@ -194,6 +184,54 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Compu
     taking = computing.collect_seconds(config.strategy, config.precision, trained)
     updating = computing.update_seconds(config.strategy, config.precision, trained)
     return _Computed(computing.seconds + taking, updating)
+
+
+def with_layers(config: RunConfig, number: float) -> RunConfig:
+    """The training of a model of so many layers."""
+    return replace(config, model=replace(config.model, num_layers=int(number)))
+
+
+def _seconds_of(config: RunConfig, clock: _Clock) -> tuple[float, float]:
+    """Seconds of a step of one micro-batch, and of a micro-batch."""
+    training = alone(config, clock.control.device)
+    one = _step_seconds(training, config, clock, 1)
+    more = _step_seconds(training, config, clock, 1 + clock.effort.micro_batches)
+    training.close()
+    return one, max((more - one) / clock.effort.micro_batches, 1e-9)
+
+
+def _whole(
+    config: RunConfig, timed: RunConfig, micro_batch: float, clock: _Clock
+) -> tuple[RunConfig, float]:
+    """The model, and seconds of its micro-batch, from those of `timed`, its first layers.
+
+    That is `timed` itself where one of its blocks cannot be told from the rest.
+    """
+    layers, missing = timed.model.num_layers, config.model.num_layers - timed.model.num_layers
+    if not missing or layers == 1:
+        return timed, micro_batch
+    _, of_one = _seconds_of(with_layers(config, 1), clock)
+    block = (micro_batch - of_one) / (layers - 1)
+    return (config, micro_batch + missing * block) if block > 0 else (timed, micro_batch)
+
+
+def micro_batch_seconds(config: RunConfig, control: Control) -> float:
+    """About how long a micro-batch of a training takes, without care; collective."""
+    clock = _Clock(control=control, cores=None, effort=Effort(warmup=1, steps=1))
+    training = alone(config, control.device)
+    seconds = _step_seconds(training, config, clock, 1)
+    training.close()
+    return seconds
+
+
+def alone(config: RunConfig, device: torch.device) -> Training:
+    """A training of this rank alone, with values that are fast to draw: one random tile, again."""
+    training = build_training(config, Control(World(), device), initialized=False)
+    tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(config.train.seed)) / 50
+    training.optimizer.initialize(
+        lambda _, begin, end: tile.repeat(-(-(end - begin) // _TILE))[: end - begin]
+    )
+    return training
 
 
 def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: int) -> float:
@@ -256,12 +294,20 @@ def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
     return action
 
 
+class _Seconds(NamedTuple):
+    """What an action took on one rank."""
+
+    wall: float
+    cpu: float  # of all threads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Clock:
     """Times an action that all ranks do at once."""
 
     control: Control
     cores: float | None
+    effort: Effort = THOROUGH
 
     def median(self, action: Callable[[], object]) -> float:
         """Seconds of an action, the median over steps.
@@ -269,20 +315,23 @@ class _Clock:
         For ranks that share cores it is the processor time divided by a rank's share of the cores:
         in wall-clock time the last rank has waited for others, which in training wait for it.
         """
-        control, wall, used = self.control, [], []
-        for _ in range(_WARMUP + _STEPS):
-            _finish(control.device)
-            control.barrier()
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            action()
-            _finish(control.device)
-            wall.append(time.perf_counter() - begin)
-            used.append(time.process_time() - cpu_begin)
+        effort = self.effort
+        early = [self._time(action) for _ in range(effort.warmup)]
+        slowest = max(self.control.gather(early[-1].wall))
+        steps = max(1, int(min(effort.steps, effort.seconds / max(slowest, 1e-9))))
+        by_rank = self.control.gather([self._time(action) for _ in range(steps)])
+        each = list(zip(*by_rank, strict=True))
         if self.cores is not None and self.cores < torch.get_num_threads():
-            by_rank = control.gather(used[_WARMUP:])
-            return median(fmean(step) for step in zip(*by_rank, strict=True)) / self.cores
-        by_rank = control.gather(wall[_WARMUP:])
-        return median(max(step) for step in zip(*by_rank, strict=True))
+            return median(fmean(one.cpu for one in step) for step in each) / self.cores
+        return median(max(one.wall for one in step) for step in each)
+
+    def _time(self, action: Callable[[], object]) -> _Seconds:
+        _finish(self.control.device)
+        self.control.barrier()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        action()
+        _finish(self.control.device)
+        return _Seconds(time.perf_counter() - begin, time.process_time() - cpu_begin)
 
 
 def _cores(control: Control) -> float:
@@ -293,7 +342,7 @@ def _cores(control: Control) -> float:
     return len(frozenset().union(*here)) / len(here)
 
 
-def _memory_of_rank(control: Control) -> int:
+def memory_of_rank(control: Control) -> int:
     """A GPU's memory, or an equal share of the machine's for all ranks that run on it."""
     if control.device.type == "cuda":
         return int(torch.cuda.get_device_properties(control.device).total_memory)

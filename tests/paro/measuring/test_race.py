@@ -12,10 +12,10 @@ from paro.distributed.comm_stream import DONE
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
+from paro.measuring import race
+from paro.measuring.race import BUSY_ROUNDS, Race
+from paro.measuring.trial import Move
 from paro.topology import make_topology
-from tools.collective_timing import race
-from tools.collective_timing.race import BUSY_ROUNDS, Race
-from tools.collective_timing.trial import Move
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
 

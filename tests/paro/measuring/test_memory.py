@@ -12,9 +12,9 @@ import torch
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
 from paro.distributed.world import World
+from paro.measuring import memory
 from paro.topology import make_topology
 from tests.paro.planning.cases import DEVICE
-from tools.collective_timing import memory
 from tools.collective_timing.text import memory_line
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())

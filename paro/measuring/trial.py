@@ -37,6 +37,14 @@ class Move:
         return slice(*nested_range(self.span, rank, self.numel))
 
 
+def moves_of(
+    op: Op, span: AxisSpan, sizes: Sequence[int], *, ranks: int, dtype: torch.dtype = torch.float32
+) -> list[Move]:
+    """One collective per size in bytes, rounded up until all `ranks` have equally many elements."""
+    numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in sizes)
+    return [Move(op=op, span=span, numel=numel, dtype=dtype) for numel in numels]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A collective with this rank's input, and with the result computed without it."""
@@ -58,6 +66,15 @@ class Trial:
         """Whether `buffer` has the collective's expected result."""
         result = buffer[self.shard] if self.move.op is Op.REDUCE_SCATTER else buffer
         return torch.equal(result, self.expected)
+
+
+def zero_trial(move: Move, rank: int, device: torch.device) -> Trial:
+    """The trial of one rank with zeros, which take no time to draw and sum."""
+    shard = move.shard_of(rank)
+    whole = torch.zeros(move.numel, dtype=move.dtype, device=device)
+    given = whole[shard] if move.op is Op.ALL_GATHER else whole
+    expected = whole[shard] if move.op is Op.REDUCE_SCATTER else whole
+    return Trial(move=move, shard=shard, given=given, expected=expected)
 
 
 def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.device) -> Trial:

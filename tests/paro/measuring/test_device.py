@@ -9,12 +9,13 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.measuring import device as timing
+from paro.measuring.device import Effort, measure_device
 from paro.planning.machine.machine import Machine
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from tests.helpers.refusals import refused
-from tools.collective_timing import device as timing
-from tools.collective_timing.device import measure_device, training_config
+from tools.collective_timing.training import training_config
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16 "
@@ -52,6 +53,32 @@ def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch, pa
         )
         estimate = Estimator(case).estimate(case.candidate(case.strategy("NNN")))
         assert estimate.seconds == pytest.approx(seconds, rel=1e-6)
+
+
+def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = training_config(f"{TINY} --num-layers 6", "gloo")
+    # Update; 1 and 3 micro-batches of 2 layers, then of 1; product, codes, jobs.
+    times = iter((0.3, 1.4, 1.4 + 2 * 1.0, 0.9, 0.9 + 2 * 0.6, 1e-9, 0.017, 0.2))
+    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+    monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
+    effort = Effort(num_layers=2, micro_batches=2)
+    device = measure_device(config, alone(), group_size=1, effort=effort)
+    computed = timing._computed(config, device.sustained_flops, device.memory_bytes_per_second)
+    assert computed.micro_batch == pytest.approx(1.0 + 4 * (1.0 - 0.6))
+    assert device.piece_seconds == 0
+
+
+def test_steps_that_count_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = iter([5.0, 2.0, *[1.0] * 9])
+    monkeypatch.setattr(timing._Clock, "_time", lambda *_: timing._Seconds(next(took), 0.5))
+    for seconds, left in ((0.1, 8), (4.0, 7), (99.0, 6)):
+        took = iter([5.0, 2.0, *[1.0] * 9])
+        effort = Effort(warmup=2, steps=3, seconds=seconds)
+        clock = timing._Clock(control=alone(), cores=None, effort=effort)
+        assert clock.median(lambda: None) == 1.0
+        assert len(list(took)) == left
 
 
 def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import Event, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
+from paro.measuring.trial import Move, Trial, make_trial
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
-from paro.topology import Topology, Use
-from tools.collective_timing.trial import Move, Trial, make_trial
+from paro.topology import AxisSpan, Topology, Use
 
 # A turn of small messages is repeated until it takes about so long, within the limits below; every
 # repetition has its own buffer, so that each result can be checked.
@@ -135,9 +135,29 @@ class Race:
     ) -> list[Turn]:
         """A turn of one algorithm at every trial; its process groups exist only during the turn."""
         spans = frozenset(trial.move.span for trial in trials)
+        with self.collectives(name, spans) as collectives:
+            # Starts threads and opens connections that are made lazily. The time is not used: a
+            # rank that has just used its core is scheduled later in the turn that counts.
+            self.turn(collectives, trials[0], 1)
+            pairs = zip(trials, repeats, strict=True)
+            own = [self.turn(collectives, trial, times) for trial, times in pairs]
+            if busy_too:
+                with computing(self.control.device):
+                    own = [
+                        turn._replace(
+                            busy_seconds=self.turn(collectives, trial, LEAST_REPEATS).seconds
+                        )
+                        for turn, trial in zip(own, trials, strict=True)
+                    ]
+            by_rank: list[list[Turn]] = self.control.gather(own)
+        return [turn_of_all(turns) for turns in zip(*by_rank, strict=True)]
+
+    @contextmanager
+    def collectives(self, name: str, spans: frozenset[AxisSpan]) -> Iterator[Collectives]:
+        """Collectives by an algorithm, whose process groups exist in the block."""
         device, backend = self.control.device, self.runtime.distributed_backend
         pieces = pieces_by(self.machine) if backend == "nccl" else None
-        collectives = make_collectives(
+        made = make_collectives(
             AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
@@ -146,22 +166,11 @@ class Race:
             traffic=ByteCounter(),
             group_config=self.runtime.groups_on(device),
         )
-        # Starts threads and opens connections that are made lazily. The time is not used: a rank
-        # that has just used its core is scheduled later in the turn that counts.
-        self._time(collectives, trials[0], 1)
-        pairs = zip(trials, repeats, strict=True)
-        own = [self._turn(collectives, trial, times) for trial, times in pairs]
-        if busy_too:
-            with computing(device):
-                own = [
-                    turn._replace(busy_seconds=self._time(collectives, trial, LEAST_REPEATS)[0])
-                    for turn, trial in zip(own, trials, strict=True)
-                ]
-        by_rank: list[list[Turn]] = self.control.gather(own)
-        collectives.close()
-        return [_of_all(turns) for turns in zip(*by_rank, strict=True)]
+        yield made
+        made.close()  # not after an exception: with a dead peer this would hang
 
-    def _turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
+    def turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
+        """A turn of this rank, which all of the span have at once."""
         seconds, cpu_seconds, buffers = self._time(collectives, trial, repeats)
         return Turn(seconds, all(map(trial.is_right, buffers)), cpu_seconds)
 
@@ -184,7 +193,7 @@ class Race:
         return seconds / repeats, cpu_seconds / repeats, buffers
 
 
-def _of_all(turns: Sequence[Turn]) -> Turn:
+def turn_of_all(turns: Sequence[Turn]) -> Turn:
     """Combines the turns of all ranks."""
     busy = [turn.busy_seconds for turn in turns if turn.busy_seconds is not None]
     return Turn(

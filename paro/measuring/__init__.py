@@ -1,0 +1,1 @@
+"""Measures this machine: collectives in turns, what a rank computes, and memory."""

@@ -1,0 +1,151 @@
+"""Measures the machine that a run is on, at the run's own shapes, within a minute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.inter_bits import AUTO
+from paro.config.run import RunConfig
+from paro.config.sharding import ShardingConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.measuring.device import (
+    Effort,
+    measure_device,
+    memory_of_rank,
+    micro_batch_seconds,
+    with_layers,
+)
+from paro.measuring.links import time_links, with_measured
+from paro.measuring.memory import with_communicators
+from paro.measuring.race import Race
+from paro.optim.step_checks import StepChecksConfig
+from paro.planning.cost_model import merged, model_state_bytes
+from paro.planning.machine.machine import Device, Machine
+from paro.planning.search.trainable import Trainable
+from paro.precision import BYTES_OF
+from paro.quantization.formats import FULL_BITS
+from paro.strategy import parse_strategy
+from paro.text import size_text
+from paro.topology import AxisSpan
+
+SECONDS = 60.0  # of a measurement, at most
+_LINKS = 25.0  # of them for links, or what is left, but for a few groups and sizes
+_LEAST_FOR_LINKS = 5.0
+_MICRO_BATCH = 0.4  # seconds; longer ones are cut
+_LEAST_LENGTH = 64
+_MULTIPLE = 16  # of a sequence that is cut, for matmuls in fp8
+_MOST_LAYERS = 4
+_MOST_MEMORY = 0.6  # of the device, for model states
+_EFFORT = Effort(warmup=2, steps=3, micro_batches=2, seconds=1.5)
+
+
+def measure_machine(
+    config: RunConfig, control: Control, *, name: str, source: str, say: Callable[[str], None]
+) -> Machine:
+    """The machine, the same on all ranks; collective. `say` gets what is measured next.
+
+    `UserError` where not even one block fits a rank.
+    """
+    begin = time.monotonic()
+    world, runtime = config.world, config.runtime
+    say("what a rank computes")
+    device = _device(config, control)
+    groups = runtime.groups_on(control.device)
+    device = with_communicators(device, control, world.topology(), groups)
+    left = min(_LINKS, SECONDS - 10.0 - (time.monotonic() - begin))
+    axes, algorithms = world.topology().axes, algorithms_of(config)
+    spans: list[AxisSpan] = [(axis,) for axis in axes]
+    if algorithms != ("native",) and len(axes) > 1:
+        spans.append(axes)  # native takes axis by axis
+    race = Race(
+        control=control,
+        topology=world.topology(),
+        runtime=runtime,
+        algorithms=algorithms,
+        rounds=2,
+        while_computing=control.device.type == "cpu",
+    )
+    seconds = control.gather(max(left, _LEAST_FOR_LINKS))[0]
+    units = config.trainable.units(config.model, world_size=world.size)
+    largest = max(unit.trainable_numel + unit.frozen_numel for unit in units) * BYTES_OF["fp32"]
+    outcomes = time_links(race, spans, most_bytes=largest, seconds=seconds, say=say)
+    machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
+    found: Machine = control.gather(with_measured(machine, outcomes, device, source=source))[0]
+    return found
+
+
+def algorithms_of(config: RunConfig) -> tuple[str, ...]:
+    """The algorithms that the planner may have to time for a run."""
+    chosen = config.sharding.collective
+    if chosen != AUTO:
+        return tuple(dict.fromkeys(("native", chosen)))  # native also where parts of others are
+    return NCCL_COLLECTIVES if config.runtime.distributed_backend == "nccl" else COLLECTIVES
+
+
+def _device(config: RunConfig, control: Control) -> Device:
+    """The device, timed with a few layers of the model at the run's micro-batch."""
+    lone = one_rank(config)
+    layers = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
+    seconds = max(control.gather(micro_batch_seconds(with_layers(lone, layers), control)))
+    effort = replace(_EFFORT, num_layers=layers, slices=config.sharding.materialize == "rotate")
+    return measure_device(
+        shortened(lone, _MICRO_BATCH / seconds),
+        control,
+        group_size=config.world.group_size,
+        effort=effort,
+    )
+
+
+def one_rank(config: RunConfig) -> RunConfig:
+    """The training of one rank alone with the run's model, with all that trains, and its shapes.
+
+    Without recomputation and compilation; the planner counts the former.
+    """
+    batches, sharing = config.batches, config.world.context_parallel_size
+    size = batches.micro_batch_size
+    return replace(
+        config,
+        model=replace(config.model, recompute=None, torch_compile=None),
+        trainable=Trainable(),
+        batches=BatchSchedule(micro_batch_size=size, global_batch_size=size, data_parallel_size=1),
+        sharding=ShardingConfig(world=World()),
+        strategy=parse_strategy("NNN", world_size=1, group_size=1),
+        precision=replace(config.precision.with_inter_bits(FULL_BITS), optimizer="adam"),
+        train=replace(config.train, skip_train=False),
+        checks=StepChecksConfig(),
+        data=replace(config.data, seq_length=config.data.seq_length // sharing),
+    )
+
+
+def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
+    """How many layers one rank can train alone, at most a few; `UserError` if not one."""
+    for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
+        model = with_layers(config, layers).model
+        units = merged(config.trainable.units(model, world_size=1))
+        needed = model_state_bytes(config.strategy, units, config.precision).total
+        if needed <= _MOST_MEMORY * memory_bytes:
+            return layers
+    raise UserError(
+        f"a rank has {size_text(memory_bytes)}, too little to time one block of this model on "
+        f"each, whose states take {size_text(needed)}: give --paro-machine, a shipped name or a "
+        "file"
+    )
+
+
+def shortened(config: RunConfig, scale: float) -> RunConfig:
+    """The same with micro-batches of this part of the tokens at most; unchanged from 1 on."""
+    if scale >= 1:
+        return config
+    size, length = config.batches.micro_batch_size, config.data.seq_length
+    fewer = max(1, int(size * scale))
+    if size * scale < 1:
+        shorter = int(length * size * scale) // _MULTIPLE * _MULTIPLE
+        length = min(length, max(_LEAST_LENGTH, shorter))
+    batches = BatchSchedule(micro_batch_size=fewer, global_batch_size=fewer, data_parallel_size=1)
+    return replace(config, batches=batches, data=replace(config.data, seq_length=length))

@@ -1,0 +1,150 @@
+"""What a run does at its start where a flag says auto: finds its machine, and plans by it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from data.atomic_file import replacing
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.rendezvous import first_difference
+from paro.distributed.world import World, read_cache_folder
+from paro.errors import UserError, describe
+from paro.measuring.measure import SECONDS, algorithms_of, measure_machine, one_rank
+from paro.planning.machine.files import MEASURE, machine_to_json, read_machine
+from paro.planning.machine.machine import Machine
+from paro.report.log import Log
+from paro.report.memory import give_back_freed_memory
+from paro.report.watchdog import Watchdog
+from paro.text import listed, ranks_text
+
+
+def planned(
+    config: RunConfig, args: Namespace, world: World, control: Control, watchdog: Watchdog
+) -> RunConfig:
+    """The configuration with what the planner chooses on this machine; collective.
+
+    It is `config` itself where nothing is to be measured. `UserError` on all ranks if nothing fits,
+    or if they would choose differently.
+    """
+    if not config.sharding.is_unmeasured:
+        return config
+    machine = find_measured(config, control, watchdog)
+    watchdog.begins("planning", 0)
+    with control.raise_on_all_ranks():
+        config = RunConfig.from_args(args, world, machine)
+    bits = config.precision.inter_param_bits, config.precision.inter_grad_bits
+    chosen = {"--paro-strategy": config.strategy.name, "--paro-inter-bits": str(bits)}
+    everyone = dict(enumerate(control.gather(chosen)))
+    if any(choice != chosen for choice in everyone.values()):
+        raise UserError(f"{first_difference(everyone)}, by the same plan: give the flag a value")
+    return config
+
+
+def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Machine:
+    """The machine from a file of an earlier start, or as it is measured now; collective."""
+    log = Log(rank=control.world.rank, world_size=control.world.size)
+    depends_on = conditions(config, control)
+    path = _folder(config) / f"{file_stem(depends_on)}.json"
+    kept: Machine | None = None
+    if control.world.rank == 0 and config.given["paro_machine"] != MEASURE:
+        kept = kept_machine(path, log.log0)
+    kept = control.gather(kept)[0]
+    if kept is not None:
+        return kept
+
+    def say(what: str) -> None:
+        watchdog.begins(f"measuring {what}", 0)
+        log.log0(f"> measuring this machine, {SECONDS:.0f} s at most: {what}")
+
+    begin = time.monotonic()
+    source = f"measured at the start of a run: {listed([*map(str, depends_on.values())][:6])}"
+    machine = measure_machine(config, control, name=path.stem, source=source, say=say)
+    _forget(control.device)
+    took = time.monotonic() - begin
+    if control.world.rank == 0:
+        log.log0(f"> measured in {took:.0f} s: {write_machine(path, machine)}")
+    return machine
+
+
+def conditions(config: RunConfig, control: Control) -> dict[str, str]:
+    """All that a measurement depends on, the same on all ranks; collective."""
+    device = control.device
+    on_gpu = device.type == "cuda"
+    kind = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}"
+    share = f"{len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads"
+    hosts = control.gather((platform.node(), kind, share))
+    alone, world = one_rank(config), config.world
+    return {
+        "ranks": ranks_text(world.size, world.group_size),
+        "hosts": f"hosts {', '.join(dict.fromkeys(host for host, *_ in hosts))}",
+        "device": ", ".join(dict.fromkeys(kind for _, kind, _ in hosts)),
+        "torch": f"torch {torch.__version__}",
+        "backend": config.runtime.distributed_backend,
+        "collectives": ", ".join(algorithms_of(config)),
+        "launch_order": config.runtime.paro_nccl_launch_order,
+        "places": str(hosts),
+        "model": str(alone.model),
+        "tokens": f"{alone.batches.micro_batch_size} x {alone.data.seq_length}",
+        "types": f"{asdict(alone.precision)}, {alone.fusions}, {alone.optim.adam_implementation}",
+        "materialize": config.sharding.materialize,
+    }
+
+
+def file_stem(depends_on: dict[str, str]) -> str:
+    """The name of the machine file for what a measurement depends on."""
+    return f"machine-{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]}"
+
+
+def _folder(config: RunConfig) -> Path:
+    """Where machine files are kept: with the run's checkpoints, else with the user's caches."""
+    save = config.checkpoint.save
+    return read_cache_folder() if save is None or config.train.skip_train else Path(save)
+
+
+def kept_machine(path: Path, say: Callable[[str], None]) -> Machine | None:
+    """The machine in a file that an earlier start wrote; None without one that can be read."""
+    try:
+        age = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
+        machine = read_machine(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, UserError) as error:
+        say(f"> {path} is measured again: {describe(error)}")
+        return None
+    say(f"> machine file {path}, {age} old, is of these ranks and flags: taken again")
+    return machine
+
+
+def write_machine(path: Path, machine: Machine) -> str:
+    """Writes the file for the next start, and says what it holds; a run goes on without it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(machine_to_json(machine), encoding="utf-8")
+    except OSError as error:
+        return f"the next start measures again, {path} cannot be written: {error.strerror}"
+    return f"machine file {path}, which --paro-machine takes"
+
+
+def _forget(device: torch.device) -> None:
+    """Gives back the memory of what was measured: it is no part of the run's own peak."""
+    give_back_freed_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory

@@ -1,0 +1,126 @@
+"""A measurement at the start: what is timed of the run's model and links, and what is inferred."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paro.collectives.schedule import COLLECTIVES, Op
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.world import World
+from paro.measuring import race as racing
+from paro.measuring.links import SIZES, time_links, with_measured
+from paro.measuring.measure import algorithms_of, layers_that_fit, one_rank, shortened
+from paro.measuring.race import Race, Turn
+from paro.measuring.trial import Trial
+from paro.planning.machine.machine import Machine
+from paro.topology import Axes, axes_of, make_topology
+from tests.helpers.refusals import refused
+from tests.paro.config.test_run import SMALL, configure
+from tests.paro.measuring.test_race import Still
+
+TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
+AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
+LATENCY, PER_BYTE = 1e-3, 1e-6  # of every simulated collective
+
+
+def tokens(config: RunConfig) -> tuple[int, int]:
+    return config.batches.micro_batch_size, config.data.seq_length
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ("", (2, 32)),
+        ("--recompute-granularity full --trainable last-blocks:0.5 --skip-train", (2, 32)),
+        ("--context-parallel-size 2 --num-layers 2", (2, 16)),
+        ("--bf16 --optimizer muon --paro-inter-bits auto", (2, 32)),
+        ("--rampup-batch-size 8 8 96 --lora-rank 2", (2, 32)),
+    ],
+)
+def test_one_rank_computes_the_run_s_micro_batch_alone(flags: str, kept: tuple[int, int]) -> None:
+    run = configure(f"{AUTO} {flags}")
+    lone = one_rank(run)
+    assert tokens(lone) == kept
+    assert (lone.world.size, lone.strategy.degrees) == (1, (1, 1, 1))
+    assert lone.model.num_layers == run.model.num_layers
+    assert lone.model.recompute is None
+    assert lone.trained  # something does, whatever part of the run's model
+
+
+@pytest.mark.parametrize(
+    ("scale", "left"), [(3.0, (4, 4096)), (0.6, (2, 4096)), (0.1, (1, 1632)), (1e-6, (1, 64))]
+)
+def test_micro_batches_that_take_too_long_are_cut(scale: float, left: tuple[int, int]) -> None:
+    flags = "--micro-batch-size 4 --seq-length 4096 --max-position-embeddings 4096"
+    assert tokens(shortened(one_rank(configure(f"{AUTO} {flags}")), scale)) == left
+
+
+def test_as_many_layers_are_timed_as_fit_a_rank() -> None:
+    lone = one_rank(configure(f"{AUTO} --num-layers 9"))
+    assert layers_that_fit(lone, 10**9) == 4
+    assert layers_that_fit(one_rank(configure(f"{AUTO} --num-layers 3")), 10**9) == 3
+    assert 1 <= layers_that_fit(lone, 3_000_000) < 4
+    told = refused(lambda: layers_that_fit(lone, 10**5), "one block ... give --paro-machine")
+    assert "100.0 kB" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("", ("native",)),
+        ("--paro-collective ho-ring", ("native", "ho-ring")),
+        ("--paro-collective auto", COLLECTIVES),
+    ],
+)
+def test_algorithms_that_the_planner_may_time(flags: str, names: tuple[str, ...]) -> None:
+    assert algorithms_of(configure(f"{AUTO} {flags}")) == names
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: float, most_bytes: int) -> Machine:
+    """The machine of links whose collectives all take a latency and a time per byte."""
+
+    def turn(_race: Race, _collectives: object, trial: Trial, _repeats: int) -> Turn:
+        return Turn(LATENCY + PER_BYTE * trial.move.num_bytes, correct=True, cpu_seconds=1e-4)
+
+    monkeypatch.setattr(racing, "make_collectives", lambda *_, **__: Still())
+    monkeypatch.setattr(Race, "turn", turn)
+    race = Race(
+        control=Control(World(), torch.device("cpu")),
+        topology=TOPOLOGY,
+        runtime=RuntimeConfig(distributed_backend="gloo"),
+        algorithms=("native",),
+        rounds=2,
+    )
+    said: list[str] = []
+    spans = [(axis,) for axis in TOPOLOGY.axes]
+    found = time_links(race, spans, most_bytes=most_bytes, seconds=seconds, say=said.append)
+    assert said == [f"links, {axes_of(span).value}" for span in spans]
+    machine = Machine(name="links", source="", world_size=4, group_size=2)
+    return with_measured(machine, found, None, source="simulated")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most_bytes", "largest"),
+    [
+        (0.0, 2**30, SIZES[1]),  # of two sizes follow latency and bandwidth
+        (1e4, 2**20, 2**20),
+        (1e4, 2**19, 2**20),
+        (6 * 15.0, 2**30, 2**20),  # 8 of its runs and those of the smaller take 11 s, of 4 MiB 34
+        (6 * 60.0, 2**30, 2**22),
+    ],
+)
+def test_sizes_grow_while_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, most_bytes: int, largest: int
+) -> None:
+    machine = timed(monkeypatch, seconds, most_bytes)
+    for axes in (Axes.INTRA, Axes.INTER):
+        for op in Op:
+            rows = [row for row in machine.measured if (row.axes, row.op) == (axes, op)]
+            expected = [size for size in SIZES if size <= largest]
+            assert [row.num_bytes for row in rows] == expected
+            assert rows[0].seconds == pytest.approx(LATENCY + PER_BYTE * SIZES[0])
+    assert machine.intra is not None
+    assert machine.inter is not None

@@ -1,0 +1,175 @@
+"""A start finds the machine file of an earlier one, or measures; what it then chooses is agreed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.measuring import start
+from paro.planning.machine.files import machine_to_json
+from paro.planning.machine.machine import Machine
+from paro.report.watchdog import WatchConfig, Watchdog
+from tests.helpers.refusals import refused
+from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
+from tests.paro.planning.cases import machine
+
+AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
+MACHINE = machine(world_size=4, group_size=2, inter=10)
+
+
+def alone() -> Control:
+    return Control(World(), torch.device("cpu"))
+
+
+def stem(flags: str) -> str:
+    return start.file_stem(start.conditions(configure(f"{AUTO} {flags}"), alone()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_same"),
+    [
+        ("--lr 0.2 --train-iters 20 --global-batch-size 64 --seed 3 --save x", True),
+        ("--paro-strategy IIG --paro-inter-bits auto", True),
+        ("--recompute-granularity full --trainable last-blocks:0.5", True),
+        ("--micro-batch-size 4", False),
+        ("--seq-length 16", False),
+        ("--hidden-size 128", False),
+        ("--num-layers 5", False),
+        ("--bf16", False),
+        ("--paro-collective ho-ring", False),
+        ("--paro-collective auto", False),
+        ("--paro-materialize rotate", False),
+        ("--distributed-backend nccl", False),
+    ],
+)
+def test_a_file_is_of_what_a_measurement_depends_on(flags: str, is_same: bool) -> None:
+    assert (stem(flags) == stem("")) is is_same
+
+
+@pytest.mark.parametrize("place", ["platform.node", "torch.get_num_threads"])
+def test_a_file_is_of_these_hosts(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    before = stem("")
+    monkeypatch.setattr(place, lambda: "another")
+    assert stem("") != before
+
+
+def test_a_file_is_of_these_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(f"{AUTO} --global-batch-size 32", World(size=8, ranks_per_node=2))
+    assert start.file_stem(start.conditions(config, alone())) != stem("")
+    here = stem("")
+    monkeypatch.setattr("torch.__version__", "2.99")
+    assert stem("") != here
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of machines that were measured, all of them simulated."""
+    names: list[str] = []
+
+    def measure(*_: object, name: str, say: Callable[[str], None], **__: object) -> Machine:
+        names.append(name)
+        say("all")
+        return MACHINE
+
+    monkeypatch.setattr(start, "measure_machine", measure)
+    return names
+
+
+def found(flags: str) -> Machine:
+    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
+        return start.find_measured(configure(f"{AUTO} {flags}"), alone(), watchdog)
+
+
+def test_a_machine_is_measured_once_and_again_when_asked(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--save {tmp_path / 'run'}"
+    assert found(flags) == MACHINE
+    path = tmp_path / "run" / f"{measured[0]}.json"
+    assert f"machine file {path}, which --paro-machine takes" in capsys.readouterr().out
+    os.utime(path, (0, time.time() - 3661))
+    assert found(flags) == MACHINE
+    assert f"machine file {path}, 1:01:0" in capsys.readouterr().out
+    assert len(measured) == 1
+    found(f"{flags} --paro-machine measure")
+    assert len(measured) == 2
+    found(f"{flags} --micro-batch-size 4")
+    assert len(measured) == 3
+
+
+def test_a_file_that_cannot_be_read_is_measured_again(
+    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--save {tmp_path}"
+    path = tmp_path / f"{stem('')}.json"
+    path.write_text("{", encoding="utf-8")
+    found(flags)
+    told = capsys.readouterr().out
+    assert f"{path} is measured again: machine file {path} is not valid JSON" in told
+    assert path.read_text(encoding="utf-8") == machine_to_json(MACHINE)
+    assert len(measured) == 1
+
+
+def test_without_save_files_are_in_the_user_s_cache(
+    measured: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found("")
+    assert (tmp_path / "llama-paro" / f"{measured[0]}.json").exists()
+
+
+def test_a_run_starts_where_no_file_can_be_written(
+    measured: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "llama-paro").write_text("a file", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert found("") == MACHINE
+    assert "the next start measures again" in capsys.readouterr().out
+
+
+class Differing(Control):
+    """Another rank chooses another strategy."""
+
+    def gather(self, value: object) -> list[Any]:
+        other = {**value, "--paro-strategy": "GGG"} if isinstance(value, dict) else value
+        return [value, other]
+
+
+@pytest.mark.usefixtures("measured")
+def test_ranks_that_choose_differently_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = parse_args(f"{AUTO} --save {tmp_path}".split())
+    config = RunConfig.from_args(args, TWO_BY_TWO)
+    assert config.sharding.is_unmeasured
+    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
+
+        def planned(control: Control) -> RunConfig:
+            return start.planned(config, args, TWO_BY_TWO, control, watchdog)
+
+        chosen = planned(alone())
+        assert chosen.sharding.machine == MACHINE
+        assert not chosen.sharding.is_unmeasured
+        assert any(line.startswith("planner: chose ") for line in chosen.notices)
+        differing = Differing(World(), torch.device("cpu"))
+        refused(lambda: planned(differing), "--paro-strategy must be the same on all ranks ... GGG")
+
+
+def test_what_says_its_strategy_measures_nothing() -> None:
+    config = configure(f"{SMALL} --paro-strategy IIG")
+    args = parse_args(SMALL.split())
+    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
+        assert start.planned(config, args, TWO_BY_TWO, alone(), watchdog) is config
