@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint import LoadPlan, Metadata, TensorStorageMetadata
 
 from model.lora_config import LoraConfig, is_adapter
-from paro.checkpoint.adapters import has_adapters
 from paro.checkpoint.agreement import Ranks, with_one_folder
-from paro.checkpoint.base import open_base
+from paro.checkpoint.base import has_adapters, open_base
 from paro.checkpoint.boxes import (
     BoxedState,
     begin_without,

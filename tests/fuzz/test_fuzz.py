@@ -39,7 +39,7 @@ READERS = {
     "data.tokenizer_json": "tests/data/test_tokenizer_json.py",
     "model.hugging_face": "hugging face",
     "paro.arguments.yaml_flags": "yaml",
-    "paro.checkpoint.adapters": "tests/paro/training/test_lora.py",
+    "paro.checkpoint.base": "tests/paro/training/test_lora.py",
     "paro.checkpoint.convert.hugging_face": "hugging face",
     "paro.checkpoint.convert.hugging_face_weights": "hugging face",
     "paro.checkpoint.convert.megatron": "megatron",

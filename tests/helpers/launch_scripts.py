@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig, take_world
-from paro.training.planned_run import PlannedRun, plan_run
+from paro.training.dry_run import PlannedRun, plan_run
 from tests.helpers.ranks import ROOT
 
 EXAMPLES = ROOT / "examples"

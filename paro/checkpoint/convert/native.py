@@ -20,9 +20,8 @@ from data.hub import how_to_fetch
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig
 from model.lora_config import adapted_weight, is_adapter
-from paro.checkpoint.adapters import adapters_of
 from paro.checkpoint.agreement import one_process
-from paro.checkpoint.base import as_base, open_base
+from paro.checkpoint.base import adapters_of, as_base, open_base
 from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.config import FREE_FIELDS
 from paro.checkpoint.convert.hugging_face import (

@@ -17,7 +17,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.strategy import legal_letters
-from paro.training.planned_run import plan_run
+from paro.training.dry_run import plan_run
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states

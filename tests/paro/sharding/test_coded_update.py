@@ -16,7 +16,7 @@ from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import CodedUpdate
 from paro.strategy import legal_letters
-from paro.training.planned_run import plan_run
+from paro.training.dry_run import plan_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states
 from tests.paro.sharding.coded_runs import FLAGS, SIZES, Recorded, check_updates, record_all

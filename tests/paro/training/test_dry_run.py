@@ -20,11 +20,10 @@ from paro.planning.search.estimator import Estimator
 from paro.text import size_text
 from paro.topology import Axes
 from paro.training.assembly import build_training
-from paro.training.dry_run import run_dry
+from paro.training.dry_run import PlannedRun, plan_run, run_dry
 from paro.training.local_copies import local_copies_bytes
 from paro.training.memory_check import predict_memory
 from paro.training.placement import placement_lines
-from paro.training.planned_run import PlannedRun, plan_run
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
 

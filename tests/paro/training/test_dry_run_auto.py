@@ -11,7 +11,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig, take_world
 from paro.planning.machine.files import shipped_machines
 from paro.planning.search.estimator import Estimator
-from paro.training.planned_run import PlannedRun, plan_run
+from paro.training.dry_run import PlannedRun, plan_run
 
 GRID = tuple(
     product(

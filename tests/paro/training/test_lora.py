@@ -11,8 +11,7 @@ from torch import Tensor
 
 from model.llama import Llama
 from model.lora_config import is_adapter
-from paro.checkpoint.adapters import adapters_of
-from paro.checkpoint.base import stored_parameters
+from paro.checkpoint.base import adapters_of, stored_parameters
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.directory import read_common
 from paro.config.record import trained_lines

@@ -14,7 +14,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig, take_world
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Nic
-from paro.training.planned_run import PlannedRun, plan_run
+from paro.training.dry_run import PlannedRun, plan_run
 from tests.helpers.refusals import refused
 from tools.plan import main
 
