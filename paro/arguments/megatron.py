@@ -11,6 +11,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ _BY_FLAG = {rule.flag: rule for rule in RULES}
 _FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.is_family}
 
 
+@cache
 def rule_of(flag: str) -> Rule | None:
     """The rule for a flag or else for its family; None for a setting or an unknown flag."""
     families = (rule for prefix, rule in _FAMILIES.items() if flag.startswith(prefix))

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -155,7 +155,8 @@ def _num_bytes(stretches: Stretches) -> int:
     return sum(stretch.length for stretch in stretches)
 
 
-def library_versions() -> dict[str, str]:
+@cache
+def library_versions() -> Mapping[str, str]:
     """The versions of Python and of the libraries that a checkpoint depends on."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,6 +168,7 @@ def read_machine(path: Path) -> Machine:
     return machine_from_json(read_bytes(path, what), what)
 
 
+@lru_cache(maxsize=8)  # the parts of a run ask for the same file
 def machine_from_json(text: str | bytes, where: str) -> Machine:
     """The machine in the text of a machine file; a `UserError` begins with `where`."""
     fields: _File = parse_json(text, _File, where, repeats=False)
