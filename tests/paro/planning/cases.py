@@ -13,7 +13,7 @@ from paro.planning.machine.machine import (
     Machine,
     bits_per_second,
 )
-from paro.planning.search.search_space import Workload
+from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 
@@ -29,6 +29,7 @@ DEVICE = Device(
 )
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 SMALL = replace(LLAMA_PRESETS["7B"], num_layers=4, hidden_size=512, ffn_hidden_size=1408)
+FEW = SearchSpace(collectives=("native",), recomputes=(None, RecomputeConfig(granularity="full")))
 
 
 def speed(gigabits: float, latency: float = 0.0) -> LinkSpeed:

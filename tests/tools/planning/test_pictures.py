@@ -13,7 +13,7 @@ from matplotlib.text import Text
 
 from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import Workload
-from tests.paro.planning.cases import machine, workload
+from tests.paro.planning.cases import FEW, machine, workload
 from tools.planning import pictures
 from tools.planning.labels import Box, box_of
 from tools.planning.pictures import draw_front
@@ -69,5 +69,5 @@ def test_labels_cover_neither_each_other_nor_points(
     own = pictures.drawing
     monkeypatch.setattr(pictures, "drawing", drawing)
     rows = (*letter_rows(case), *rotated_rows(case))
-    draw_front(tmp_path / "front.png", case, rows, plan(case))
+    draw_front(tmp_path / "front.png", case, rows, plan(case, FEW))
     assert drawn, "the labels were checked"

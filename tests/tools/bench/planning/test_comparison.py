@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import workload as make_case
 from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare, setting_of
+from tools.bench.planning.steps_page import Chapter
 from tools.bench.study_plan import chapters_of
 
 NAMES = ("NNI", "IIG", "GGG")
@@ -139,6 +141,11 @@ class Told:
     memory: float = 0.003
 
 
+@cache
+def study(folder: str) -> list[Chapter]:
+    return chapters_of(ROOT / "examples/measured" / folder)
+
+
 STUDIES = (
     Told("steps-25mbit", 0.052, 0.132, 0, 0, 403, 0.034),
     Told("steps-100mbit", 0.062, 0.152, 9, 5, 349, 0.16),
@@ -151,7 +158,7 @@ STUDIES = (
 @pytest.mark.parametrize("told", STUDIES, ids=lambda told: told.folder)
 def test_recorded_steps_are_predicted(told: Told) -> None:
     """The figures of docs/planning.md hold for this planner."""
-    chapters = chapters_of(ROOT / "examples/measured" / told.folder)
+    chapters = study(told.folder)
     everything = [row for chapter in chapters for row in chapter.compared.rows]
     assert all(abs(row.memory_error or 0.0) < told.memory for row in everything)
     gathered = [c.compared for c in chapters if not c.collective.endswith("rotated")]
@@ -172,7 +179,7 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
 @pytest.mark.parametrize("folder", ["part-25mbit", "part-100mbit"])
 def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None:
     """docs/finetuning.md: within 3.2% of the fastest of all 14."""
-    for chapter in chapters_of(ROOT / "examples/measured" / folder):
+    for chapter in study(folder):
         choice = max(chapter.compared.choices, key=lambda choice: choice.limit_bytes)
         assert choice.ratio < 1.0325
         assert choice.best == min(chapter.compared.rows, key=lambda row: row.seconds).strategy
@@ -180,7 +187,7 @@ def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None
 
 @pytest.mark.slow("predicts every recorded step")
 def test_recorded_steps_of_weights_that_rotate_are_predicted() -> None:
-    chapters = chapters_of(ROOT / "examples/measured/steps-25mbit")
+    chapters = study("steps-25mbit")
     rotated = [c.compared for c in chapters if c.collective.endswith("rotated")]
     assert len(rotated) == 2
     assert max(comparison.worst_error for comparison in rotated) < 0.195
