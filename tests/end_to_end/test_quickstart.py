@@ -23,6 +23,7 @@ TEXT_BYTES = 600_000
 ALL_TAGS = (
     "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard"
 )
+SHORTER = "--num-layers 2 --hidden-size 64 --seq-length 64 --eval-iters 1"
 
 
 def write_text(path: Path) -> None:
@@ -116,7 +117,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     run_dir, text = tmp_path / "a run", tmp_path / "text.jsonl"
     write_text(text)
     trackers = f"--tensorboard-dir {tmp_path}/board --wandb-project p --wandb-save-dir {tmp_path}"
-    extra_flags = f"{trackers} {ALL_TAGS}"
+    extra_flags = f"{trackers} {ALL_TAGS} {SHORTER}"
 
     first = quickstart(run_dir, text, train_iters=1, extra_flags=extra_flags)
     assert first.returncode == 0, first.stdout

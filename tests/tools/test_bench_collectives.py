@@ -284,7 +284,7 @@ def time_everything_once() -> None:
 def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     rows_file, machine_file = tmp_path / "rows.json", tmp_path / "four.json"
     flags = ("--inter-bandwidth", "8gbit", "--json", rows_file, "--machine-file", machine_file)
-    names = ("native", "flat", "ho-ring")
+    names = ("native", "ho-ring")
     flags += ("--train", TRAIN, "--algorithms", ",".join(names))
     done = run_script(
         ["tools/bench_collectives.py", *FLAGS, *flags], 4, before=time_everything_once
@@ -294,7 +294,7 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     assert (
         f"wrote the machine file {machine_file}, for these 4 ranks in groups of 2:\n" in done.stdout
     )
-    assert "by native, flat and ho-ring, over intra, inter and both axes, of 64 by" in done.stdout
+    assert "by native and ho-ring, over intra, inter and both axes, of 64 by" in done.stdout
     assert f"\n--paro-machine {machine_file} plans with it: tools/plan.py; " in done.stdout
     found = json.loads(rows_file.read_text(encoding="utf-8"))
 

@@ -119,6 +119,7 @@ def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
 
 
+@pytest.mark.verify
 @pytest.mark.ranks
 def test_those_that_differ_end_the_run(tmp_path: Path) -> None:
     flags = ["--contenders", "ddp,fsdp2", "--tolerance", "1e-12", "--group-size", "1"]
