@@ -1,4 +1,4 @@
-"""The order of a blend: Megatron's recorded one, its rule sample by sample, shares, sums."""
+"""The order of a blend: its rule sample by sample, shares, sums."""
 
 from __future__ import annotations
 
@@ -78,14 +78,6 @@ def test_a_wrong_beginning_is_run_again() -> None:
     assert found == sample_by_sample(shares, [np.inf] * 3, 200)
 
 
-def test_recorded_order() -> None:
-    indices = blend_by_share([0.3, 0.7], 10)
-    assert list(zip(*(index.tolist() for index in indices), strict=True)) == [
-        (1, 0), (0, 0), (1, 1), (1, 2), (0, 1), (1, 3), (1, 4), (0, 2), (1, 5), (1, 6),
-    ]  # fmt: skip
-    assert [index.dtype.name for index in indices] == ["int16", "int64"]
-
-
 @given(
     weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
     num_samples=st.integers(0, 300),
@@ -101,13 +93,6 @@ def test_every_corpus_has_its_share_at_any_time(weights: list[float], num_sample
         mine = indices.dataset_sample_index[indices.dataset_index == member]
         assert mine.tolist() == list(range(len(mine)))
     assert sum(members_of(shares, num_samples)) >= num_samples
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
-def test_an_exhaustive_blend_holds_every_sample_once(sizes: list[int]) -> None:
-    indices = blend_exhaustively(sizes)
-    found = sorted(zip(*(index.tolist() for index in indices), strict=True))
-    assert found == [(member, i) for member, size in enumerate(sizes) for i in range(size)]
 
 
 @pytest.mark.filterwarnings("error")

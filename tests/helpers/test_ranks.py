@@ -22,17 +22,6 @@ def _place_and_sum(weight: float) -> tuple[int, int, torch.Tensor]:
     return dist.get_rank(), dist.get_world_size(), total
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 6, 8])
-def test_results_come_by_rank(world_size: int) -> None:
-    results = run_ranks(_place_and_sum, world_size, weight=0.5)
-
-    assert [(rank, size) for rank, size, _ in results] == [
-        (r, world_size) for r in range(world_size)
-    ]
-    expected = torch.tensor([0.25 * world_size * (world_size + 1)])
-    assert all(torch.equal(total, expected) for _, _, total in results)
-
-
 def _fail_on(failing: int) -> None:
     if dist.get_rank() == failing:
         raise ValueError("on purpose")
@@ -76,49 +65,9 @@ def test_a_hanging_rank_is_named() -> None:
     assert len(run_ranks(_place_and_sum, 4, 1.0)) == 4
 
 
-def _unpicklable() -> object:
-    return lambda: None
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
-    with pytest.raises(RankError, match=r"rank [01] of 2 failed\n(.*\n)*.*pickle"):
-        run_ranks(_unpicklable, 2)
-
-
-def test_a_function_that_cannot_be_imported_is_refused() -> None:
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
-        run_ranks(lambda: None, 2)
-
-
 def test_processes_are_used_again() -> None:
     first = run_ranks(os.getpid, 8)
 
     assert run_ranks(os.getpid, 8) == first
     assert run_ranks(os.getpid, 2) == first[:2]
     assert len({os.getpid(), *first}) == 9
-
-
-def _draw() -> tuple[int, float]:
-    return torch.get_num_threads(), torch.rand(1).item()
-
-
-def test_each_call_starts_alike() -> None:
-    first = run_ranks(_draw, 2)
-
-    assert first[0] == first[1]
-    assert first[0][0] == 1
-    assert run_ranks(_draw, 2) == first
-
-
-def _initialize_and_leave_to_the_pool() -> tuple[bool, int, str]:
-    before = dist.is_initialized()
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return before, int(total.item()), os.environ["LOCAL_WORLD_SIZE"]
-
-
-def test_a_function_may_initialize_the_group_itself() -> None:
-    for _ in range(2):  # the second call shows that the first group is gone
-        results = run_ranks(_initialize_and_leave_to_the_pool, 3, init=False)
-        assert results == [(False, 3, "3")] * 3

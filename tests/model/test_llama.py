@@ -126,18 +126,6 @@ def test_equals_transformers(name: str) -> None:
         assert_near(gradient, theirs[hugging_face_name(own_name)].grad, own_name)
 
 
-@pytest.mark.slow("traces a model")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("config", [MHA, replace(BOTH, tie_embeddings_and_output_weights=True)])
-def test_is_one_graph_to_torch_compile(config: LlamaConfig) -> None:
-    """No custom autograd breaks it, and loss and gradients are the same; runs no C++ compiler."""
-    config = replace(config, num_layers=2)
-    model = build(config)
-    torch._dynamo.reset()
-    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
-    assert_trains_alike(model, build(config))
-
-
 @pytest.mark.parametrize(
     "name", ["base", "linear by 4", "llama3 by 8", "llama3 by 32", "llama3 from 32"]
 )
