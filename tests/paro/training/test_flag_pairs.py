@@ -11,7 +11,7 @@ from tests.helpers.training import TINY, train
 
 # fp8 takes sizes that 16 divides.
 SMALL = (
-    f"{TINY} --num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 "
+    f"{TINY} --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 "
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 1"
 )
 CHOICES = (  # a run has at most one of each
