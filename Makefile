@@ -12,9 +12,12 @@ SUITABLE := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] 
 PYTHON ?= $(shell for python in python3 python3.11 python3.12; do \
 	$$python -c '$(SUITABLE)' >/dev/null 2>&1 && { echo $$python; break; }; done)
 
+# Else every process that a test starts compiles this project's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Processes that run tests side by side, for 2 cores; each test with ranks starts up to 8 more.
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 STARTS_PROCESSES := ranks or process or gpu or root or browser or verify
 
 .PHONY: help setup quickstart check test lint coverage verify gpu files clean
@@ -42,8 +45,9 @@ $(FOR_TRAINING): requirements.txt constraints.txt
 quickstart: $(FOR_TRAINING)  ## train a small LLaMA on real text, from nothing to a sample of its own
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-check: lint  ## style, types and the tests that start no process
-	$(PYTEST) -m "not ($(STARTS_PROCESSES))" --most-seconds 1
+check: WORKERS = 2  # each fills a core
+check: lint  ## style, types and the quick tests: no process, at most a second each
+	$(PYTEST) -m "not (slow or $(STARTS_PROCESSES))" --most-seconds 1
 
 test: lint  ## style, types and all tests; names the 25 slowest
 	$(PYTEST) --durations 25

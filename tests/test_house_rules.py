@@ -34,7 +34,13 @@ from tests.helpers.house import (
 TEXT_FILES = tuple(text_files())  # here, because a test without a mark starts no process
 
 
-@pytest.mark.slow("parses every file")
+@pytest.fixture(scope="module")
+def parsed() -> None:
+    """Every file has been parsed."""
+    list(sources(*PRODUCT, "tests"))
+
+
+@pytest.mark.usefixtures("parsed")
 @pytest.mark.parametrize("rule", EVERYWHERE + IN_PRODUCT)
 def test_every_file_keeps(rule: Rule) -> None:
     files = sources(*PRODUCT, *(("tests",) if rule in EVERYWHERE else ()))

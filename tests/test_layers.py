@@ -15,7 +15,12 @@ def planted(**texts: str) -> list[Source]:
     return [Source(name.replace("__", "."), text, ast.parse(text)) for name, text in texts.items()]
 
 
-@pytest.mark.slow("parses every file")
+@pytest.fixture(scope="module", autouse=True)
+def parsed() -> None:
+    """Every file of the product has been parsed."""
+    product_graph()
+
+
 def test_imports_among_packages_have_no_cycle() -> None:
     found = layers(product_graph())
     assert found[-1] == ["tools.bench"]
@@ -27,7 +32,6 @@ def test_few_files_of_paro_are_loose() -> None:
     assert len(loose) <= 6, loose
 
 
-@pytest.mark.slow("parses every file")
 def test_the_page_shows_the_layers() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert layers_text() in page, "python -m tests.helpers.layers prints them"
