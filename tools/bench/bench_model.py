@@ -9,7 +9,7 @@
 #   ours-compiled          the same through torch.compile
 #   trainer                pretrain_llama.py's training step, bookkeeping included
 #   trainer-compiled       the same with --torch-compile inductor
-#   trainer-torch          the same without kernels of Triton
+#   trainer-torch          the same without Triton's SwiGLU, rotary embedding and AdamW
 #   trainer-fp8            the same with --fp8-format hybrid
 #   trainer-fp8-compiled   the same with both
 #   transformers           LlamaForCausalLM and AdamW as a user gets them

@@ -166,7 +166,7 @@ def _free_host_bytes() -> int:
 
 def _commit() -> str:
     done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
     return done.stdout.strip() or "unknown"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
+from model.fusion import Fusions, usable_kernels
 from model.lora_config import LoraConfig, targets_of
 from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.planning import units as planning_llama
@@ -325,6 +327,7 @@ def test_prediction_is_what_a_gpu_allocates(
         vocab_size=32000,
         recompute=recompute,
     )
+    config = usable_kernels(config, Fusions(), torch.bfloat16, torch.device("cuda")).config
     workload = Workload(
         strategy=strategy, config=config, precision=BF16, batch_size=4, seq_length=2048, at=""
     )
