@@ -108,7 +108,7 @@ def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
     """`UserError` where no machine can be measured at the start of a run, which `flags` want."""
     why = ""
     if world.group_size == world.size:
-        why = f"the {count_text(world.size, 'rank')} are one group, between which no link is"
+        why = f"there is one group, of {count_text(world.size, 'rank')}"
     if dry_run:
         why = "a dry run starts no ranks"
     if why:

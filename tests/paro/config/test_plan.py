@@ -175,7 +175,7 @@ def test_until_the_machine_is_measured_nothing_is_refused(flags: str) -> None:
         ),
         (
             "--paro-strategy auto --paro-collective auto --paro-group-size 32",
-            "--paro-strategy auto and --paro-collective auto ... 32 ranks are one group",
+            "--paro-strategy auto and --paro-collective auto ... one group, of 32 ranks",
         ),
         ("--paro-machine measure --paro-group-size 32", "--paro-machine measure ... one group"),
         (
