@@ -18,14 +18,18 @@ Record = Callable[[str, object], None]  # of pytest: into the JUnit report
 
 ROTATED = "--paro-strategy IIG --paro-materialize rotate"
 HO_RING = "--paro-collective ho-ring"
-CASES = [
+MUON = "--optimizer muon"
+OF_ADAMW = [
     *(f"--paro-strategy {letters}" for letters in legal_letters()),
     *(f"--paro-strategy {letters} {HO_RING}" for letters in ("GGG", "NIG", "NNN")),
     "--paro-strategy GGG --paro-collective flat",
     ROTATED,
     f"{ROTATED} --paro-rotate-in-place",
     "--paro-strategy IIG --recompute-granularity full",
+    "--paro-strategy IIG --context-parallel-size 2 --cp-comm-type a2a",
 ]
+OF_MUON = [f"{MUON} --paro-strategy {letters}" for letters in ("NNN", "IIG", "GGG")]
+CASES = OF_ADAMW + OF_MUON
 TOLERANCE = 1e-4  # kernels choose other orders of summation for other shapes
 
 
@@ -35,9 +39,10 @@ def check(backend: str, cases: list[str]) -> None:
 
 
 def compare_all(found: list[list[Trained]], backend: str, cases: list[str]) -> None:
-    (alone,) = train_cases(backend, [""])
+    adamw, muon = train_cases(backend, ["", MUON])
     for rank, of_rank in enumerate(found):
         for case, trained in zip(cases, of_rank, strict=True):
+            alone = muon if MUON in case else adamw
             assert_same(trained, alone, f"rank {rank}: {case}", TOLERANCE)
 
 
@@ -54,7 +59,8 @@ def test_ranks_on_one_gpu_train_as_one_process_does(record_property: Record) -> 
 @pytest.mark.verify
 @pytest.mark.ranks
 def test_the_same_on_cpu_ranks() -> None:
-    check("gloo", [CASES[0], f"--paro-strategy NIG {HO_RING}", ROTATED])
+    cases = [CASES[0], f"--paro-strategy NIG {HO_RING}", ROTATED, OF_ADAMW[-1], *OF_MUON[1:]]
+    check("gloo", cases)
 
 
 def test_a_refusal_of_nccl_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
