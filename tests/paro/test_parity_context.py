@@ -63,13 +63,17 @@ class Case(NamedTuple):
 
 # By ranks and group size: inside a group, equal to one, and across.
 CASES = {
-    (2, 2): (Case(2, "GGG", f"{LORA} --num-workers 1"),),
+    (2, 2): (
+        Case(2, "GGG", f"{LORA} --num-workers 1"),
+        Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
+        Case(2, "GGG", f"{APART} {PER_TOKEN} {COMPILED}", kind="p2p"),
+    ),
     (4, 2): (
         Case(2, "IIG", f"{APART} {MASKED} {CORE}"),
         Case(4, "NNG", f"{APART} {PER_TOKEN} {GROUPED} 2"),
         Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),
         Case(4, "GGG", f"{TIED} {GROUPED} 4 --paro-prefetch-units 0"),
-        Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
+        Case(2, "NIG", f"{GROUPED} 1 {FULL} --recompute-num-layers 2"),
         Case(2, "IGG", f"{HO_RING} --qk-layernorm"),
         Case(4, "IIG", f"{APART} {MASKED} {FULL} {GROUPED} 2", kind="p2p"),
         Case(4, "GGG", f"{LORA} {CORE} --paro-context-ring flat", kind="p2p"),
@@ -80,7 +84,7 @@ CASES = {
         Case(2, "IIG", f"{LORA} {FULL} {GROUPED} 2"),
         Case(4, "GGG", f"{APART} {MASKED} {CORE} {GROUPED} 4"),
         Case(8, "2,4,8", PER_TOKEN),
-        Case(8, "GGG", f"{APART} {PER_TOKEN} {COMPILED}", kind="p2p"),
+        Case(8, "GGG", f"{APART} {PER_TOKEN}", kind="p2p"),
     ),
 }
 KINDS = ("a2a", "p2p", "allgather")
