@@ -72,8 +72,8 @@ def _curve(
             if _RUNS * expected > left:
                 return
         outcome = _timed(race, collectives, name, zero_trial(move, rank, device))
-        before = outcome.seconds
-        left -= _RUNS * before
+        before = min(outcome.seconds_by_round)
+        left -= _RUNS * outcome.seconds
         yield outcome
 
 

@@ -35,8 +35,8 @@ from paro.text import size_text
 from paro.topology import AxisSpan
 
 SECONDS = 60.0  # of a measurement, at most
-_LINKS = 25.0  # of them for links, or what is left, but for a few groups and sizes
-_LEAST_FOR_LINKS = 5.0
+_LINKS = 25.0  # of them for links, or what is left
+_LEAST_FOR_LINKS = 20.0  # two sizes that take no time say little of large buffers
 _MICRO_BATCH = 0.4  # seconds; longer ones are cut
 _LEAST_LENGTH = 64
 _MULTIPLE = 16  # of a sequence that is cut, for matmuls in fp8
@@ -68,7 +68,7 @@ def measure_machine(
         topology=world.topology(),
         runtime=runtime,
         algorithms=algorithms,
-        rounds=2,
+        rounds=3,  # one of them may be disturbed
         while_computing=control.device.type == "cpu",
     )
     seconds = control.gather(max(left, _LEAST_FOR_LINKS))[0]
