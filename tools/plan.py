@@ -32,6 +32,7 @@ from paro.planning.step.timeline import chrome_trace
 from paro.report.log import print_line
 from tools.planning.failures import as_fields, expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not
+from tools.planning.longest import longest_table
 from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
     as_json,
@@ -43,7 +44,7 @@ from tools.planning.tables import (
     rows_table,
     title,
 )
-from tools.planning.workload import case_of, machine_of, make_parser
+from tools.planning.workload import case_of, machine_of, make_parser, with_context
 from tools.shared.command_line import status_of
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
@@ -59,6 +60,11 @@ def run(args: Namespace, words: Sequence[str]) -> None:
     check_outputs(
         args, "--json", "--trace", "--machine-file", pictures=["--plot", "--timeline", "--scaling"]
     )
+    if args.longest_sequence:
+        print_line(longest_table(args))
+        return
+    args, lines = with_context(args)
+    print_line(*lines, *[""] * bool(lines))
     workload = case_of(args)
     if args.mtbf_hours is not None:
         failures_of(args, workload)  # its mistakes, before the plan takes time

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from model.config import LlamaConfig
 from paro.context_parallel.layout import ContextLayout, misfit
@@ -156,7 +155,7 @@ class ContextParallelConfig:
 def ways(
     given: ContextParallelConfig,
     sizes: Iterable[int],
-    types: Iterable[str],
+    types: Sequence[str],
     model: LlamaConfig,
     *,
     world_size: int,
@@ -167,9 +166,8 @@ def ways(
 
     All else is as given. Keys and values travel only if attention can be computed in parts.
     """
-    for size, name in product(sizes, types):
-        if size == 1 and name != "p2p":  # all are the same
-            continue
+    kinds = [(size, name) for size in sizes for name in (types if size > 1 else ("p2p",))]
+    for size, name in kinds:
         splits: list[tuple[int, ...] | None] = [given.hierarchical_context_parallel_sizes]
         if name == "a2a+p2p" and splits == [None]:
             splits = [

@@ -15,7 +15,7 @@ from paro.errors import UserError
 from paro.layout import Shape
 from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.remedies import least_recomputation, recompute_flags
+from paro.planning.search.remedies import fewest_sharing, least_recomputation, recompute_flags
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import Materialize
 from paro.precision import BYTES_OF
@@ -136,6 +136,16 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
 
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
+    sharing = fewest_sharing(
+        config.model,
+        plan.context,
+        lambda layout: fits(RunMemory(config.sharding.machine).of(replace(plan, context=layout))),
+        world_size=plan.world_size,
+        group_size=plan.group_size,
+        seq_length=plan.seq_length,
+    )
+    if sharing is not None and not plan.materialize.rotates:
+        advice.append(f"give {sharing[0]}")
     if config.batches.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
     snapshot = predicted(config.model.recompute).allocations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paro.config.context_choice import faster_type
+from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.optim.deal import muon_places, newton_schulz_flops

@@ -38,7 +38,7 @@ QUICK = (
     ("Launch",),
     ("Plan a run", "How a step is simulated", "Is it worth it?"),
     ("Design",),
-    ("Long sequences: context parallelism",),
+    ("Long sequences: context parallelism", "The longest sequence"),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = (

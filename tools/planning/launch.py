@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from model.config import LLAMA_PRESETS
 from paro.arguments.parser import build_parser
 from paro.arguments.words import by_flag, wrapped
+from paro.config.context_parallel import take_context
 from paro.planning.search.description import behind, exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, plan
@@ -24,6 +25,7 @@ _ANEW = {
     *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size"),
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *("--recompute-activations", "--recompute-modules"),
+    *("--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
 }
 _YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither
 
@@ -51,6 +53,10 @@ def launch_flags(
         ["--global-batch-size", str(workload.global_batch_size)],
         ["--paro-strategy", candidate.strategy.name],
     ]
+    context = take_context(args)
+    if context.context_parallel_size > 1:
+        size = str(context.context_parallel_size)
+        groups += [["--context-parallel-size", size], *by_flag(context.flag_text.split())]
     if candidate.collective != "native":
         groups.append(["--paro-collective", candidate.collective])
     if candidate.recompute is not None:

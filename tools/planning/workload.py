@@ -9,6 +9,7 @@ from pathlib import Path
 
 from model.config import LLAMA_PRESETS
 from paro.arguments.model import (
+    add_context_args,
     add_inter_bits_args,
     add_lora_args,
     add_mixed_precision_args,
@@ -17,6 +18,8 @@ from paro.arguments.model import (
     add_recompute_args,
 )
 from paro.collectives.schedule import COLLECTIVES
+from paro.config.context_parallel import ContextParallelConfig, take_context
+from paro.config.context_search import asked, choose, ways_asked
 from paro.config.inter_bits import take_inter_bits
 from paro.config.model import take_model
 from paro.config.sharding import units_ahead
@@ -24,7 +27,7 @@ from paro.errors import UserError
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
-from paro.planning.search.search_space import Materialize, Workload
+from paro.planning.search.search_space import Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from tools.shared.command_line import Parser
@@ -72,11 +75,23 @@ def make_parser() -> Parser:
     add_recompute_args(parser)
     add_optimizer_args(parser, trains=False)
     add_mixed_precision_args(parser)
+    add_context_args(parser)
     add_inter_bits_args(parser, trains=False)
     add_failure_args(parser)
+    add_result_args(parser)
+    return parser
+
+
+def add_result_args(parser: Parser) -> None:
     out = parser.add_argument_group("results").add_argument
     out("--why-not", metavar="STRATEGY", help="also say what the best with this one would cost")
     out("--json", type=Path, metavar="FILE", help="write rows, candidates and what was found")
+    out(
+        "--longest-sequence",
+        action="store_true",
+        help="only print, for every strategy and number of ranks that share a sample, the longest "
+        "that fits in micro-batches of one, and its tokens per second",
+    )
     out("--plot", type=Path, metavar="FILE.png", help="draw memory against time")
     out(
         "--trace",
@@ -91,7 +106,6 @@ def make_parser() -> Parser:
         metavar="FILE.png",
         help="plan for 8 ranks and more, up to 16,384, at the same batch a rank, and draw it",
     )
-    return parser  # fmt: skip
 
 
 def add_gpu_args(parser: Parser) -> None:
@@ -156,26 +170,30 @@ def case_of(args: Namespace) -> Workload:
         raise UserError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
     if args.paro_survive < 0:
         raise UserError(f"--paro-survive {args.paro_survive} is negative; 0 demands nothing")
-    if args.seq_length is None:
-        preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
-        args.seq_length = args.max_position_embeddings or preset
-    if args.seq_length is None:
-        raise UserError("--seq-length is missing; --llama-preset gives it too")
-    if args.seq_length < 1:
-        raise UserError(f"--seq-length {args.seq_length} must be at least 1")
+    args.seq_length = seq_length_of(args)
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
     inter_bits, precision, _ = take_inter_bits(
         args.paro_inter_bits, precision_of(args), group_size, world_size
     )
+    context = take_context(args)
+    if (size := context.context_parallel_size) > 1:
+        context.check(
+            model,
+            rotates=args.paro_materialize == "rotate",
+            world_size=world_size,
+            group_size=group_size,
+            seq_length=args.seq_length,
+        )
     return Workload(
         model=model,
         machine=machine,
         group_size=group_size,
+        context=context.layout,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.micro_batch_size * world_size if batch is None else batch,
+        global_batch_size=args.micro_batch_size * world_size // size if batch is None else batch,
         precision=precision,
         prefetch_units=args.paro_prefetch_units,
         updated_ahead=units_ahead(
@@ -189,6 +207,42 @@ def case_of(args: Namespace) -> Workload:
         chooses_bits=inter_bits is not None,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",
     )
+
+
+def seq_length_of(args: Namespace) -> int:
+    length = args.seq_length
+    if length is None:
+        preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].max_position_embeddings
+        length = args.max_position_embeddings or preset
+    if length is None:
+        raise UserError("--seq-length is missing; --llama-preset gives it too")
+    if length < 1:
+        raise UserError(f"--seq-length {length} must be at least 1")
+    return int(length)
+
+
+def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
+    """The flags with what auto stands for, and lines that say why."""
+    if (flag := asked(args)) is None or args.paro_materialize == "rotate":
+        return args, ()
+    alone = ContextParallelConfig()
+    base = case_of(_with(args, **alone.flags, global_batch_size=None))
+    batch = args.global_batch_size or base.global_batch_size
+    args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
+    found = ways_asked(args, base.model, world_size=base.world_size, group_size=base.group_size)
+
+    def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:
+        return case_of(_with(args, **way.flags | {"micro_batch_size": micro_batch_size}))
+
+    if not found:  # says why
+        case_of(_with(args, **take_context(args).flags))
+    space = SearchSpace(collectives=(args.paro_collective,))
+    fields, lines = choose(flag, found, make, args.micro_batch_size, space)
+    return _with(args, **fields), lines
+
+
+def _with(args: Namespace, **fields: object) -> Namespace:
+    return Namespace(**vars(args) | fields)
 
 
 def machine_of(args: Namespace) -> Machine:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig
+from paro.context_parallel.layout import ContextLayout, misfit
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Candidate, Materialize, Workload
@@ -60,8 +61,49 @@ def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
     if size is not None:
         smaller = replace(least, micro_batch_size=size)
         yield Change(f"--micro-batch-size {size}", workload, smaller)
+    if not least.materialize.rotates:
+        sharing = fewest_sharing(
+            workload.model,
+            workload.context,
+            lambda layout: _fits(replace(workload, context=layout), least),
+            world_size=workload.world_size,
+            group_size=workload.group_size,
+            seq_length=workload.seq_length,
+        )
+        if sharing is not None:
+            flags, layout = sharing
+            yield Change(flags, replace(workload, context=layout), least)
     yield from _smaller_way(workload, least)
     yield from _more_ranks(workload, least)
+
+
+def fewest_sharing(
+    model: LlamaConfig,
+    given: ContextLayout,
+    fits: Callable[[ContextLayout], bool],
+    *,
+    world_size: int,
+    group_size: int,
+    seq_length: int,
+) -> tuple[str, ContextLayout] | None:
+    """The flags of the fewest more ranks that share a sample with which it fits; None if none."""
+    for size in (n for n in range(given.size + 1, world_size + 1) if world_size % n == 0):
+        ways = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
+        if model.attends_in_parts:
+            ways = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **ways}
+        for flags, heads in ways.items():
+            layout = ContextLayout(size=size, heads=heads)
+            reason = misfit(
+                layout,
+                world_size=world_size,
+                group_size=group_size,
+                seq_length=seq_length,
+                num_heads=model.num_attention_heads,
+                num_kv_heads=model.num_query_groups,
+            )
+            if reason is None and fits(layout):
+                return flags, layout
+    return None
 
 
 def least_recomputation(

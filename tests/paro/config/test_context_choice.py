@@ -9,8 +9,8 @@ import pytest
 
 from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.config.context_choice import faster_type
 from paro.config.context_parallel import TYPES, ContextParallelConfig
+from paro.config.context_search import faster_type
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.settings import settings_of

@@ -58,7 +58,9 @@ def test_the_fewest_blocks_whose_recomputation_is_enough_are_named() -> None:
     words = "--num-layers 8 --micro-batch-size 16 --global-batch-size 64"
     left = needs(f"{words} {BLOCKS} 2") + needs(f"{words} {BLOCKS} 5")  # of two ranks
     told = refusal(words, left)
-    assert f": give {BLOCKS} 4, or lower --micro-batch-size, or " in told
+    shared = "--context-parallel-size 2 --cp-comm-type p2p"
+    assert f": give {BLOCKS} 4, or give {shared}, or lower --micro-batch-size, or " in told
+    assert refusal(f"{words} {shared}", left) == ""
     assert refusal(f"{words} {BLOCKS} 4", left) == ""
     assert f": give {BLOCKS} 4, or " in refusal(f"{words} {BLOCKS} 3", left)
     assert "--recompute" not in refusal(words, 1)
