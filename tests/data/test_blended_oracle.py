@@ -16,7 +16,7 @@ from data.config import DataConfig
 from data.gpt_dataset import GPTDataset, Sampling
 from data.indexed_dataset import IndexedDataset
 from data.loader import Datasets, SplitCounts, build_datasets
-from tests.data.megatron import megatron_splits, text_of
+from tests.data.megatron import megatron_datasets, megatron_splits, text_of
 from tests.helpers.corpora import write_corpus
 
 VOCAB = 500
@@ -65,7 +65,12 @@ def assert_equal(mine: object, theirs: object, *, num_samples: int) -> None:
         assert mine[i].tolist() == text_of(theirs[i])  # type: ignore[index]
 
 
-@pytest.mark.slow("imports megatron-core")
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """megatron-core is there, whose import takes seconds."""
+    megatron_datasets()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_weights(tmp_path: Path, seed: int) -> None:
     corpora = write_corpora(tmp_path, seed)

@@ -43,6 +43,12 @@ def write_ours(prefix: Path, seed: int) -> IndexedDataset:
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """megatron-core is there, whose import takes seconds."""
+    megatron_datasets()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_our_bytes_are_megatrons(tmp_path: Path, seed: int) -> None:
     documents, dtype = documents_of(seed)
