@@ -121,8 +121,6 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
     [
         (f"{EIGHT} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
         (f"{EIGHT} --paro-inter-bits auto", 2, "--paro-inter-grad-bits 8 contradict each other"),
-        (AUTO, 2, "--paro-inter-bits auto plans for a machine: give --paro-machine"),
-        (AUTO, 8, "--paro-inter-bits auto plans for a machine: give --paro-machine"),
         (f"{AUTO} --accumulate-allreduce-grads-in-fp32", 2, "contradict each other"),
         (FEEDBACK, 2, "give --paro-inter-grad-bits 8 or 4 too"),
         (

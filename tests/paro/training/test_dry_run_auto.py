@@ -60,9 +60,9 @@ def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
 
 
 def test_what_leaves_too_little_for_nccl_is_neither_chosen_nor_accepted() -> None:
-    """73.3 GB of tensors per rank, and as fast as the choice of auto."""
+    """72.8 GB of tensors per rank, and as fast as the choice of auto."""
     larger = launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy 1,32,64 {LARGE}")
-    assert 73e9 < larger.memory.allocated < 74e9
+    assert 72e9 < larger.memory.allocated < 73e9
     assert larger.memory.total > 80e9
     assert not larger.fits
     assert launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy auto {LARGE}").fits
