@@ -11,7 +11,6 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
-import torch
 
 # Tests with one of these marks may start processes.
 MAY_START = ("ranks", "process", "gpu", "root", "browser", "verify")
@@ -91,6 +90,8 @@ def timed(item: pytest.Item, limit: float) -> Iterator[None]:
 
 def slowness() -> float:
     """How much slower than `_FLOPS` a core multiplies matrices now; at least 1."""
+    import torch  # here, because conftest.py says first how many threads it takes
+
     matrix = torch.ones(_SIZE, _SIZE)
     taken = math.inf
     for _ in range(3):

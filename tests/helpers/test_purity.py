@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import purity
 from tests.helpers.purity import MAY_START, ProcessStartedError, held, timed
@@ -81,3 +82,8 @@ def test_a_machine_is_as_slow_as_its_matmuls(monkeypatch: pytest.MonkeyPatch) ->
 def test_sleep_is_not_processor_time() -> None:
     with timed(item(), 0.01):
         time.sleep(0.05)
+
+
+def test_torch_computes_with_one_thread_in_the_tests_themselves() -> None:
+    # conftest.py asks for it, which is too late once something has imported torch.
+    assert torch.get_num_threads() == 1
