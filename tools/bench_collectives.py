@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         default="free",
         help="as in pretrain_llama.py",
     )
+    add("--paro-nccl-copy-engine", action="store_true", help="as in pretrain_llama.py")
     add("--inter-bandwidth", metavar="RATE", help="of each NIC, for the bound: 100mbit, 25gbit")
     add("--intra-bandwidth", metavar="RATE", help="of each rank's link inside its group")
     add("--nic", choices=[nic.value for nic in Nic], help="a group's NICs; default per-rank")
@@ -145,7 +146,9 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         machine=known_machine(args, world.size, group_size),
         topology=make_topology(world_size=world.size, group_size=group_size, degrees=()),
         runtime=RuntimeConfig(
-            distributed_backend=backend, paro_nccl_launch_order=args.paro_nccl_launch_order
+            distributed_backend=backend,
+            paro_nccl_launch_order=args.paro_nccl_launch_order,
+            paro_nccl_copy_engine=args.paro_nccl_copy_engine,
         ),
         json=args.json,
         machine_file=args.machine_file,

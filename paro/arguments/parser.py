@@ -284,6 +284,9 @@ def _add_distributed_args(parser: ArgumentParser) -> None:
         help="free: collectives of several communicators begin in any order, and each has so few "
         "thread blocks that all fit on the GPU; implicit: they begin in the order of the host "
         "(NCCL_LAUNCH_ORDER_IMPLICIT)")
+    add("--paro-nccl-copy-engine", action="store_true",
+        help="parameters are gathered inside a node by the GPUs' copy engines, which leave the "
+        "multiprocessors to computing; needs NCCL 2.28, and was not measured yet")
     add("--distributed-timeout-minutes", type=int, default=10, metavar="MINUTES",
         help="give up after so long without progress: on a peer, on data, on a lock")
     add("--use-distributed-optimizer", action="store_true",

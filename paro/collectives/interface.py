@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -54,6 +55,10 @@ class Collectives(ABC):
     @abstractmethod
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         """Queues local work after a collective over `span`, on a comm stream of reductions."""
+
+    def whole_memory(self) -> AbstractContextManager[object]:
+        """While entered, this thread allocates buffers where all-gathers fill them best."""
+        return self._groups.whole_memory()
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""

@@ -77,7 +77,13 @@ class NativeCollectives(Collectives):
     # two axes need no second buffer.
 
     def _gather_job(self, whole: Tensor, axis: Axis, own: Tensor) -> Job:
-        return lambda: self._wire.all_gather(Use.GATHER, (axis,), whole, own)
+        def job() -> None:
+            sent = own
+            if self._groups.copies(Use.GATHER, (axis,)):  # [Note: copy engines]: in place
+                sent = shard_in(whole, (axis,), self._rank).copy_(own)
+            self._wire.all_gather(Use.GATHER, (axis,), whole, sent)
+
+        return job
 
     def _spread_job(self, whole: Tensor, axis: Axis, comm_dtype: torch.dtype) -> Job:
         def job() -> None:

@@ -26,7 +26,8 @@ from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
-from paro.strategy import Strategy
+from paro.strategy import Strategy, make_comm_plan
+from paro.text import count_text
 
 _FP8_MULTIPLE = 16
 _MUON_LR = 0.005  # below it a learning rate is of AdamW's size
@@ -123,6 +124,20 @@ def check_collective(sharding: ShardingConfig, runtime: RuntimeConfig) -> None:
         raise UserError(
             f"--paro-collective {name} sends a gather as hundreds of messages from point to point, "
             "which take longer to launch than to send under nccl: give native or ho-ring"
+        )
+
+
+def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
+    """`UserError` if copy engines have nothing to gather inside a node."""
+    world, way = sharding.world, (sharding.materialize, sharding.collective)
+    gather = make_comm_plan(strategy, world.topology(*strategy.degrees)).gather
+    inside = bool(gather) and gather[0].outer <= min(world.group_size, world.ranks_per_node)
+    if runtime.paro_nccl_copy_engine and not (inside and way == ("gather", "native")):
+        raise UserError(
+            "--paro-nccl-copy-engine is for parameters that are gathered inside a node, axis by "
+            f"axis, and there are none: {strategy.name} with --paro-group-size {world.group_size}, "
+            f"{count_text(world.ranks_per_node, 'rank')} a node, --paro-materialize {way[0]}, "
+            f"--paro-collective {way[1]}; leave it out"
         )
 
 

@@ -28,6 +28,7 @@ from paro.config.checks import (
     check_collective,
     check_compile,
     check_context,
+    check_copy_engine,
     check_fp8,
     check_intervals,
     check_load,
@@ -206,6 +207,7 @@ class RunConfig:
     def check(self) -> None:
         """`UserError` for fields that contradict each other, the model or this machine."""
         check_collective(self.sharding, self.runtime)
+        check_copy_engine(self.sharding, self.strategy, self.runtime)
         check_rotation(self.sharding, self.strategy, self.model)
         check_survival(self.sharding, self.strategy, self.model, self.trainable, self.precision)
         if self.batches.changes and (self.launch.dry_run or self.local_copies_interval is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,6 +102,7 @@ def make_gather(
         spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset({span})),
         streams=ContextStreams(links.streams),
         traffic=links.traffic,
-        group_config=links.group_config,
+        # Keys and values are not in registered memory.
+        group_config=links.group_config and replace(links.group_config, copy_engine=False),
     )
     return GatherTravel(collectives, span, topology, world.rank, links.exposure)

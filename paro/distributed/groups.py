@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import AxisSpan, Link, Topology, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +37,15 @@ class GroupConfig:
     """The backend and timeout of process groups for model states; under nccl, the rank's GPU.
 
     `launch_order`: in which order NCCL begins collectives of several groups, as the host queues
-    them ("implicit"), or in any ("free"; [Note: room on the GPU]).
+    them ("implicit"), or in any ("free"; [Note: room on the GPU]). `copy_engine`: all-gathers
+    inside groups are copies by copy engines (registered_memory.py).
     """
 
     timeout: timedelta
     backend: str = "gloo"
     device: torch.device | None = None
     launch_order: str = "free"
+    copy_engine: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +58,25 @@ class Groups:
     topology: Topology
     rank: int
     _by_use_and_span: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
+    _registered: RegisteredMemory | None = None
 
     def of(self, use: Use, span: AxisSpan) -> dist.ProcessGroup:
         """This rank's group for `use` along an axis span."""
         return self._by_use_and_span[use, span]
 
+    def copies(self, use: Use, span: AxisSpan) -> bool:
+        """Whether copy engines carry the collectives of `use` along `span`."""
+        inside = all(axis.link is Link.INTRA for axis in span)
+        return self._registered is not None and use is Use.GATHER and inside
+
+    def whole_memory(self) -> AbstractContextManager[object]:
+        """While entered, this thread allocates buffers where all-gathers fill them best."""
+        return nullcontext() if self._registered is None else self._registered.allocating()
+
     def close(self) -> None:
         """Destroys the groups: threads of live gloo groups keep waking up."""
+        if self._registered is not None:
+            self._registered.close()
         while self._by_use_and_span:  # popped: this object may be kept alive, the groups must not
             dist.destroy_process_group(self._by_use_and_span.popitem()[1])
 
@@ -92,6 +108,8 @@ def make_groups(
         return Groups(topology=topology, rank=rank, _by_use_and_span={})
     device = config.device if config.backend == "nccl" else None
     mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
+    registered = RegisteredMemory() if config.copy_engine else None
+    groups = Groups(topology=topology, rank=rank, _by_use_and_span=mine, _registered=registered)
     for use in Use:
         for span in sorted(spans.get(use, ()), key=lambda span: [axis.index for axis in span]):
             seen: set[tuple[int, ...]] = set()
@@ -100,16 +118,20 @@ def make_groups(
                 if members in seen:
                     continue
                 seen.add(members)
+                copies = groups.copies(use, span)
+                options = None if device is None else _nccl_options(config, device, copies=copies)
                 group = dist.new_group(
                     list(members),
                     backend=config.backend,
                     timeout=config.timeout,
-                    pg_options=None if device is None else _nccl_options(config, device),
+                    pg_options=options,
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
                     mine[use, span] = group
-    return Groups(topology=topology, rank=rank, _by_use_and_span=mine)
+                    if copies and registered is not None and device is not None:
+                        registered.register(group, device)
+    return groups
 
 
 # Gathers and reductions inside groups and between them, and one of rotation, codes or samples that
@@ -117,7 +139,9 @@ def make_groups(
 _MOST_AT_ONCE = 6
 
 
-def _nccl_options(config: GroupConfig, device: torch.device) -> dist.ProcessGroupNCCL.Options:
+def _nccl_options(
+    config: GroupConfig, device: torch.device, *, copies: bool
+) -> dist.ProcessGroupNCCL.Options:
     """Options of one NCCL group, which keeps them.
 
     Collectives run on the comm stream that calls them. Only grouped messages, of the rotation, run
@@ -125,6 +149,8 @@ def _nccl_options(config: GroupConfig, device: torch.device) -> dist.ProcessGrou
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = config.timeout  # otherwise torch warns that it takes the group's
+    if copies:
+        use_copy_engines(options)
     if config.launch_order == "implicit":
         os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # read by NCCL from 2.26
         return options

@@ -38,6 +38,7 @@ class RuntimeConfig:
     distributed_backend: str = "nccl"  # or "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
     paro_nccl_launch_order: str = "free"  # or "implicit": see groups.py
+    paro_nccl_copy_engine: bool = False  # see registered_memory.py
     flight_recorder_dir: str | None = None
 
     @property
@@ -52,6 +53,7 @@ class RuntimeConfig:
             backend=self.distributed_backend,
             device=device,
             launch_order=self.paro_nccl_launch_order,
+            copy_engine=self.paro_nccl_copy_engine,
         )
 
     def __post_init__(self) -> None:
@@ -60,6 +62,11 @@ class RuntimeConfig:
             raise UserError(
                 f"--distributed-timeout-minutes {minutes} must be positive and at most "
                 f"{_MAX_MINUTES}, a year"
+            )
+        if self.paro_nccl_copy_engine and self.distributed_backend != "nccl":
+            raise UserError(
+                f"--paro-nccl-copy-engine is for GPUs, and --distributed-backend is "
+                f"{self.distributed_backend}: leave one of them out"
             )
 
 

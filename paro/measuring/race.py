@@ -180,7 +180,10 @@ class Race:
         """Seconds and processor time of a repetition, and the buffers with the results."""
         device = self.control.device
         move = trial.move
-        buffers = [torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)]
+        with collectives.whole_memory():
+            buffers = [
+                torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)
+            ]
         for buffer in buffers:
             trial.fill(buffer)
         _finish(device)

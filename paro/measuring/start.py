@@ -94,7 +94,8 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
         "torch": f"torch {torch.__version__}",
         "backend": config.runtime.distributed_backend,
         "collectives": ", ".join(algorithms_of(config)),
-        "launch_order": config.runtime.paro_nccl_launch_order,
+        "launch_order": config.runtime.paro_nccl_launch_order
+        + ", copy engine" * config.runtime.paro_nccl_copy_engine,
         "places": str(hosts),
         "model": str(alone.model),
         "tokens": f"{alone.batches.micro_batch_size} x {alone.data.seq_length}",

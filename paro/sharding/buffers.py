@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -78,7 +79,8 @@ class ElasticBuffer:
     """A 1-D tensor whose storage can be freed and reallocated while every view stays valid.
 
     Tensors saved by autograd are views of one storage object, so the storage is resized and
-    never replaced. Between `free` and `alloc` reading any view is an error.
+    never replaced. Between `free` and `alloc` reading any view is an error. It is allocated inside
+    of what `memory` returns.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class ElasticBuffer:
         device: torch.device,
         tally: Tally,
         layout: UnitLayout | None = None,
+        memory: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.values = torch.empty(numel, dtype=dtype, device=device)
         # Created while the storage exists: a view cannot be created without it.
         self.boxes = {} if layout is None else box_views(self.values, layout)
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
+        self._memory = memory
         self.values.untyped_storage().resize_(0)
 
     @property
@@ -104,7 +108,8 @@ class ElasticBuffer:
     def alloc(self) -> None:
         """Allocates the storage; its contents are uninitialized."""
         assert not self.alive, "storage taken twice"
-        self.values.untyped_storage().resize_(self._num_bytes)
+        with self._memory():
+            self.values.untyped_storage().resize_(self._num_bytes)
         self._tally.change(1, self._num_bytes)
 
     def free(self) -> None:

@@ -60,6 +60,7 @@ class ShardedUnit(UnitShards):
                 dtype=self.param_shard.dtype,
                 tally=context.ledger.whole_params,
                 device=device,
+                memory=context.collectives.whole_memory,
             )
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self._grad_U: ElasticBuffer | None = None

@@ -13,6 +13,7 @@ from tests.paro.config.test_run import PRESET, SMALL, configure
 ROTATE = "--paro-materialize rotate"
 EIGHT = World(size=8, ranks_per_node=4)
 GQA = "--group-query-attention --num-query-groups"
+COPIES = "--paro-nccl-copy-engine"
 STEPS = "--step-batch-size-schedule"
 
 
@@ -33,6 +34,12 @@ STEPS = "--step-batch-size-schedule"
             "--tensor-model-parallel-size 2",
             "--tensor-model-parallel-size 2 ... --paro-strategy GGG",
         ),
+        (f"{COPIES} --distributed-backend gloo", f"{COPIES} is for GPUs ... leave one of them"),
+        (f"{COPIES} --paro-strategy NIG", f"{COPIES} ... none: NIG"),
+        (f"{COPIES} --paro-strategy III {ROTATE}", f"{COPIES} ... none ... {ROTATE}"),
+        (f"{COPIES} --paro-strategy GGG --paro-group-size 1", f"{COPIES} ... --paro-group-size 1"),
+        (f"{COPIES} --paro-group-size 4", f"{COPIES} ... --paro-group-size 4, 2 ranks a node"),
+        (f"{COPIES} --paro-collective flat", f"{COPIES} ... --paro-collective flat; leave it out"),
         ("--paro-rotate-in-place", "--paro-rotate-in-place needs --paro-materialize rotate"),
         # The model
         ("--num-attention-heads 5", "--hidden-size 64 ... --num-attention-heads 5"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -11,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from paro.collectives import wire
+from paro.collectives.native import NativeCollectives
+from paro.distributed.byte_counter import ByteCounter
+from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig, make_groups
+from paro.sharding.buffers import ElasticBuffer, Tally
 from paro.topology import Use, make_topology
 from tests.helpers.refusals import refused
 
@@ -98,3 +106,118 @@ def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
     make = partial(made_by, monkeypatch, 0, "nccl", options=OldOptions)
     refused(make, "--paro-nccl-launch-order implicit")
     assert len(make(launch_order="implicit")) == 2
+
+
+class CopyOptions(Options):
+    """Of a torch that names NCCL's policies."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        super().__init__(is_high_priority_stream)
+        self.config.cta_policy = None
+
+
+class FakeNccl:
+    """Stands for torch's groups and memory pools under NCCL, and notes their calls in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **kind: Any) -> None:
+        self.notes: list[tuple[Any, ...]] = []
+        kind = {"Options": CopyOptions, "NCCL_CTA_POLICY_ZERO": 2, **kind}
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(**kind), raising=False)
+        monkeypatch.setattr(dist, "new_group", self.new_group)
+        monkeypatch.setattr(
+            dist, "destroy_process_group", lambda group: self.notes.append(("destroy", group.ranks))
+        )
+        monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator))
+        monkeypatch.setattr(torch.cuda, "use_mem_pool", self.use_mem_pool)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+        properties = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+        self.policies: dict[tuple[int, ...], int | None] = {}
+
+    def new_group(self, ranks: list[int], **named: Any) -> object:
+        self.policies[tuple(ranks)] = named["pg_options"].config.cta_policy
+        backend = SimpleNamespace(
+            mem_allocator="of NCCL",
+            register_mem_pool=lambda pool, symm: self.notes.append(("register", ranks, pool, symm)),
+            deregister_mem_pool=lambda pool: self.notes.append(("deregister", ranks, pool)),
+        )
+        return SimpleNamespace(ranks=ranks, _get_backend=lambda _device: backend)
+
+    @contextmanager
+    def use_mem_pool(self, pool: object) -> Iterator[None]:
+        self.notes.append(("enter", pool))
+        yield
+        self.notes.append(("leave", pool))
+
+
+COPYING = GroupConfig(
+    timeout=timedelta(seconds=7),
+    backend="nccl",
+    device=torch.device("cuda", 1),
+    copy_engine=True,
+)
+
+
+def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = FakeNccl(monkeypatch)
+    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
+    inside, between = topology.axes_between(1, 2), topology.axes_between(2, 4)
+    spans = {Use.GATHER: frozenset({inside, between})}
+    groups = make_groups(topology, 1, spans, COPYING)
+    assert nccl.policies == {(0, 1): 2, (2, 3): 2, (0, 2): None, (1, 3): None}
+    pool = ("pool", "of NCCL")
+    assert nccl.notes == [("register", [0, 1], pool, True)]
+    streams = make_comm_streams(torch.device("cpu"), overlap=False, backend="gloo")
+    collectives = NativeCollectives(groups, streams, ByteCounter())
+    buffer = ElasticBuffer(
+        8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        tally=Tally(),
+        memory=collectives.whole_memory,
+    )
+    buffer.alloc()
+    assert nccl.notes[1:] == [("enter", pool), ("leave", pool)]
+
+    # What is sent is registered too: it lies in the whole buffer.
+    sent: list[Tensor] = []
+    monkeypatch.setattr(wire, "_all_gather", lambda _whole, shard, group: sent.append(shard))
+    shard = torch.full((2,), 5.0)
+    collectives.all_gather(buffer.values, (*inside, *between), shard=shard).wait()
+    assert sent[0].data_ptr() == shard.data_ptr()  # between groups
+    assert sent[1].data_ptr() == buffer.values[4:].data_ptr()
+    collectives.all_gather(buffer.values, inside, shard=torch.full((4,), 7.0)).wait()
+    assert sent[2].data_ptr() == buffer.values[4:].data_ptr()
+    assert sent[2].tolist() == [7.0] * 4
+
+    nccl.notes.clear()
+    groups.close()
+    assert [note[0] for note in nccl.notes] == ["deregister", "destroy", "destroy"]
+
+
+def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = FakeNccl(monkeypatch)
+    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
+    groups = make_groups(topology, 1, {Use.REDUCE: frozenset({topology.axes[:1]})}, COPYING)
+    assert nccl.policies == {(0, 1): None, (2, 3): None}
+    with groups.whole_memory():
+        assert nccl.notes == []
+
+
+@pytest.mark.parametrize(
+    "lacks",
+    [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": Options}, {"version": (2, 27, 5)}],
+    ids=["the policy's name", "the option", "the collectives"],
+)
+def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
+    lacks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = lacks.pop("version", (2, 28, 9))
+    FakeNccl(monkeypatch, **lacks)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
+    spans = {Use.GATHER: frozenset({topology.axes[:1]})}
+    refused(
+        lambda: make_groups(topology, 1, spans, COPYING),
+        "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",
+    )

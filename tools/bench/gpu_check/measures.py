@@ -234,8 +234,10 @@ def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1)
 
 
 def collectives(runner: Runner) -> Outcome:
-    """The collectives of this backend over all GPUs, in either launch order."""
+    """The collectives of this backend over all GPUs, in either launch order; by copy engines."""
     found = [_collectives(runner, order) for order in ("free", "implicit")]
+    if not runner.rehearse:  # a CPU has none
+        found.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))
     return Outcome(
         passed=all(one.passed for one in found),
         lines=tuple(line for one in found for line in one.lines),
@@ -244,33 +246,38 @@ def collectives(runner: Runner) -> Outcome:
     )
 
 
-def _collectives(runner: Runner, order: str) -> Outcome:
-    file = runner.folder / f"collectives-{order}.json"
+def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:
+    name = "".join([order, *flags])
+    file = runner.folder / f"collectives-{name}.json"
     file.unlink(missing_ok=True)
     words = ["tools/bench_collectives.py", "--distributed-backend", runner.backend]
     words += ["--group-size", str(max(1, runner.num_gpus // 2)), "--json", str(file)]
-    words += ["--algorithms", "native,ho-ring,flat", "--paro-nccl-launch-order", order]
+    words += ["--algorithms", "native,ho-ring,flat", "--paro-nccl-launch-order", order, *flags]
     if runner.rehearse:
         words += ["--sizes", "0.1M", "--rounds", "1"]
-    picture = runner.folder / f"collectives-{order}.png"
-    ended = runner.ranks(f"collectives-{order}", [*words, "--plot", picture])
+    picture = runner.folder / f"collectives-{name}.png"
+    ended = runner.ranks(f"collectives-{name}", [*words, "--plot", picture])
     if ended.failure or not file.exists():
         return Outcome(passed=False, lines=(ended.failure or "no figures",))
-    figures = {f"rows, {order}": json.loads(file.read_text(encoding="utf-8"))}
+    figures = {f"rows, {name}": json.loads(file.read_text(encoding="utf-8"))}
     return Outcome(
         passed=True,
-        lines=(f"launch order {order}:", *filter(None, ended.output.splitlines())),
+        lines=(
+            f"launch order {' '.join([order, *flags])}:",
+            *filter(None, ended.output.splitlines()),
+        ),
         figures=figures,
         pictures=(picture.name,),
     )
 
 
 def peers(runner: Runner) -> Outcome:
-    """IIG, NIG and GGG beside FSDP2, and its hybrid; IIG also in other orders of collectives."""
+    """IIG, NIG and GGG beside FSDP2, and its hybrid; IIG in other orders, and by copy engines."""
     file = runner.folder / "peers.json"
     file.unlink(missing_ok=True)
     contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG,paro:IIG+at-once"
     contenders += ",paro:IIG+in-order,paro:IIG+in-order-at-once"
+    contenders += "" if runner.rehearse else ",paro:IIG+copy-engine"  # a CPU has none
     words = ["tools/bench/compare_peers.py", "--contenders", contenders, "--json", file]
     words += ["--distributed-backend", runner.backend]
     words += ["--group-size", max(1, runner.num_gpus // 2)]

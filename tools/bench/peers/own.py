@@ -29,6 +29,7 @@ WAYS = {
     "4-bit": [*_FOUR_BITS, "--paro-inter-bits-warmup-iters", "0"],
     "ahead": ["--paro-updated-ahead", "2"],
     "at-once": _AT_ONCE,
+    "copy-engine": ["--paro-nccl-copy-engine"],
     "in-order": _IN_ORDER,
     "in-order-at-once": [*_IN_ORDER, *_AT_ONCE],
 }
