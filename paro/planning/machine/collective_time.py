@@ -292,7 +292,7 @@ class RingSpeed(NamedTuple):
 def ring_speed(machine: Machine, span: AxisSpan, *, own_nics: bool = False) -> RingSpeed:
     """The ring of a non-empty span, in which the ranks of a group are neighbours.
 
-    With `own_nics` each flow of a group has one of its NICs, else all of them together.
+    With `own_nics` each flow of a group has one of its NICs at most, else all of them together.
     """
     size = _size(span)
     if span[-1].outer <= machine.group_size:
@@ -306,8 +306,11 @@ def ring_speed(machine: Machine, span: AxisSpan, *, own_nics: bool = False) -> R
     lap = crossings * speed.latency_seconds
     if inside > 1:
         lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
-    num_nics = 1 if machine.nic is Nic.SHARED else flows if own_nics else machine.group_size
-    per_byte = 8 * flows / (speed.bits_per_second * num_nics)
+    if machine.nic is Nic.SHARED:
+        share = max(flows, machine.nics) if own_nics else flows
+    else:
+        share = 1 if own_nics else flows / machine.group_size
+    per_byte = 8 * share / speed.bits_per_second
     return RingSpeed(size, lap, speed.latency_seconds, per_byte)
 
 

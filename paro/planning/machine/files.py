@@ -91,6 +91,7 @@ class _File:
     nic: Nic
     links: _Links
     measured: list[_Row]
+    nics: int = 1
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()
     launch_order: LaunchOrder = "free"
@@ -179,6 +180,7 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
             world_size=fields.world_size,
             group_size=fields.group_size,
             nic=fields.nic,
+            nics=fields.nics,
             intra=_speed_of(fields.links.intra),
             inter=_speed_of(fields.links.inter),
             measured=tuple(map(_measured, fields.measured)),
@@ -213,6 +215,8 @@ def _planning_fields(machine: Machine) -> dict[str, object]:
         found["device"] = {k: v for k, v in asdict(machine.device).items() if v is not None}
     if machine.uneven:
         found["uneven"] = [asdict(part) for part in machine.uneven]
+    if machine.nics != 1:
+        found["nics"] = machine.nics
     if machine.launch_order != "free":
         found["launch_order"] = machine.launch_order
     if machine.sources:

@@ -142,6 +142,7 @@ class Machine:
     world_size: int
     group_size: int
     nic: Nic = Nic.PER_RANK
+    nics: int = 1  # that a group's shared link consists of; a rank sends to another over one
     intra: LinkSpeed | None = None
     inter: LinkSpeed | None = None
     measured: tuple[Measured, ...] = ()
@@ -152,6 +153,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         refuse(ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size}))
+        refuse(numbers({"nics": self.nics}, "nics"))
         rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:

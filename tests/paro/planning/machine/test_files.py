@@ -39,6 +39,7 @@ MACHINE = Machine(
     world_size=8,
     group_size=4,
     nic=Nic.SHARED,
+    nics=2,
     inter=replace(speed(0.094310123, 3.1e-4), bandwidth_source=BandwidthSource.FITTED),
     measured=(
         Measured(

@@ -62,18 +62,20 @@ def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str) -> Non
     assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)
 
 
-@pytest.mark.parametrize("nic", Nic)
-def test_a_flat_ring_leaves_a_group_by_one_nic(nic: Nic) -> None:
-    """A double ring leaves it by all; a shared NIC carries what all ranks of its group send."""
-    slow = machine(inter=1, nic=nic)
+@pytest.mark.parametrize(
+    ("nic", "nics", "part"),
+    [(Nic.PER_RANK, 1, 1.0), (Nic.SHARED, 1, 1 / 8), (Nic.SHARED, 4, 1 / 2)],
+)
+def test_a_flat_ring_leaves_a_group_by_one_nic(nic: Nic, nics: int, part: float) -> None:
+    """A double ring leaves it by all; a shared link carries what all ranks of its group send."""
+    slow = replace(machine(inter=1, nic=nic), nics=nics)
 
     def exposed(inner: int) -> float:
         layout = ContextLayout(size=32, inner=inner)
         return simulate(costs(shared(layout, machine=slow))).exposed["context"]
 
     messages = 31 / 3  # more than in the double ring's outer one
-    messages /= 8 if nic is Nic.SHARED else 1
-    assert exposed(32) / exposed(8) == pytest.approx(messages, rel=0.1)
+    assert exposed(32) / exposed(8) == pytest.approx(messages * part, rel=0.1)
 
 
 def by_turns(hops: dict[str, tuple[float, float]], steps: int, turns: int, part: float) -> float:
