@@ -152,15 +152,14 @@ class Machine:
     sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
 
     def __post_init__(self) -> None:
-        refuse(ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size}))
-        refuse(numbers({"nics": self.nics}, "nics"))
-        rows = [(row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured]
+        ranks = ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size})
+        refuse(ranks + numbers({"nics": self.nics}, "nics"))
+        rows = ((row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured)
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
                 what = f"{row[1].value} over {row[0].value} axes by {row[2]}, {row[3]} bytes"
                 raise UserError(f"measured: {what}, is there twice")
-        num_uneven = sum(part.num_groups for part in self.uneven)
-        if num_uneven > self.num_groups:
+        if (num_uneven := sum(part.num_groups for part in self.uneven)) > self.num_groups:
             raise UserError(f"uneven: it lists {num_uneven} groups of {self.num_groups}")
 
     @property
@@ -326,9 +325,8 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
     """The least bytes on a link of each kind in one all-gather or one reduce-scatter.
 
-    For ng groups of m ranks, a buffer of V bytes and any
-    algorithm: V (m - 1) / m reach a rank inside its group, and V (ng - 1) / ng reach a group, over
-    m NICs or over one. Along inter axes alone every rank has a buffer of its own.
+    For ng groups of m ranks, V bytes and any algorithm: V (m - 1) / m reach a rank inside its group,
+    and V (ng - 1) / ng a group, over m NICs or one. Along inter axes alone a rank's buffer is its own.
     """
     m, ng = machine.group_size, machine.num_groups
     within = m if axes is not Axes.INTER else 1
