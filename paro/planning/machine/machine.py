@@ -325,8 +325,8 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
     """The least bytes on a link of each kind in one all-gather or one reduce-scatter.
 
-    For ng groups of m ranks, V bytes and any algorithm: V (m - 1) / m reach a rank inside its group,
-    and V (ng - 1) / ng a group, over m NICs or one. Along inter axes alone a rank's buffer is its own.
+    For ng groups of m ranks, V bytes and any algorithm: V (m - 1) / m reach a rank inside, and
+    V (ng - 1) / ng a group, over m NICs or one. Along inter axes alone each rank has its own.
     """
     m, ng = machine.group_size, machine.num_groups
     within = m if axes is not Axes.INTER else 1
