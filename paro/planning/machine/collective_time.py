@@ -306,10 +306,9 @@ def ring_speed(machine: Machine, span: AxisSpan, *, own_nics: bool = False) -> R
     lap = crossings * speed.latency_seconds
     if inside > 1:
         lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
+    share = 1.0 if own_nics else flows / machine.group_size
     if machine.nic is Nic.SHARED:
         share = max(flows, machine.nics) if own_nics else flows
-    else:
-        share = 1 if own_nics else flows / machine.group_size
     per_byte = 8 * share / speed.bits_per_second
     return RingSpeed(size, lap, speed.latency_seconds, per_byte)
 
