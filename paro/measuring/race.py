@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -71,6 +71,27 @@ class Turn(NamedTuple):
     busy_seconds: float | None = None
 
 
+@dataclass(slots=True)
+class _Timed:
+    """The turns of one collective by one algorithm, of which the first does not count."""
+
+    repeats: int = 1
+    turns: list[Turn] = field(default_factory=list)
+
+    def outcome(self, move: Move, algorithm: str) -> Outcome:
+        counted = self.turns[1:]
+        busy = [turn.busy_seconds for turn in counted if turn.busy_seconds is not None]
+        return Outcome(
+            move=move,
+            algorithm=algorithm,
+            repeats=self.repeats,
+            seconds_by_round=tuple(turn.seconds for turn in counted),
+            correct=all(turn.correct for turn in self.turns),
+            cpu_seconds=median(turn.cpu_seconds for turn in counted),
+            busy_seconds=median(busy) if busy else None,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Race:
     """Which algorithms race, on which topology, for how many rounds."""
@@ -94,38 +115,19 @@ class Race:
             for move in moves
         ]
         names = self.algorithms
-        repeats = dict.fromkeys(names, [1] * len(trials))
-        correct = {name: [True] * len(trials) for name in names}
-        seconds: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
-        cpu: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
-        busy: dict[str, list[list[float]]] = {name: [[] for _ in trials] for name in names}
+        timed = {name: [_Timed() for _ in trials] for name in names}
         for number in range(1 + self.rounds):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
                 late = number > max(0, self.rounds - BUSY_ROUNDS)
-                turns = self._visit(
-                    name, trials, repeats[name], busy_too=late and self.while_computing
-                )
-                for index, turn in enumerate(turns):
-                    correct[name][index] &= turn.correct
-                    if number > 0:
-                        seconds[name][index].append(turn.seconds)
-                        cpu[name][index].append(turn.cpu_seconds)
-                        if turn.busy_seconds is not None:
-                            busy[name][index].append(turn.busy_seconds)
-                if number == 0:
-                    pairs = zip(moves, turns, strict=True)
-                    repeats[name] = [count_repeats(*pair) for pair in pairs]
+                repeats = [one.repeats for one in timed[name]]
+                turns = self._visit(name, trials, repeats, busy_too=late and self.while_computing)
+                for move, turn, one in zip(moves, turns, timed[name], strict=True):
+                    one.turns.append(turn)
+                    if number == 0:
+                        one.repeats = count_repeats(move, turn)
         return [
-            Outcome(
-                move=move,
-                algorithm=name,
-                repeats=repeats[name][index],
-                seconds_by_round=tuple(seconds[name][index]),
-                correct=correct[name][index],
-                cpu_seconds=median(cpu[name][index]),
-                busy_seconds=median(busy[name][index]) if busy[name][index] else None,
-            )
+            timed[name][index].outcome(move, name)
             for index, move in enumerate(moves)
             for name in names
         ]
