@@ -93,7 +93,7 @@ def run(
         datasets = setup.open_data(config, state, loaded, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
         log.log0(line)
-    sources = build_sources(config, datasets, training, state)
+    sources = build_sources(config, datasets, training, state, trained_on=resumed.trained_on)
 
     with control.raise_on_all_ranks():
         watchdog.open_heartbeat(config.watch)

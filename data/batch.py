@@ -15,6 +15,8 @@ from torch.utils.data import Dataset
 from data.document_bounds import DocumentRules, bounds_of
 from paro.errors import UserError, is_storage_failure
 
+TokenBytes = NDArray[np.int64]  # how many bytes of text each id stands for
+
 
 class Samples(Protocol):
     """A finite set of samples, each seq_length + 1 token ids."""
@@ -38,6 +40,7 @@ class Batch:
     labels_BS: Tensor  # noqa: N815  int64
     loss_mask_BS: Tensor  # noqa: N815  float32
     mask_sum: float
+    text_bytes: float = 0.0  # that the labels stand for, weighed by the mask; 0: not counted
     positions_BS: Tensor | None = None  # noqa: N815  int64, [B or 1, S]; None: 0 to S - 1
     document_lengths: tuple[int, ...] | None = None  # of all samples; None: one per sample
     seq_length: int | None = None  # of a whole sample; None: nothing was cut
@@ -85,17 +88,26 @@ def collate(
     rules: DocumentRules | None = None,
     *,
     num_masked: int = 0,
+    token_bytes: TokenBytes | None = None,
 ) -> Batch:
-    """A batch of tokens and labels from samples of seq_length + 1 tokens, the last ones masked."""
+    """A batch of tokens and labels from samples of seq_length + 1 tokens, the last ones masked.
+
+    Bytes of text are counted here, where processes read ahead and labels lie in memory: a device
+    gets no table, and a sum on it would have to be brought back.
+    """
     text = np.stack(samples)
     bounds = bounds_of(text[:, :-1], rules)
     positions, loss_mask = bounds.positions_BS, bounds.loss_mask_BS
     loss_mask[len(samples) - num_masked :] = 0.0
+    text_bytes = 0.0
+    if token_bytes is not None:
+        text_bytes = float((token_bytes[text[:, 1:]] * loss_mask).sum())
     return Batch(
         torch.from_numpy(text[:, :-1].copy()),
         torch.from_numpy(text[:, 1:].copy()),
         torch.from_numpy(loss_mask),
         mask_sum=float(loss_mask.sum(dtype=np.float64)),
+        text_bytes=text_bytes,
         positions_BS=None if positions is None else torch.from_numpy(positions),
         document_lengths=bounds.document_lengths,
     )
@@ -116,6 +128,7 @@ class Fetch(Dataset[Batch | Failure]):
     rules: DocumentRules | None
     masks_beyond_end: bool = False
     ranges: tuple[range, ...] | None = None  # None: whole samples
+    token_bytes: TokenBytes | None = None  # None: bytes of text are not counted
 
     def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1
@@ -133,7 +146,8 @@ class Fetch(Dataset[Batch | Failure]):
     def _collate(self, numbers: Sequence[int], *, num_masked: int = 0) -> Batch | Failure:
         try:
             samples = [self.dataset[number] for number in numbers]
-            batch = collate(samples, self.rules, num_masked=num_masked)
+            counts = self.token_bytes
+            batch = collate(samples, self.rules, num_masked=num_masked, token_bytes=counts)
             return batch if self.ranges is None else batch.cut(self.ranges)
         except UserError as error:
             return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,10 +12,12 @@ from functools import cache
 from pathlib import Path
 
 from data.atomic_file import replacing
-from data.tokenizer import build_tokenizer
+from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 from paro.untrusted.schema import read_json
+
+_COUNTS = re.compile(r"(?:[0-9]{1,9} )*[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,15 @@ class Fingerprint:
     file: str
     vocab_size: int
     digest: str
+    # How many bytes of text the ids 0, 1, ... stand for, with a blank between; None: not known.
+    token_bytes: str | None = None
+
+    def __post_init__(self) -> None:
+        text = self.token_bytes
+        if text is None:
+            return
+        if not _COUNTS.fullmatch(text) or text.count(" ") + 1 != self.vocab_size:
+            raise UserError(f"token_bytes: must be {self.vocab_size} counts with blanks between")
 
     def describe(self) -> str:
         name = f"{self.tokenizer_type} {self.file}".rstrip()
@@ -36,8 +48,11 @@ class Fingerprint:
 
 
 @cache
-def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
-    """A tokenizer's fingerprint; None for NullTokenizer, whose ids fit any corpus."""
+def fingerprint_of(config: TokenizerConfig, *, with_bytes: bool = False) -> Fingerprint | None:
+    """A tokenizer's fingerprint; None for NullTokenizer, whose ids fit any corpus.
+
+    A corpus stores it `with_bytes`, which takes a second for a vocabulary of 256,000.
+    """
     tokenizer = build_tokenizer(config)
     if not tokenizer.vocabulary:
         return None
@@ -48,7 +63,18 @@ def fingerprint_of(config: TokenizerConfig) -> Fingerprint | None:
         file=file,
         vocab_size=tokenizer.vocab_size,
         digest=digest_of(tokenizer.vocabulary, tokenizer.eod),
+        token_bytes=_token_bytes(tokenizer) if with_bytes else None,
     )
+
+
+def _token_bytes(tokenizer: Tokenizer) -> str | None:
+    counts = tokenizer.token_bytes()
+    if counts is None:
+        return None
+    for number in (tokenizer.eod, tokenizer.bos):  # either may be an ordinary piece
+        if number is not None:
+            counts[number] = 0
+    return " ".join(map(str, counts))
 
 
 def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
@@ -80,14 +106,12 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
     return found
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> None:
-    """Raises `UserError` if a corpus is known to be made with another tokenizer."""
+def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fingerprint | None:
+    """The fingerprint of a corpus, if it has one; `UserError` if it is of another tokenizer."""
     made_with = read_fingerprint(prefix)
-    if made_with is None or tokenizer is None:
-        return
-    given = fingerprint_of(tokenizer)
-    if given is None or given.digest == made_with.digest:
-        return
+    given = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
+    if made_with is None or given is None or given.digest == made_with.digest:
+        return made_with
     raise UserError(
         f"{prefix}.bin was made with {made_with.describe()}, and the tokenizer given is "
         f"{given.describe()}: give the first one, or write the corpus again with the second; if "

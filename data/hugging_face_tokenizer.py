@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from data.hub import how_to_fetch
+from data.token_bytes import bytes_of_pieces
 from paro.errors import UserError
 from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
@@ -52,6 +53,9 @@ class LibraryTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
 
+    def token_bytes(self) -> list[int] | None:
+        return bytes_of_pieces(self._tokenizer, self.vocab_size)
+
 
 class _TransformersTokenizer(LibraryTokenizer):
     """A tokenizer of transformers."""
@@ -70,6 +74,10 @@ class _TransformersTokenizer(LibraryTokenizer):
         decode = self._tokenizer.decode
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(decode(list(ids), **options))
+
+    def token_bytes(self) -> list[int] | None:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return None if fast is None else bytes_of_pieces(fast, self.vocab_size)
 
 
 def hugging_face_tokenizer(model: str) -> LibraryTokenizer:

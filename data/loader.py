@@ -6,22 +6,23 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from data.batch import Batch, Failure, Fetch, Samples
+from data.batch import Batch, Failure, Fetch, Samples, TokenBytes
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.config import DataConfig
 from data.document_bounds import DocumentRules
-from data.fingerprint import check_tokenizer
+from data.fingerprint import Fingerprint, check_tokenizer
 from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_vocabulary
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
@@ -55,6 +56,7 @@ class Datasets:
     named_valid: Mapping[str, Samples] = field(default_factory=dict)  # instead of `valid`
     causes: Mapping[str, str] = field(default_factory=dict)  # why a data set has no sample
     unchecked: Sequence[str] = ()  # the corpora without checksums
+    made_with: Mapping[str, Fingerprint | None] = field(default_factory=dict)  # by prefix
 
     def describe(self) -> list[str]:
         """One line per split or validation set, printed at the start of a run."""
@@ -71,9 +73,24 @@ class Datasets:
 
     def train_corpora(self) -> tuple[GPTDataset, ...]:
         """The training corpora, one or those of a blend; empty for synthetic tokens."""
-        train = self.train
-        corpora = train.members if isinstance(train, BlendedDataset) else (train,)
-        return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
+        return _corpora_of(self.train)
+
+    def token_bytes(
+        self, samples: Samples, vocab_size: int, trained_on: Container[str] | None = None
+    ) -> TokenBytes | None:
+        """How many bytes of text the ids of a set stand for; of ids above its tokenizer's, none.
+
+        None unless all its corpora say the same, and the model was `trained_on` the fingerprints of
+        their tokenizers, if it is known on which.
+        """
+        found = {self.made_with[corpus.indexed.prefix] for corpus in _corpora_of(samples)}
+        tables = {made_with.token_bytes if made_with else None for made_with in found}
+        table = tables.pop() if len(tables) == 1 else None
+        digests = (made_with.digest for made_with in found if made_with)
+        if table is None or not all(trained_on is None or one in trained_on for one in digests):
+            return None
+        counts = np.array(table.split(), dtype=np.int64)
+        return np.pad(counts, (0, max(0, vocab_size - len(counts))))
 
     def train_order(self) -> list[list[int]]:
         """How the number of training samples affects their order, to compare runs.
@@ -82,6 +99,11 @@ class Datasets:
         """
         plans = [corpus.plan for corpus in self.train_corpora()]
         return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
+
+
+def _corpora_of(samples: Samples) -> tuple[GPTDataset, ...]:
+    corpora = samples.members if isinstance(samples, BlendedDataset) else (samples,)
+    return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
 
 
 def build_datasets(
@@ -119,6 +141,8 @@ def _build_from_corpora(
     """The splits in `counts`; a held-out split without a sample is skipped."""
 
     unchecked = []
+    made_with: dict[str, Fingerprint | None] = {}
+    known: dict[Fingerprint | None, Fingerprint | None] = {}  # so that equal ones are one object
     blends = _sets(config)
     _allow_open_files(blends.values())
 
@@ -127,7 +151,8 @@ def _build_from_corpora(
         corpus = IndexedDataset(prefix)
         if not corpus.has_checksums:
             unchecked.append(prefix)
-        check_tokenizer(prefix, tokenizer)
+        recorded = check_tokenizer(prefix, tokenizer)
+        made_with[corpus.prefix] = known.setdefault(recorded, recorded)
         check_vocabulary(corpus, vocab_size)
         return corpus
 
@@ -163,6 +188,7 @@ def _build_from_corpora(
         named_valid={name: samples for (_, name), samples in found.items() if name},
         causes=causes,
         unchecked=unchecked,
+        made_with=made_with,
     )
 
 
@@ -221,6 +247,7 @@ class MicroBatches:
     rules: DocumentRules | None = None
     whole: bool = False  # whole rounds, each padded at its end with masked samples
     ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
+    token_bytes: TokenBytes | None = None  # to count the bytes of text; None: they are not
     _source: Iterator[Batch | Failure] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -283,7 +310,13 @@ class MicroBatches:
         )
 
     def _fetch(self) -> Fetch:
-        return Fetch(self.dataset, self.rules, masks_beyond_end=self.whole, ranges=self.ranges)
+        return Fetch(
+            self.dataset,
+            self.rules,
+            masks_beyond_end=self.whole,
+            ranges=self.ranges,
+            token_bytes=self.token_bytes,
+        )
 
     def _read(self) -> Iterator[Batch | Failure]:
         fetch = self._fetch()

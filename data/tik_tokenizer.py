@@ -60,6 +60,10 @@ class TikTokenizer:
         text: str = self._encoding.decode(ordinary)
         return text
 
+    def token_bytes(self) -> list[int]:
+        pieces = map(self._encoding.decode_single_token_bytes, range(self._first_special))
+        return [*map(len, pieces), *[0] * NUM_SPECIAL]
+
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     if not path.is_file():

@@ -14,6 +14,7 @@ from paro.errors import UserError, reading
 from paro.untrusted.regular_file import read_bytes
 
 _MAX_ROWS = 2**31  # of an embedding
+BLANK = "\u2581"  # how SentencePiece spells a space
 
 
 class Tokenizer(Protocol):
@@ -48,6 +49,9 @@ class Tokenizer(Protocol):
         """Encodes many texts in one call of the library, on one thread."""
 
     def decode(self, ids: Iterable[int]) -> str: ...
+
+    def token_bytes(self) -> list[int] | None:
+        """How many bytes of text every id stands for, special tokens 0; None if they do not say."""
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -148,6 +152,16 @@ class SentencePieceTokenizer:
         text: str = self._processor.decode([int(token) for token in ids])
         return text
 
+    def token_bytes(self) -> list[int]:
+        return [self._bytes_of(number) for number in range(self.vocab_size)]
+
+    def _bytes_of(self, number: int) -> int:
+        pieces = self._processor
+        if pieces.is_control(number) or pieces.is_unknown(number):
+            return 0
+        text: str = pieces.id_to_piece(number)
+        return 1 if pieces.is_byte(number) else len(text.replace(BLANK, " ").encode())
+
 
 def _load_sentencepiece(path: Path) -> Any:
     try:
@@ -197,3 +211,6 @@ class NullTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
+
+    def token_bytes(self) -> None:
+        return None

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from data.gpt2_tokenizer import END, read_gpt2
-from data.tokenizer import SentencePieceTokenizer
+from data.tokenizer import BLANK, SentencePieceTokenizer
 from paro.untrusted.regular_file import read_bytes
-
-BLANK = "\u2581"  # how pieces spell a space
 
 # Test texts that expose differences between the two libraries.
 _PROBES = (

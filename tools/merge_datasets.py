@@ -58,7 +58,10 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
 
 
 def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
-    """The tokenizer that made all of them, or None if one does not record it; they must agree."""
+    """The tokenizer that made all of them, or None if one does not record it; they must agree.
+
+    Older data sets do not say what its ids stand for; if one of them does, it holds for all.
+    """
     found = {prefix: read_fingerprint(prefix) for prefix in prefixes}
     known = {prefix: fingerprint for prefix, fingerprint in found.items() if fingerprint}
     first = next(iter(known.items()), None)
@@ -68,7 +71,9 @@ def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
                 f"{bin_path(first[0])} was made with {first[1].describe()}, and {bin_path(prefix)} "
                 f"with {fingerprint.describe()}: only data sets of one tokenizer can be joined"
             )
-    return first[1] if first is not None and len(known) == len(found) else None
+    if first is None or len(known) < len(found):
+        return None
+    return next((one for one in known.values() if one.token_bytes is not None), first[1])
 
 
 def make_parser() -> argparse.ArgumentParser:

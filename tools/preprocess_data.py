@@ -84,7 +84,7 @@ def encoded_batches(
 def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[IndexedDatasetWriter]]:
     """A writer per prefix; the files are renamed to their final names at the end, all or none."""
     dtype = dtype_for_vocab(tokenizer_of(plan.tokenizer).vocab_size)
-    made_with = fingerprint_of(plan.tokenizer)
+    made_with = fingerprint_of(plan.tokenizer, with_bytes=True)
     with ExitStack() as files:
         writers = [
             files.enter_context(IndexedDatasetWriter(prefix, dtype, made_with))

@@ -13,7 +13,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.errors import UserError
 from paro.report.log import print_line
-from tools.run_report.charts import CHARTS, as_png
+from tools.run_report.charts import as_png, charts_of
 from tools.run_report.page import page
 from tools.run_report.runs import read_runs
 from tools.shared.command_line import Parser, status_of
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     write_text(options.output, page(runs, options.title))
     print_line(f"wrote {options.output}")
     if options.png_dir is not None:
-        for chart in CHARTS:
+        for chart in charts_of(runs):
             place = options.png_dir / f"{chart.name}.png"
             with output_file(place) as temporary:
                 temporary.write_bytes(as_png(chart, runs))

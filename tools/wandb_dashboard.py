@@ -48,6 +48,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     "training": (
         Panel("loss", ("lm loss", "lm loss validation"), "nats"),
+        Panel("bits per byte", ("bits per byte validation",), "bits/byte"),
         Panel("learning rate", ("learning-rate",)),
         Panel("gradient norm", ("grad-norm",)),
         Panel("steps left out", ("steps/skipped-iterations", "steps/nan-iterations"), "iterations"),

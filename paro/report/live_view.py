@@ -96,11 +96,14 @@ class LiveView:
         if time.monotonic() - self._drawn >= _LEAST_SECONDS:
             self._draw()
 
-    def validation(self, data_set: str, *, iteration: int, lm_loss: float) -> None:
+    def validation(
+        self, data_set: str, *, iteration: int, lm_loss: float, bits_per_byte: float | None = None
+    ) -> None:
         """Takes an evaluation, which the next redraw shows."""
         name = one_line(data_set.removeprefix("validation-"))
         before = "" if name == "validation" else f"{name} "
-        self._held_out[data_set] = f"{before}{lm_loss:.4f} at iteration {iteration}"
+        bits = "" if bits_per_byte is None else f" ({bits_per_byte:.4f} bits per byte)"
+        self._held_out[data_set] = f"{before}{lm_loss:.4f}{bits} at iteration {iteration}"
 
     def begin_below(self) -> None:
         """Starts the view again below, once: a launcher printed below it at an interrupt.

@@ -73,7 +73,14 @@ def perplexity(lm_loss: float) -> float:
     return math.exp(min(20.0, lm_loss))
 
 
-def validation_block(*, iteration: int, lm_loss: float, data_set: str | None, read: str) -> str:
+def validation_block(
+    *,
+    iteration: int,
+    lm_loss: float,
+    data_set: str | None,
+    read: str,
+    bits_per_byte: float | None = None,
+) -> str:
     """The validation line between two rules; `data_set` is its name in the final evaluations.
 
     `read` says which samples of the set the loss is of.
@@ -81,7 +88,10 @@ def validation_block(*, iteration: int, lm_loss: float, data_set: str | None, re
     where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
     line = (
         f" validation loss at {where} | lm loss value: {lm_loss:.6E} | "
-        f"lm loss PPL: {perplexity(lm_loss):.6E} | samples: {read} | "
+        f"lm loss PPL: {perplexity(lm_loss):.6E} | "
     )
+    if bits_per_byte is not None:
+        line += f"bits per byte: {bits_per_byte:.6f} | "
+    line += f"samples: {read} | "
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -24,6 +24,14 @@ from paro.report.tags import scalars_of
 from paro.report.time_left import TimeLeft
 
 
+class _Found(TypedDict):
+    """What an evaluation found, after how many iterations."""
+
+    iteration: int
+    lm_loss: float
+    bits_per_byte: float | None
+
+
 class View(Protocol):
     """Interface of the live view that replaces log lines on a terminal."""
 
@@ -31,7 +39,9 @@ class View(Protocol):
         self, record: IterationRecord, metrics: Metrics, *, seconds_left: float
     ) -> None: ...
 
-    def validation(self, data_set: str, *, iteration: int, lm_loss: float) -> None: ...
+    def validation(
+        self, data_set: str, *, iteration: int, lm_loss: float, bits_per_byte: float | None
+    ) -> None: ...
 
     def begin_below(self) -> None: ...
 
@@ -208,22 +218,22 @@ class Report:
         samples: int,
         lm_loss: float,
         read: str,
+        bits_per_byte: float | None = None,
         data_set: str | None = None,
     ) -> None:
         """Prints an evaluation of the samples `read`, such as `1 to 48`.
 
         `data_set` is its name if there are several, or after training.
         """
-        self.log.log_last(
-            validation_block(iteration=iteration, lm_loss=lm_loss, data_set=data_set, read=read)
-        )
         name = data_set or "validation"
-        self._show(lambda view: view.validation(name, iteration=iteration, lm_loss=lm_loss))
+        found: _Found = {"iteration": iteration, "lm_loss": lm_loss, "bits_per_byte": bits_per_byte}
+        self.log.log_last(validation_block(**found, data_set=data_set, read=read))
+        self._show(lambda view: view.validation(name, **found))
         scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
+        if bits_per_byte is not None:
+            scalars[f"bits per byte {name}"] = bits_per_byte
         self.scalars(scalars, iteration, samples)
-        self.records.add(
-            lambda run: run.validation(iteration=iteration, data_set=name, lm_loss=lm_loss)
-        )
+        self.records.add(lambda run: run.validation(name, **found))
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Writes values to the dashboards."""

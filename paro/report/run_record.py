@@ -1,7 +1,7 @@
 """FILE.run.json next to a metrics file: arguments, environment and evaluations of the run."""
 
 # {"starts": [{"iteration", "time", "arguments", "facts", "environment", "measured"}, ...],
-#  "validations": [{"iteration", "data_set", "lm_loss"}, ...]}
+#  "validations": [{"iteration", "data_set", "lm_loss", "bits_per_byte"}, ...]}
 # A resumed run adds its start, and removes evaluations of iterations that it will run again.
 
 from __future__ import annotations
@@ -54,16 +54,28 @@ class RunRecord:
         self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
         self._write()
 
-    def validation(self, *, iteration: int, data_set: str, lm_loss: float) -> None:
+    def validation(
+        self, data_set: str, *, iteration: int, lm_loss: float, bits_per_byte: float | None
+    ) -> None:
         """Adds an evaluation."""
-        finite = lm_loss if math.isfinite(lm_loss) else None
-        self._validations.append({"iteration": iteration, "data_set": data_set, "lm_loss": finite})
+        self._validations.append(
+            {
+                "iteration": iteration,
+                "data_set": data_set,
+                "lm_loss": _finite(lm_loss),
+                "bits_per_byte": _finite(bits_per_byte),
+            }
+        )
         self._write()
 
     def _write(self) -> None:
         record = {"starts": self._starts, "validations": self._validations}
         with replacing(self._path) as temporary:
             temporary.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -34,6 +34,7 @@ class _Validation(TypedDict):
     iteration: Count
     data_set: str
     lm_loss: Figure | None
+    bits_per_byte: NotRequired[Figure | None]
 
 
 class Record(TypedDict):

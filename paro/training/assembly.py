@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Mapping
+from dataclasses import replace
 from hashlib import sha256
 
 import torch
 
-from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
+from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from model.flops import flops_per_token
 from model.fusion import usable_kernels
 from model.initialization import initial_values, parameter_initializers
@@ -297,14 +298,22 @@ def count_samples(config: RunConfig, state: TrainState | None = None) -> SplitCo
 
 
 def build_sources(
-    config: RunConfig, datasets: Datasets, training: Training, state: TrainState
+    config: RunConfig,
+    datasets: Datasets,
+    training: Training,
+    state: TrainState,
+    *,
+    trained_on: Container[str] | None = None,
 ) -> Sources:
-    """This rank's micro-batches of every split, from the sample at which `state` is."""
+    """This rank's micro-batches of every split, from the sample at which `state` is.
+
+    `trained_on`: fingerprints of the tokenizers that the loaded model knows, if it says so.
+    """
 
     batches, world, context = config.batches, training.control.world, config.context
     ranges = context.layout.ranges(world.rank, config.data.seq_length)
 
-    def read(samples: Samples, size: int, consumed: int, *, whole: bool = False) -> Iterator[Batch]:
+    def read(samples: Samples, size: int, consumed: int, *, whole: bool = False) -> MicroBatches:
         return MicroBatches(
             samples,
             micro_batch_size=size,
@@ -321,9 +330,11 @@ def build_sources(
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
         size = batches.eval_micro_batch
         at_once = size * world.data_parallel_size
+        counts = datasets.token_bytes(samples, config.vocab_size, trained_on)
+        unscored = read(samples, size, 0 if whole else consumed, whole=whole)
         return HeldOut(
             name=name or None,
-            batches=read(samples, size, 0 if whole else consumed, whole=whole),
+            batches=replace(unscored, token_bytes=counts),
             num_micro_batches=-(-len(samples) // at_once) if whole else None,
         )
 

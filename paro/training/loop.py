@@ -23,6 +23,7 @@ from paro.report.report import Report
 from paro.training.local_copies import LocalCopies
 from paro.training.replicas import check_replicas
 from paro.training.step import (
+    Evaluation,
     Reasons,
     StepResult,
     Training,
@@ -327,16 +328,18 @@ class Loop:
         part = f"{begin + 1} to {begin + self._samples_per_evaluation}"
         for held_out in sets:
             self._begin("evaluating")
+            found = self._evaluation_of(held_out)
             self._report.validation(
                 iteration=self.state.iteration,
                 samples=self.state.consumed_train_samples,
-                lm_loss=self._loss_on(held_out),
+                lm_loss=found.loss,
+                bits_per_byte=found.bits_per_byte,
                 data_set=f"validation-{held_out.name}" if held_out.name else data_set,
                 read=part if held_out.num_micro_batches is None else "all",
             )
         return any(held_out.num_micro_batches is None for held_out in sets)
 
-    def _loss_on(self, held_out: HeldOut) -> float:
+    def _evaluation_of(self, held_out: HeldOut) -> Evaluation:
         training, whole = self.training, held_out.num_micro_batches
         batches = self._noted(held_out.batches)
         if whole is not None:

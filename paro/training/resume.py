@@ -132,8 +132,14 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         log.log0(f"--finetune: training begins with the parameters of --load {flags.load}")
     else:
         state = _state_of_load(common, config, log)
-    rows = unpadded_vocab_size(common)
-    return Resumed(state, base, token_ids=common.get("token_ids"), unpadded_vocab_size=rows)
+    ids, rows, known = common.get("token_ids"), unpadded_vocab_size(common), _trained_on(common)
+    return Resumed(state, base, token_ids=ids, unpadded_vocab_size=rows, trained_on=known)
+
+
+def _trained_on(common: Mapping[str, Any]) -> frozenset[str] | None:
+    """The fingerprints of the corpora that a checkpoint was trained on, if it names them."""
+    corpora = (common.get("order") or {}).get("corpora", ())
+    return frozenset(filter(None, (corpus.get("tokenizer") for corpus in corpora))) or None
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:
@@ -219,6 +225,7 @@ class Resumed(NamedTuple):
     recovery: Recovery | None = None  # None: from --load
     token_ids: TokenIds | None = None  # of the configuration of the model that training began with
     unpadded_vocab_size: int | None = None  # rows of what was loaded; None: nothing was
+    trained_on: frozenset[str] | None = None  # fingerprints of tokenizers of its training data
 
     def saved_iteration(self, config: RunConfig) -> int | None:
         """The iteration that was loaded from --save, and is not saved again."""

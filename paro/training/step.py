@@ -339,30 +339,45 @@ def _weights(
     return TokenWeights(world, num_micro_batches, scale=scale, per_token=per_token)
 
 
+class Evaluation(NamedTuple):
+    """What held-out data say of a model."""
+
+    loss: float  # nats per token
+    bits_per_byte: float | None  # None: nobody knows how much text the tokens are
+
+
 def evaluate(
     training: Training,
     micro_batches: Iterator[Batch],
     num_micro_batches: int,
     *,
     per_token: bool | None = None,
-) -> float:
+) -> Evaluation:
     """The mean loss over micro-batches of held-out data; sent bytes are not counted.
 
-    A mean over micro-batches or, with `per_token`, over tokens; None: the same as in training.
+    A mean over micro-batches or, with `per_token`, over tokens; None: the same as in training. Bits
+    per byte are always of all unmasked tokens: their summed loss, and the text that they stand for.
     """
     model = training.model
     model.wait_for_updated_params()
     weigh = _weights(training, num_micro_batches, scale=1.0, per_token=per_token)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=training.device)
+    # As it is weighed, and in nats.
+    losses_2 = torch.zeros(2, dtype=torch.float64, device=training.device)
     batches = _TimedBatches(micro_batches, training.device, Timers())
     with training.traffic.paused():
         for _ in range(num_micro_batches):
             batch = next(batches)
             weights_BS = weigh(batch)
-            loss_sum += model.evaluate(
+            own = model.evaluate(
                 batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
-            )
+            ).double()
+            losses_2 += torch.stack([own, own / weigh.weight])
             training.exposure.take()  # waits of an evaluation belong to no step
-    loss, num_tokens = training.control.sum([loss_sum.item(), weigh.num_tokens])
+    loss, nats, num_tokens, text_bytes = training.control.sum(
+        [*losses_2.tolist(), weigh.num_tokens, weigh.text_bytes]
+    )
     training.exposure.take()  # the rest: the GPU has finished by now
-    return loss * weigh.unscale(num_tokens)
+    return Evaluation(
+        loss=loss * weigh.unscale(num_tokens),
+        bits_per_byte=nats / math.log(2.0) / text_bytes if text_bytes > 0.0 else None,
+    )

@@ -33,17 +33,26 @@ class TokenWeights:
         self._scale = scale
         self._nominal_tokens = 0
         self._mask_sum = 0.0
+        self._text_bytes = 0.0
+        self.weight = 1.0  # of every unmasked token of the last batch
 
     def __call__(self, batch: Batch) -> Tensor:
         self._nominal_tokens = batch.loss_mask_BS.numel() * self._num_sharing
         self._mask_sum += batch.mask_sum
+        self._text_bytes += batch.text_bytes
         tokens = self._nominal_tokens if self._per_token else max(batch.mask_sum, 1.0)
-        return batch.loss_mask_BS * (self._factor / tokens)
+        self.weight = self._factor / tokens
+        return batch.loss_mask_BS * self.weight
 
     @property
     def num_tokens(self) -> float:
         """This rank's share of the unmasked tokens of its samples in this step so far."""
         return self._mask_sum / self._num_sharing
+
+    @property
+    def text_bytes(self) -> float:
+        """This rank's share of the bytes that the same tokens stand for; 0 if nobody counts."""
+        return self._text_bytes / self._num_sharing
 
     def unscale(self, num_tokens: float) -> float:
         """The factor from the accumulated loss and gradients to the true ones.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,10 @@ def test_it_is_written_with_the_corpus_and_goes_with_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.bin.crc", "x.idx"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"digest": "1"}', b"\xff"])
+COUNTED = json.dumps(asdict(MADE) | {"token_bytes": "1 2"})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"digest": "1"}', COUNTED, b"\xff"])
 def test_damage_is_named(text: str | bytes, tmp_path: Path) -> None:
     path = fingerprint_path(tmp_path / "x")
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -125,7 +129,8 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     flags += ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "x")]
     assert preprocess([*flags, "--tokenizer-model", str(pieces), "--partitions", "2"]) == 0
     prefix = str(tmp_path / "x_text_document")
-    assert read_fingerprint(prefix) == fingerprint("SentencePieceTokenizer", pieces)
+    config = config_of("SentencePieceTokenizer", pieces)
+    assert read_fingerprint(prefix) == fingerprint_of(config, with_bytes=True)
 
     def args_with(model: Path) -> Namespace:
         words = (

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from data.hugging_face_tokenizer import hugging_face_tokenizer
+from data.token_bytes import bytes_of_pieces
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 
@@ -159,6 +160,7 @@ def test_ids_and_ends_are_transformers(
         )
     assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
     assert ours.vocabulary == theirs.get_vocab()
+    assert ours.token_bytes() == bytes_of_pieces(theirs.backend_tokenizer, ours.vocab_size)
     assert (ours.eod, ours.bos) == (theirs.eos_token_id, theirs.bos_token_id)
 
 

@@ -52,13 +52,16 @@ def spm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_sentencepiece(tmp_path_factory.mktemp("spm") / "x.model")
 
 
-@pytest.fixture
-def tik_model(tmp_path: Path) -> Path:
+def write_tik(path: Path) -> Path:
     pieces = [*BYTES, b"re", b"return", b" x"]
     lines = [f"{base64.b64encode(piece).decode()} {rank}" for rank, piece in enumerate(pieces)]
-    path = tmp_path / "tokenizer.model"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+@pytest.fixture
+def tik_model(tmp_path: Path) -> Path:
+    return write_tik(tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize("tokenizer_type", SENTENCEPIECE_TYPES)

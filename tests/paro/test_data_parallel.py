@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from paro.planning.search.search_space import micro_batch_sizes
 from paro.report.record import IterationRecord, RunFacts, summarize
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.dry_run import run_dry
-from paro.training.step import evaluate, train_step
+from paro.training.step import Evaluation, evaluate, train_step
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import workload
 
@@ -78,15 +79,16 @@ def test_losses_and_dropout_count_data_parallel_ranks(
     state = start_state(alone)
     datasets = build_data(alone)
 
-    def loss(world: World) -> float:
+    def held_out(world: World) -> Evaluation:
         spread = replace(training, control=PlannedControl(world, CPU))
-        batches = build_sources(alone, datasets, training, state).train
+        batches: Any = build_sources(alone, datasets, training, state).train
+        batches.token_bytes = np.arange(alone.vocab_size)
         return evaluate(spread, batches, 2, per_token=per_token)
 
-    one = loss(World())
-    assert loss(replace(PAIRS, context_parallel_size=1)) == pytest.approx(one)
+    one = held_out(World())
+    assert held_out(replace(PAIRS, context_parallel_size=1)) == pytest.approx(one)
     # Every rank of a pair weighs its tokens as the pair's; here both have all tokens of the sample.
-    assert loss(PAIRS) == pytest.approx(2 * one)
+    assert held_out(PAIRS) == pytest.approx([2 * figure for figure in one])
 
     numbers: list[Any] = []
     monkeypatch.setattr("paro.training.step.drops_of", lambda *given: numbers.append(given[3:]))

@@ -83,7 +83,7 @@ def steps_and_evaluations(
     values: list[StepResult | float] = []
     # An evaluation waits for all gathers of updates: two steps in a row leave them in flight.
     values += [train_step(training, state, source) for _ in range(2)]
-    values.append(evaluate(training, source, 2))
+    values.append(evaluate(training, source, 2).loss)
     values.append(train_step(training, state, source))
     if config.checkpoint.save is not None:
         save_run(config, training)

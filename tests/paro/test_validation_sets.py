@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tests.helpers.corpora import write_corpus
+from data.fingerprint import Fingerprint
+from tests.helpers.corpora import read_corpus, write_corpus
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tests.paro.training.test_loop import run_loop
@@ -62,6 +66,86 @@ def test_full_validation_begins_anew_every_time(flags: str) -> None:
     assert [data_set for _, data_set in run.evaluated] == [None] * 4 + ["validation"]
     assert run.losses == pytest.approx([run.losses[0]] * 5, rel=1e-7)
     assert run.state.consumed_valid_samples == 0
+
+
+VOCAB_SIZE, SEQ_LENGTH, NUM_SAMPLES = 60, 12, 24
+COUNTS = np.arange(VOCAB_SIZE) % 7
+EOD = VOCAB_SIZE - 1
+MASKED = "--eod-mask-loss --reset-attention-mask --reset-position-ids"
+
+
+def made_with(counts: NDArray[np.int64] | None, digest: str = "1") -> Fingerprint:
+    return Fingerprint(
+        tokenizer_type="HuggingFaceTokenizer",
+        file="tokenizer.json",
+        vocab_size=VOCAB_SIZE,
+        digest=digest,
+        token_bytes=None if counts is None else " ".join(map(str, counts)),
+    )
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> str:
+    """Training data, and held-out data of which some say how much text their tokens are."""
+    tables = {
+        "train": None,
+        "own": made_with(COUNTS),
+        "same": made_with(COUNTS),
+        "other": made_with(COUNTS + 1, "2"),
+        "older": made_with(None),
+        "foreign": None,
+    }
+    random = np.random.RandomState(7)
+    for name, tokenizer in tables.items():
+        parts = ([*random.randint(0, EOD, random.randint(2, 30)), EOD] for _ in range(9))
+        # As one sequence, so that samples are in its order.
+        write_corpus(tmp_path / name, [[[*chain(*parts)]]], made_with=tokenizer)
+    return f"--train-data-path {tmp_path}/train --train-iters 1 --skip-train"
+
+
+def counted(folder: Path, *names: str, masked: bool) -> tuple[int, int]:
+    """How many tokens samples of these corpora predict, and the bytes that these stand for."""
+    pairs: list[tuple[int, int]] = []
+    for name in names:
+        ids = [*chain(*chain(*read_corpus(folder / name)))]
+        pairs += [*pairwise(ids)][: (len(ids) - 1) // SEQ_LENGTH * SEQ_LENGTH]
+    assert len(pairs) == NUM_SAMPLES * SEQ_LENGTH
+    kept = [label for before, label in pairs if not (masked and before == EOD)]
+    return len(kept), sum(int(COUNTS[label]) for label in kept)
+
+
+@pytest.mark.slow("evaluates several times")
+def test_bits_per_byte_are_the_summed_loss_by_the_bytes_of_the_same_tokens(
+    scored: str, tmp_path: Path
+) -> None:
+    """In one micro-batch or many, whose means weigh their tokens differently under a mask."""
+    sets = f"--valid-data-path {tmp_path}/own {tmp_path}/same"
+    for more in ("", MASKED):
+        whole = run_loop(
+            f"{scored} {sets} {more} --micro-batch-size 4 --full-validation", base=CORPUS
+        )
+        tokens, text_bytes = counted(tmp_path, "own", "same", masked=bool(more))
+        wanted = whole.losses[0] * tokens / math.log(2) / text_bytes
+        assert whole.bits == [pytest.approx(wanted, rel=1e-6)]
+        each = f"--micro-batch-size 1 --global-batch-size 1 --eval-iters {NUM_SAMPLES}"
+        by_one = run_loop(f"{scored} {sets} {more} {each}", base=CORPUS)
+        assert by_one.bits == pytest.approx(whole.bits, rel=1e-6)
+    assert by_one.losses != pytest.approx(whole.losses, rel=1e-4)
+
+
+@pytest.mark.slow("evaluates several times")
+def test_bits_per_byte_need_corpora_that_all_say_the_same(
+    scored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["own", "other", "older", "foreign"]
+    sets = " ".join(f"{tmp_path}/{name}" for name in names)
+    brief = f"{scored} --micro-batch-size 1 --eval-iters 1 --valid-data-path"
+    bits = run_loop(f"{brief} {sets} --multiple-validation-sets", base=CORPUS).bits
+    assert [value is not None for value in bits] == [True, True, False, False]
+    assert capsys.readouterr().out.count("bits per byte: ") == 2
+    for name, has in (("same", True), ("other", False), ("foreign", False)):
+        (value,) = run_loop(f"{brief} 1 {tmp_path}/own 2 {tmp_path}/{name}", base=CORPUS).bits
+        assert (value is not None) == has, name
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,16 @@ def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(tmp_pa
     assert IndexedDataset(tmp_path / "x").has_checksums
 
 
-def made(prefix: Path, digest: str | None) -> None:
+def made(prefix: Path, digest: str | None, token_bytes: str | None = None) -> None:
     """A corpus made with the tokenizer of this digest."""
     made_with = None
     if digest is not None:
         made_with = Fingerprint(
-            tokenizer_type="Llama2Tokenizer", file=f"{digest}.model", vocab_size=9, digest=digest
+            tokenizer_type="Llama2Tokenizer",
+            file=f"{digest}.model",
+            vocab_size=2,
+            digest=digest,
+            token_bytes=token_bytes,
         )
     write_corpus(prefix, [[[1]]], made_with=made_with)
 
@@ -108,11 +112,11 @@ def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, target = tmp_path / "in", tmp_path / "all"
-    for name in "ab":
-        made(folder / name, "one")
+    made(folder / "a", "one")
+    made(folder / "b", "one", "0 3")
     assert merged(folder, target) == 0
-    assert "made with Llama2Tokenizer one.model (9 ids" in capsys.readouterr().out
-    assert read_fingerprint(target) == read_fingerprint(folder / "a") is not None
+    assert "made with Llama2Tokenizer one.model (2 ids" in capsys.readouterr().out
+    assert read_fingerprint(target) == read_fingerprint(folder / "b") is not None
     made(folder / "c", None)
     assert merged(folder, target) == 0
     assert "an unknown tokenizer: not all of them say" in capsys.readouterr().out

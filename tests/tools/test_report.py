@@ -23,7 +23,14 @@ from tools.run_report.runs import differences, read_runs
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
-def write_run(path: Path, strategy: str, *, speed: float = 1000.0, record: bool = True) -> Path:
+def write_run(
+    path: Path,
+    strategy: str,
+    *,
+    speed: float = 1000.0,
+    record: bool = True,
+    bits: float | None = 0.5,
+) -> Path:
     """A run of 20 logged iterations as the trainer records it."""
     lines = [
         {
@@ -56,7 +63,7 @@ def write_run(path: Path, strategy: str, *, speed: float = 1000.0, record: bool 
             "environment": {"torch": "2.13.0", "device": "CPU"},
         }
         validations = [
-            {"iteration": 10, "data_set": "validation", "lm_loss": 1.25},
+            {"iteration": 10, "data_set": "validation", "lm_loss": 1.25, "bits_per_byte": bits},
             {"iteration": 20, "data_set": "validation", "lm_loss": None},
             {"iteration": 20, "data_set": "test", "lm_loss": 9.0},
         ]
@@ -74,7 +81,7 @@ def two_runs(tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces drawing, which takes longest, for tests of the page's text."""
-    monkeypatch.setattr("tools.run_report.page.CHARTS", ())
+    monkeypatch.setattr("tools.run_report.page.charts_of", lambda _: ())
 
 
 def report(files: list[Path], folder: Path, *flags: str) -> str:
@@ -92,7 +99,17 @@ def test_runs_are_named_by_strategy_and_compared(two_runs: list[Path], tmp_path:
     rows = re.findall(r"<tr><td><span.*?</tr>", page)
     cells = [re.findall(r"<td>(.*?)</td>", row)[1:] for row in rows]
     assert cells[0] == [
-        *("4", "20", "0.400", "1.250", "2,000", "500", "40.00%", "35.00%", "25.00%"),
+        *(
+            "4",
+            "20",
+            "0.400",
+            "1.250 (0.500 bits/byte)",
+            "2,000",
+            "500",
+            "40.00%",
+            "35.00%",
+            "25.00%",
+        ),
         *("7.0", "300.0"),
     ]
     assert cells[1][4] == "1,000"

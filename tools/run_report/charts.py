@@ -118,10 +118,21 @@ def _draw_loss(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     for index, run in enumerate(runs):
         width = _width(index, runs)
         _plot(axis, run.series("lm_loss"), palette.of(index), index, label=run.name, width=width)
-        size = 2.0 * width
-        for marker, (x, y) in zip(cycle("os^Dv"), run.validations().values(), strict=False):
-            axis.plot(x, y, f"{marker}--", color=palette.of(index), linewidth=1.0, markersize=size)
+        _mark_validations(axis, run, "lm_loss", palette.of(index), size=2.0 * width)
     axis.set_ylabel("nats per token")
+    _number_iterations(axis)
+
+
+def _mark_validations(axis: Any, run: Run, figure: str, colour: str, *, size: float) -> None:
+    for marker, (x, y) in zip(cycle("os^Dv"), run.validations(figure).values(), strict=False):
+        axis.plot(x, y, f"{marker}--", color=colour, linewidth=1.0, markersize=size)
+
+
+def _draw_bits(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    for index, run in enumerate(runs):
+        size = 2.0 * _width(index, runs)
+        _mark_validations(axis, run, BITS, palette.of(index), size=size)
+    axis.set_ylabel("bits per byte")
     _number_iterations(axis)
 
 
@@ -239,12 +250,20 @@ def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     axis.set_xlabel("ms per iteration")
 
 
+BITS = "bits_per_byte"
 CHARTS = (
     Chart(
         "loss",
         "Loss",
         "Lines: training. Marks: held-out data, a shape for each set.",
         _draw_loss,
+        wide=True,
+    ),
+    Chart(
+        BITS,
+        "Bits per byte of held-out text",
+        "Runs with different tokenizers compare by it. A shape for each set.",
+        _draw_bits,
         wide=True,
     ),
     Chart(
@@ -283,6 +302,12 @@ CHARTS = (
         _draw_memory,
     ),
 )
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """The charts of runs; that of bits per byte only if a run has some."""
+    has_bits = any(run.validations(BITS) for run in runs)
+    return [chart for chart in CHARTS if chart.name != BITS or has_bits]
 
 
 @contextmanager

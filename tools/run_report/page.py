@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
 
-from tools.run_report.charts import CHARTS, GRID, INK, MUTED, SERIES, as_svg
+from tools.run_report.charts import BITS, GRID, INK, MUTED, SERIES, as_svg, charts_of
 from tools.run_report.runs import Run, differences
 
 
@@ -91,7 +91,7 @@ def page(runs: Sequence[Run], title: str) -> str:
         f'<figure id="{chart.name}"{" class=wide" if chart.wide else ""}>'
         f"<h3>{escape(chart.title)}</h3>"
         f'<p class="note">{escape(chart.note)}</p>{as_svg(chart, runs)}</figure>'
-        for chart in CHARTS
+        for chart in charts_of(runs)
     )
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return f"""<!DOCTYPE html>
@@ -156,16 +156,12 @@ def _figures(runs: Sequence[Run]) -> str:
         ranks = run.facts.get("world_size")
         speed = run.typical("tokens_per_second")
         mfu, halved = (run.typical(name, scale=100.0) for name in ("mfu", "mfu_causal"))
-        held_out = [
-            f"{escape(name.removeprefix('validation').removeprefix('-'))} {losses[-1]:.3f}".strip()
-            for name, (_, losses) in run.validations().items()
-        ]
         cells = [
             f"{_chip(index)}{escape(run.name)}",
             _number(ranks, "d"),
             str(int(run.lines[-1]["iteration"])),
             _last_loss(run),
-            "<br>".join(held_out) or "-",
+            "<br>".join(_held_out(run)) or "-",
             _number(speed, ",.0f"),
             _number(speed / ranks if speed and ranks else None, ",.0f"),
             _percent(mfu),
@@ -193,6 +189,14 @@ def _last_loss(run: Run) -> str:
         return "-"
     at_end = iterations[-1] == run.lines[-1]["iteration"]
     return f"{losses[-1]:.3f}" + ("" if at_end else f"<br>at {iterations[-1]}")
+
+
+def _held_out(run: Run) -> Iterator[str]:
+    """The last loss on each set, with its bits per byte if they are known."""
+    bits = run.validations(BITS)
+    for name, (_, losses) in run.validations().items():
+        shown = f"{escape(name.removeprefix('validation').removeprefix('-'))} {losses[-1]:.3f}"
+        yield shown.strip() + (f" ({bits[name][1][-1]:.3f} bits/byte)" if name in bits else "")
 
 
 def _left_out(run: Run) -> str:

@@ -76,15 +76,15 @@ class Run:
         _, values = self.series(name)
         return values[-1] if values else None
 
-    def validations(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Iterations and losses of the evaluations during training, by validation set."""
+    def validations(self, figure: str = "lm_loss") -> dict[str, tuple[list[float], list[float]]]:
+        """Iterations and figures of the evaluations during training, by validation set."""
         found: dict[str, dict[float, float]] = {}
         for at in self.evaluations:
-            if at["lm_loss"] is not None and at["data_set"] != "test":
-                found.setdefault(at["data_set"], {})[at["iteration"]] = at["lm_loss"]
+            if at.get(figure) is not None and at["data_set"] != "test":
+                found.setdefault(at["data_set"], {})[at["iteration"]] = at[figure]
         return {
-            name: (sorted(losses), [losses[iteration] for iteration in sorted(losses)])
-            for name, losses in found.items()
+            name: (sorted(values), [values[iteration] for iteration in sorted(values)])
+            for name, values in found.items()
         }
 
 

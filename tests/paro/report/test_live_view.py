@@ -47,7 +47,7 @@ def last_drawn(stream: io.StringIO) -> list[str]:
 def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
     view, stream = make()
     view.validation("validation", iteration=2, lm_loss=6.5)
-    view.validation("validation", iteration=4, lm_loss=5.25)
+    view.validation("validation", iteration=4, lm_loss=5.25, bits_per_byte=1.5)
     show(view, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
     view.close()
     text = stream.getvalue()
@@ -56,7 +56,7 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
         "iteration 5/20",
         "25.0%, 0:00:02 left",
         "5.0000",
-        "validation  5.2500 at iteration 4 ",
+        "validation  5.2500 (1.5000 bits per byte) at iteration 4 ",
         "1,280 tokens/s, 640 a device",
         "0.38% with attention in full",
         "process 300.0 MB at most, 290.0 MB before the model; tensors 5.0 MB predicted ",

@@ -92,6 +92,11 @@ def test_validation_stands_between_rules(data_set: str | None, where: str) -> No
         "samples: 1 to 48 | "
     )
     assert above == below == "-" * (len(text) + 1)
+    wanted = text.replace("samples:", "bits per byte: 0.123457 | samples:")
+    bits = validation_block(
+        iteration=200, lm_loss=2.0, data_set=data_set, read="1 to 48", bits_per_byte=0.1234567
+    )
+    assert bits.split("\n")[1] == wanted
 
 
 def test_perplexity_of_a_diverged_model_is_bounded() -> None:

@@ -148,6 +148,10 @@ def test_zeros_and_the_norm_of_parameters_have_megatrons_tags(
     report.iteration(record(2))
     assert (written[0]["num-zeros"], written[0]["params-norm"]) == (7.0, 2.5)
     assert not {"num-zeros", "params-norm"} & written[1].keys()
+    report.validation(iteration=2, samples=16, lm_loss=1.0, read="all", bits_per_byte=0.5)
+    report.validation(iteration=2, samples=16, lm_loss=1.0, read="all", data_set="test")
+    assert written[2].items() > {"lm loss validation": 1.0, "bits per byte validation": 0.5}.items()
+    assert "bits per byte test" not in written[3]
 
 
 def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

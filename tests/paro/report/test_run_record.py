@@ -26,16 +26,16 @@ def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) 
     first = RunRecord(path, start_iteration=0)
     first.start({"lr": 0.1, "save": Path("x")}, FACTS, CPU)
     for iteration in (10, 20):
-        first.validation(iteration=iteration, data_set="validation", lm_loss=1.0)
+        first.validation("validation", iteration=iteration, lm_loss=1.0, bits_per_byte=0.5)
     second = RunRecord(path, start_iteration=10)
     second.start({"lr": 0.2}, FACTS, CPU)
-    second.validation(iteration=20, data_set="validation", lm_loss=math.nan)
+    second.validation("validation", iteration=20, lm_loss=math.nan, bits_per_byte=math.nan)
     found = read(path)
     assert [start["iteration"] for start in found["starts"]] == [0, 10]
     assert [start["arguments"]["lr"] for start in found["starts"]] == [0.1, 0.2]
-    assert [(at["iteration"], at["lm_loss"]) for at in found["validations"]] == [
-        (10, 1),
-        (20, None),
+    assert [[*at.values()] for at in found["validations"]] == [
+        [10, "validation", 1.0, 0.5],
+        [20, "validation", None, None],
     ]
     assert found["starts"][0]["facts"]["flops_per_token"] == FACTS.flops_per_token
     assert found["starts"][0]["environment"]["torch"] == torch.__version__

@@ -90,7 +90,7 @@ def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
         save_checkpoint(root, 3, optimizer.flat_shards(), {"num_steps": optimizer.num_steps})
     parameters = whole_parameters(training)
     sources = build_sources(config, datasets, training, start_state(config))
-    held_out = evaluate(training, sources.train, 2)
+    held_out = evaluate(training, sources.train, 2).loss
     next_slot = [step.loss for step in run_steps(config, training, datasets)]
     training.close()
     return Kept(parameters, held_out, next_slot)

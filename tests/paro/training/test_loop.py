@@ -37,6 +37,7 @@ class Finished:
     records: list[IterationRecord]
     evaluated: list[tuple[int, str | None]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of the evaluations
+    bits: list[float | None] = field(default_factory=list)  # per byte, of the same
     saved: list[int] = field(default_factory=list)
 
 
@@ -95,6 +96,7 @@ def run_loop(
     def note_validation(*, iteration: int, data_set: str | None, **more: float) -> None:
         run.evaluated.append((iteration, data_set))
         run.losses.append(more["lm_loss"])
+        run.bits.append(more["bits_per_byte"])
         validation(iteration=iteration, data_set=data_set, **more)  # type: ignore[arg-type]
 
     report.iteration = note_iteration  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from data.fingerprint import Fingerprint
 from model import initialization
 from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
 from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
@@ -92,6 +93,23 @@ def test_another_order_of_the_data_is_told(tmp_path: Path) -> None:
         "--train-iters was 3 and is 4: the data are shuffled for another number of epochs"
     ]
     assert order_lines(run(longer, base=base)) == [], "saved with the new order"
+
+
+def test_bits_per_byte_need_the_tokenizer_that_the_model_was_trained_with(tmp_path: Path) -> None:
+    for name in ("own", "other"):
+        made_with = Fingerprint(
+            tokenizer_type="", file="", vocab_size=128, digest=name, token_bytes="1 " * 127 + "1"
+        )
+        write_corpus(tmp_path / name, [[[*range(100)]] * 9], made_with=made_with)
+    data = f"--split 1,1,0 --eval-iters 1 --train-iters 2 --data-path {tmp_path}"
+    saved = f"--finetune --load {tmp_path / 'ckpt'}"
+    for folder, more, has in (
+        ("own", f"--save {tmp_path / 'ckpt'}", True),
+        ("own", saved, True),
+        ("other", saved, False),
+    ):
+        printed = run(f"{data}/{folder} {more}", base=[SCRIPT, *MODEL])
+        assert ("| bits per byte: " in printed) == has
 
 
 def test_a_schedule_of_batches_goes_on_where_it_was(tmp_path: Path) -> None:
