@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.config import AttentionBackend, LlamaConfig
+from model.kept import KeptAttention
 from paro.errors import UserError
 
 _KERNELS = {
@@ -50,7 +51,7 @@ class Documents(NamedTuple):
 
 
 # Causal attention within documents, of rotated q_BSNH and k_BSKH, and v_BSKH; returns [B, S, N, H].
-Core = Callable[[Tensor, Tensor, Tensor, Documents | None], Tensor]
+Core = Callable[[Tensor, Tensor, Tensor, Documents | None, KeptAttention | None], Tensor]
 
 
 def documents_of(

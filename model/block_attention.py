@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention import Documents, flash_takes
+from model.attention import Documents, attend, flash_takes
+from model.config import AttentionBackend
+from model.kept import KeptAttention
 from paro.errors import UserError
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
@@ -39,14 +41,16 @@ class Partial(NamedTuple):
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
 
 
-def check_block_attention(dtype: torch.dtype, head_size: int, device: torch.device) -> None:
-    """`UserError` if the device computes no attention in parts with heads of this type and size."""
+def check_block_attention(
+    dtype: torch.dtype, head_size: int, device: torch.device, instead: str
+) -> None:
+    """`UserError` if the device gives no log-sum-exp of heads of this type and size."""
     if device.type == "cuda" and not flash_takes(dtype, head_size):
         kind = str(dtype).removeprefix("torch.")
         raise UserError(
             f"FlashAttention, which computes attention in parts, takes no heads of {head_size} "
             f"channels in {kind} on this GPU: give --bf16 and a multiple of 8 up to 256 "
-            "(--kv-channels), or --cp-comm-type a2a"
+            f"(--kv-channels), or {instead}"
         )
 
 
@@ -128,6 +132,44 @@ def causal_grads(
             found.append(block_grads(grad, q, k, v, Partial(*whole_of_one), causal=True))
         dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*found, strict=True))
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
+
+
+def attend_keeping(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    backend: AttentionBackend,
+    documents: Documents | None,
+    kept: KeptAttention | None,
+) -> Tensor:
+    """`attend`; what it has `kept`, it does not compute again."""
+    if kept is None:
+        return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
+    out_BSNH: Tensor = _Keeping.apply(documents, kept, q_BSNH, k_BSKH, v_BSKH)
+    return out_BSNH
+
+
+class _Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        documents: Documents | None,
+        kept: KeptAttention,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+    ) -> Tensor:
+        whole = kept.attended(lambda: attend_causally(q_BSNH, k_BSKH, v_BSKH, documents))
+        ctx.documents = documents
+        ctx.save_for_backward(q_BSNH, k_BSKH, v_BSKH, *whole)
+        return whole[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BSNH, k_BSKH, v_BSKH, *whole = ctx.saved_tensors
+        documents = ctx.documents
+        found = causal_grads(grads[0], q_BSNH, k_BSKH, v_BSKH, Partial(*whole), documents)
+        return None, None, *found
 
 
 def _flash(*args: Any) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,14 @@ class RecomputeConfig:
 
     `selective`: the attention core of every block. `full` and `uniform`: every block, in groups
     of `num_layers` consecutive blocks that keep only the group's input. `full` and `block`: the
-    first `num_layers` blocks, each on its own.
+    first `num_layers` blocks, each on its own. `keeps_core`: but for attention, whose output and
+    log-sum-exp they keep.
     """
 
     granularity: str
     method: str = "uniform"
     num_layers: int = 1
+    keeps_core: bool = False
 
     def __post_init__(self) -> None:
         if self.granularity not in ("full", "selective"):
@@ -40,6 +42,7 @@ class RecomputeConfig:
             raise UserError(f"--recompute-method {self.method} is neither uniform nor block")
         if self.num_layers < 1:
             raise UserError(f"--recompute-num-layers {self.num_layers} must be at least 1")
+        assert not (self.keeps_core and self.core_attention), "core attention is recomputed"
 
     @property
     def core_attention(self) -> bool:
@@ -139,11 +142,21 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
+        if self.keeps_core and not self.attends_in_parts:
+            raise UserError(
+                f"--paro-recompute-keep core_attn keeps a log-sum-exp, and --attention-backend "
+                f"{self.attention_backend} gives none: give {' or '.join(BLOCK_BACKENDS)}"
+            )
 
     @property
     def attends_in_parts(self) -> bool:
         """Whether its attention gives a log-sum-exp, by which parts are merged."""
         return self.attention_backend in BLOCK_BACKENDS
+
+    @property
+    def keeps_core(self) -> bool:
+        """Whether recomputed blocks keep attention's output and log-sum-exp."""
+        return self.recompute is not None and self.recompute.keeps_core
 
     @property
     def keeps_scores(self) -> bool:

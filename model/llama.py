@@ -16,18 +16,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model.attention import Core, Documents, attend, documents_of
+from model.attention import Core, Documents, documents_of
+from model.block_attention import attend_keeping
 from model.compilation import compiled
 from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8, make_kept_casts
+from model.kept import KeptAttention
 from model.layers import gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey, checkpointed
 from model.matmul import number_weights
@@ -48,6 +50,7 @@ class TokenInfo(NamedTuple):
     drops: DropKey | None = None  # of the dropout of adapters; None: nothing is dropped
     splits_documents: bool = False  # here or in other micro-batches
     core: Core | None = None  # causal attention where other tokens of the samples are elsewhere
+    kept: KeptAttention | None = None  # what attention of blocks that are recomputed keeps
 
 
 class Block(AdaptedBlock):
@@ -79,10 +82,10 @@ class Block(AdaptedBlock):
         """`attend` replaces causal attention within `x`, for example to use a KV cache."""
         # Checkpoint inside forward, so that recomputation does not run this module's hooks again.
         if self.recomputed and torch.is_grad_enabled():
-            return checkpointed(self._body, x_BSD, info, attend)
+            return _recomputed(self.config, partial(self._body, attend=attend), x_BSD, info)
         return self._body(x_BSD, info, attend)
 
-    def _body(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None) -> Tensor:
+    def _body(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
         backend = self.config.torch_compile
         if backend is None:
             return self._plain(x_BSD, info, attend)
@@ -92,7 +95,7 @@ class Block(AdaptedBlock):
             projections = (self.wq, self.wk, self.wv, self.wo, self.w_gate, self.w_up, self.w_down)
             make_kept_casts(projections, x_BSD.dtype, self.fp8)
         whole = not (self.recomputes_core or self.config.keeps_scores)
-        if whole and not (info.splits_documents or attend or info.core):
+        if whole and not (info.splits_documents or attend or info.core or info.kept):
             return plain(self, x_BSD, info)
         q_BSNH, k_BSKH, v_BSKH = project(self, x_BSD, info.cos, info.sin)
         out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, info, attend)
@@ -154,9 +157,9 @@ class Block(AdaptedBlock):
             return attend(q_BSNH, k_BSKH, v_BSKH)
         core = info.core or self.attend
         if self.recomputes_core and torch.is_grad_enabled():
-            out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, info.documents)
+            out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, info.documents, None)
             return out_BSNH
-        return core(q_BSNH, k_BSKH, v_BSKH, info.documents)
+        return core(q_BSNH, k_BSKH, v_BSKH, info.documents, info.kept)
 
     def _output(self, out_BSNH: Tensor, drops: DropKey | None) -> Tensor:
         out_BSD = out_BSNH.flatten(-2)
@@ -171,10 +174,16 @@ class Block(AdaptedBlock):
         return x_BSD + self.mlp(x_BSD, None)
 
     def attend(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None = None
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        documents: Documents | None = None,
+        kept: KeptAttention | None = None,
     ) -> Tensor:
         """Causal attention within each document; returns [B, S, N, H]."""
-        return attend(q_BSNH, k_BSKH, v_BSKH, self.config.attention_backend, documents)
+        backend = self.config.attention_backend
+        return attend_keeping(q_BSNH, k_BSKH, v_BSKH, backend, documents, kept)
 
     def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedInput | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
@@ -334,7 +343,7 @@ class Llama(nn.Module):
             first, stop = group.start - 1, group.stop - 1  # the embedding is unit 0
             x_BSD = _run_blocks(blocks[plain:first], x_BSD, info)
             # Recomputation in backward runs the hooks on these blocks again.
-            x_BSD = checkpointed(_run_blocks, blocks[first:stop], x_BSD, info)
+            x_BSD = _recomputed(self.config, partial(_run_blocks, blocks[first:stop]), x_BSD, info)
             plain = stop
         x_BSD = _run_blocks(blocks[plain:], x_BSD, info)
         tied = self.config.tie_embeddings_and_output_weights
@@ -345,6 +354,17 @@ class Llama(nn.Module):
     def units(self) -> tuple[UnitSpec, ...]:
         """The units in forward order; the name of one is the path of its module."""
         return unit_specs(self.config)
+
+
+def _recomputed(
+    config: LlamaConfig, run: Callable[[Tensor, TokenInfo], Tensor], x_BSD: Tensor, info: TokenInfo
+) -> Tensor:
+    """What `run` returns; backward runs it again, maybe with what its attention has kept."""
+    kept = KeptAttention() if config.keeps_core else None
+    y_BSD: Tensor = checkpointed(run, x_BSD, info._replace(kept=kept))
+    if kept is not None:
+        kept.complete()
+    return y_BSD
 
 
 def _run_blocks(blocks: list[nn.Module], x_BSD: Tensor, info: TokenInfo) -> Tensor:

@@ -192,6 +192,10 @@ def add_recompute_args(parser: ArgumentParser) -> None:
         help="for full: uniform, all blocks in chunks of --recompute-num-layers (the default); "
         "block, only the first --recompute-num-layers blocks")
     add("--recompute-num-layers", type=int, metavar="N", help="see --recompute-method; default 1")
+    add("--paro-recompute-keep", choices=("core_attn",),
+        help="for full: but for attention, whose output and log-sum-exp blocks keep, so that it is "
+        "not computed again, and keys and values do not travel again between ranks that share a "
+        "sample; needs FlashAttention on a GPU")
 
 
 def add_regularization_args(parser: ArgumentParser) -> None:

@@ -120,12 +120,14 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
                 "full: give one of them"
             )
         granularity = "selective"
-    given = _given(args, "recompute_method", "recompute_num_layers")
+    given = _given(args, "recompute_method", "recompute_num_layers", "paro_recompute_keep")
     if granularity != "full":
         _refuse_without("--recompute-granularity full", given)
     if args.recompute_modules is not None and not _recomputes_core(args, granularity):
         return None
+    keeps_core = given.pop("paro_recompute_keep", None) is not None
     detail = {name.removeprefix("recompute_"): value for name, value in given.items()}
+    detail["keeps_core"] = keeps_core
     return None if granularity is None else RecomputeConfig(granularity=granularity, **detail)
 
 

@@ -47,6 +47,7 @@ def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
     return granularity | {
         "recompute_method": recompute.method,
         "recompute_num_layers": recompute.num_layers,
+        "paro_recompute_keep": "core_attn" if recompute.keeps_core else None,
     }
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from model.attention import Core, Documents, attend
+from model.attention import Core, Documents
+from model.block_attention import attend_keeping
 from model.config import AttentionBackend
+from model.kept import KeptAttention
 from paro.context_parallel.exchange import Exchange, Trip
 from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.context_parallel.partwise import Travel, partwise
@@ -43,10 +45,15 @@ class ContextAttention:
         self._abandoned: list[Trip] = []
 
     def __call__(
-        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents | None
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents: Documents | None,
+        kept: KeptAttention | None,
     ) -> Tensor:
         if self._exchange is None:
-            return self._within(q_BTNH, k_BTKH, v_BTKH, documents)
+            return self._within(q_BTNH, k_BTKH, v_BTKH, documents, kept)
         for trip in self._abandoned:
             trip.receive()
         num_ranks = self._exchange.num_ranks
@@ -74,7 +81,7 @@ class ContextAttention:
             assert key is not None, "they come with the first queries"
             assert value is not None, "and so do values"
             back = Trip(self._exchange, for_heads=False)
-            out = self._within(query, key, value, documents)
+            out = self._within(query, key, value, documents, kept)
             coming.append((back, back.start(out)))
             self._abandoned.append(back)
         self._abandoned = []
@@ -105,8 +112,10 @@ def make_context_attention(
     Collective over the world.
     """
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        return attend(q, k, v, backend, documents)
+    def whole(
+        q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kept: KeptAttention | None
+    ) -> Tensor:
+        return attend_keeping(q, k, v, backend, documents, kept)
 
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
     span = layout.heads_span(topology)

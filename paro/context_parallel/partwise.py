@@ -3,7 +3,8 @@
 # B samples, T tokens on this rank, N query heads, K key and value heads, H head size. Keys and
 # values of a place are one tensor [2, B, T, K, H]. What brings them is a `Travel`: a ring or an
 # all-gather. Each brings them once in forward and again in backward, which saves those of this rank
-# alone; outputs and the gradients of queries are summed in fp32, those of keys and values too.
+# alone; a forward that finds its output kept brings none. Outputs and the gradients of queries are
+# summed in fp32, those of keys and values too.
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from model.attention import Core, Documents, documents_of
 from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
+from model.kept import Attended, KeptAttention
 from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
 
 See = Callable[[int, Tensor], None]  # a place, and its keys and values
@@ -49,9 +51,13 @@ def partwise(travel: Travel) -> Core:
     """
 
     def attend(
-        q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents: Documents | None
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents: Documents | None,
+        kept: KeptAttention | None,
     ) -> Tensor:
-        out: Tensor = _Partwise.apply(travel, documents, q_BTNH, k_BTKH, v_BTKH)
+        out: Tensor = _Partwise.apply(travel, documents, kept, q_BTNH, k_BTKH, v_BTKH)
         return out
 
     return attend
@@ -92,28 +98,21 @@ class _Partwise(torch.autograd.Function):
         ctx: Any,
         travel: Travel,
         documents: Documents | None,
+        kept: KeptAttention | None,
         q_BTNH: Tensor,
         k_BTKH: Tensor,
         v_BTKH: Tensor,
     ) -> Tensor:
         mask = _Mask(travel, documents, q_BTNH)
         own_2BTKH = torch.stack((k_BTKH, v_BTKH))
-        found: list[Partial] = []
 
-        def see(source: int, kv_2BTKH: Tensor) -> None:
-            if source == travel.place:
-                own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares)
-                found.append(Partial(own.out_BSNH.float(), own.lse_BSN))
-                return
-            for samples, queries, keys in mask.rectangles(source):
-                k, v = kv_2BTKH[:, samples, keys]
-                found[0].of(samples, queries).merge_(attend_block(q_BTNH[samples, queries], k, v))
+        def attend() -> Attended:
+            return _attended(travel, mask, q_BTNH, own_2BTKH)
 
-        travel.visit(own_2BTKH, see)
-        out_BTNH, lse_BTN = found[0].out_BSNH.to(q_BTNH.dtype), found[0].lse_BSN
+        whole = attend() if kept is None else kept.attended(attend)
         ctx.travel, ctx.mask = travel, mask
-        ctx.save_for_backward(q_BTNH, own_2BTKH, out_BTNH, lse_BTN)
-        return out_BTNH
+        ctx.save_for_backward(q_BTNH, own_2BTKH, *whole)
+        return whole[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,4 +143,21 @@ class _Partwise(torch.autograd.Function):
             return add
 
         dkv_2BTKH = ctx.travel.collect(own_2BTKH, grads_of).to(own_2BTKH.dtype)
-        return None, None, dq_BTNH[0].to(q_BTNH.dtype), *dkv_2BTKH
+        return None, None, None, dq_BTNH[0].to(q_BTNH.dtype), *dkv_2BTKH
+
+
+def _attended(travel: Travel, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) -> Attended:
+    """Attention to the keys of all places."""
+    found: list[Partial] = []
+
+    def see(source: int, kv_2BTKH: Tensor) -> None:
+        if source == travel.place:
+            own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares)
+            found.append(Partial(own.out_BSNH.float(), own.lse_BSN))
+            return
+        for samples, queries, keys in mask.rectangles(source):
+            k, v = kv_2BTKH[:, samples, keys]
+            found[0].of(samples, queries).merge_(attend_block(q_BTNH[samples, queries], k, v))
+
+    travel.visit(own_2BTKH, see)
+    return found[0].out_BSNH.to(q_BTNH.dtype), found[0].lse_BSN

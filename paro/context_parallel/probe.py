@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from model.attention import Core, Documents, attend, documents_of
+from model.attention import Documents, attend, documents_of
 from model.config import AttentionBackend
 from paro.context_parallel.layout import ContextLayout
 from paro.errors import RunError
@@ -16,10 +18,11 @@ from paro.errors import RunError
 _CHUNK = 16  # tokens
 _WITHIN = {torch.float32: 1e-4}  # of the largest value; other types have 8 bits or more
 _WITHIN_16_BITS = 2.0**-4
+_Core = Callable[[Tensor, Tensor, Tensor, Documents | None, None], Tensor]  # it keeps nothing
 
 
 def check_core(
-    core: Core,
+    core: _Core,
     layout: ContextLayout,
     rank: int,
     example: Tensor,
@@ -40,7 +43,7 @@ def check_core(
     shape = 1, length, layout.heads, example.shape[-1]
     q, k, v, grad = (torch.randn(shape, generator=generator).to(example) for _ in range(4))
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: None) -> Tensor:
         return attend(q, k, v, backend, documents)
 
     def own(x_BSNH: Tensor) -> Tensor:
@@ -61,10 +64,10 @@ def check_core(
 
 
 def _run(
-    core: Core, parts: tuple[Tensor, Tensor, Tensor], grad: Tensor, documents: Documents | None
+    core: _Core, parts: tuple[Tensor, Tensor, Tensor], grad: Tensor, documents: Documents | None
 ) -> list[Tensor]:
     """Output and gradients of queries, keys and values."""
     leaves = [part.clone().requires_grad_() for part in parts]
     with torch.enable_grad():
-        out = core(leaves[0], leaves[1], leaves[2], documents)
+        out = core(leaves[0], leaves[1], leaves[2], documents, None)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

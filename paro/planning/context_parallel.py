@@ -52,6 +52,7 @@ class _Passes:
     forward: int
     backward: int
     partial: int = 0  # forwards of a recomputed core, which end before the last output is back
+    kept: int = 0  # forwards that attend to nothing: their output is kept
 
 
 def context_traffic(
@@ -83,7 +84,7 @@ def _passes(config: LlamaConfig, units: Sequence[UnitSize]) -> Iterator[_Passes]
         if index < first:
             yield _Passes(1, 0)
         elif index in again:
-            yield _Passes(2, 1)
+            yield _Passes(2, 1, kept=config.keeps_core)
         else:
             yield _Passes(1, 1, partial=core)
 
@@ -104,7 +105,7 @@ def _travelled(
 ) -> Sent:
     """Keys and values of every place travel in each pass, their fp32 gradients in backward."""
     layout = batch.context
-    num_passes = passes.forward + passes.backward + passes.partial
+    num_passes = passes.forward + passes.backward + passes.partial - passes.kept
     of_place = num_passes * messages.keys + passes.backward * messages.grads
     if layout.gathers:
         span, whole = layout.ring_span(own), layout.ring * of_place

@@ -39,6 +39,11 @@ def rotation_conflict(config: LlamaConfig) -> str | None:
             "--paro-materialize rotate computes blocks in slices, which are not compiled: leave "
             "--torch-compile out, or gather parameters"
         )
+    if config.keeps_core:
+        return (
+            "--paro-materialize rotate recomputes attention slice by slice and keeps nothing of "
+            "it: leave --paro-recompute-keep out, or gather parameters"
+        )
     return None
 
 

@@ -15,8 +15,9 @@
 # The head keeps its input, an fp32 scale per token and, since the loss computes gradients in
 # forward, that of its normalized input. The gradient of the output weight is written into its
 # buffer, or kept, if the weight is tied: it has two gradients then. A fully recomputed block
-# keeps only its input, blocks recomputed together keep one input; recomputing core attention saves
-# the log-sum-exp. Where ranks exchange tokens for heads, attention keeps queries, keys and values
+# keeps only its input, blocks recomputed together keep one input, and each with
+# --paro-recompute-keep attention's output and log-sum-exp; recomputing core attention saves the
+# log-sum-exp. Where ranks exchange tokens for heads, attention keeps queries, keys and values
 # as exchanged, keys and values maybe repeated, and its output before and after it is sent back.
 # Blocks with frozen parameters are counted as if all were trained; below the first trained unit
 # nothing is kept, and in the first block with adapters nothing before the first of them. Adapters
@@ -149,6 +150,9 @@ def _block(
     if recomputed_from is None:
         return UnitActivations(kept=block_activations(config, batch) - unkept, **transients)
     kept = _residual(config, batch) if index == recomputed_from else 0
+    if config.keeps_core:
+        width = config.kv_channels * batch.compute_bytes
+        kept += batch.num_tokens * config.num_attention_heads * (width + 4)
     recomputed = block_activations(config, batch) - max(kept, unkept)
     transients["in_forward"] += recomputed
     return UnitActivations(kept=kept, recomputed=recomputed, **transients)

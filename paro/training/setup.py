@@ -127,7 +127,10 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     apart = config.data.reset_attention_mask
     kernel = check_attention(config.model, dtype, device, documents=apart)
     if config.context.layout.ring > 1:
-        check_block_attention(dtype, config.model.kv_channels, device)
+        check_block_attention(dtype, config.model.kv_channels, device, "--cp-comm-type a2a")
+    if config.model.keeps_core:
+        instead = "leave --paro-recompute-keep out"
+        check_block_attention(dtype, config.model.kv_channels, device, instead)
     yield "attention", f"attention: {kernel}"
     yield "blocks", usable_kernels(config.model, config.fusions, dtype, device).line or ""
     name, rounds = config.optim.adam_implementation, config.precision.rounds_moments

@@ -127,9 +127,13 @@ def test_heads_that_flash_attention_does_not_take_are_refused(
     dtype: torch.dtype, head_size: int, told: Sequence[str]
 ) -> None:
     on_gpu = torch.device("cuda")
-    refused(lambda: check_block_attention(dtype, head_size, on_gpu), *told, "--cp-comm-type a2a")
+    refused(
+        lambda: check_block_attention(dtype, head_size, on_gpu, "--cp-comm-type a2a"),
+        *told,
+        "--cp-comm-type a2a",
+    )
 
 
 def test_other_heads_are_not() -> None:
-    check_block_attention(torch.float32, 6, CPU)
-    check_block_attention(torch.bfloat16, 128, torch.device("cuda"))
+    check_block_attention(torch.float32, 6, CPU, "")
+    check_block_attention(torch.bfloat16, 128, torch.device("cuda"), "")

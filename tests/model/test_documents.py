@@ -50,8 +50,9 @@ def one_by_one(model: Llama) -> Tensor:
 @pytest.mark.parametrize(
     "recompute",
     [None, RecomputeConfig(granularity="selective"), RecomputeConfig(granularity="full"),
-     RecomputeConfig(granularity="full", num_layers=2)],
-    ids=["kept", "selective", "full", "full by 2"],
+     RecomputeConfig(granularity="full", num_layers=2),
+     RecomputeConfig(granularity="full", num_layers=2, keeps_core=True)],
+    ids=["kept", "selective", "full", "full by 2", "full by 2 but attention"],
 )  # fmt: skip
 def test_documents_apart_are_documents_alone(name: str, recompute: RecomputeConfig | None) -> None:
     config: LlamaConfig = replace(CONFIGS[name], recompute=recompute)
@@ -73,7 +74,7 @@ def test_attention_alone_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(CONFIGS["gqa of 2"])
     ours = model(*draw(), document_lengths=LENGTHS)
     for block in model.blocks:
-        monkeypatch.setattr(block, "attend", lambda q, k, v, _documents: defined(q, k, v, LENGTHS))
+        monkeypatch.setattr(block, "attend", lambda q, k, v, _, __: defined(q, k, v, LENGTHS))
     torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from model import block_attention
 from model.config import LlamaConfig, RecomputeConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
@@ -165,6 +167,9 @@ VARIANTS = {
     "block, 1": replace(FULL, method="block"),
     "block, 2": replace(FULL, method="block", num_layers=2),
     "block, more than there are": replace(FULL, method="block", num_layers=5),
+    "uniform, attention kept": replace(FULL, keeps_core=True),
+    "uniform, 2, attention kept": replace(FULL, num_layers=2, keeps_core=True),
+    "block, 2, attention kept": replace(FULL, method="block", num_layers=2, keeps_core=True),
 }
 
 
@@ -190,20 +195,29 @@ def test_recomputation_changes_no_bit(config: LlamaConfig, variant: str) -> None
         ("block, 1", 4),
         ("block, 2", 5),
         ("block, more than there are", 6),
+        ("uniform, attention kept", 3),
+        ("uniform, 2, attention kept", 3),
+        ("block, 2, attention kept", 3),
     ],
 )
 def test_recomputation_computes_again_what_it_says(
     variant: str | None, num_cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = 0
-    attention = F.scaled_dot_product_attention
 
-    def count(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal cores
-        cores += 1
-        return attention(*args, **kwargs)
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal cores
+            cores += 1
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
+        return count
+
+    for holder, name in (
+        (F, "scaled_dot_product_attention"),
+        (block_attention, "attend_block"),
+    ):
+        monkeypatch.setattr(holder, name, counting(getattr(holder, name)))
 
     train_once(build(replace(MHA, recompute=variant and VARIANTS[variant])))
 
@@ -282,7 +296,9 @@ def test_low_precision_follows_fp32(name: str, dtype: torch.dtype) -> None:
         assert error < 0.1 * torch.linalg.vector_norm(gradient), own_name
 
 
-@pytest.mark.parametrize("variant", [None, "uniform, 2 and what is left"])
+@pytest.mark.parametrize(
+    "variant", [None, "uniform, 2 and what is left", "uniform, 2, attention kept"]
+)
 @pytest.mark.parametrize(
     "trained", [["blocks.1.wq"], ["head.norm"], ["blocks.0.w_up", "head.weight"]]
 )

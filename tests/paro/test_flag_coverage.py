@@ -50,7 +50,7 @@ RENAMED = {
     **dict.fromkeys(("make_vocab_size_divisible_by", "padded_vocab_size"), "model.vocab_size"),
     **dict.fromkeys(("recompute_activations", "recompute_granularity"), "model.recompute"),
     **dict.fromkeys(("recompute_method", "recompute_modules"), "model.recompute"),
-    "recompute_num_layers": "model.recompute",
+    **dict.fromkeys(("paro_recompute_keep", "recompute_num_layers"), "model.recompute"),
     "paro_group_size": "sharding.world",
     "paro_inter_bits_warmup_iters": "train.inter_bits_warmup_samples",
     "use_distributed_optimizer": "strategy",
@@ -146,6 +146,7 @@ CASES = {
     ),
     "paro_machine": ((), "", "--paro-machine machine.json"),
     "paro_updated_ahead": ((), "", "--paro-updated-ahead 3"),
+    "paro_recompute_keep": ((), FULL, f"{FULL} --paro-recompute-keep core_attn"),
     "paro_rotate_in_place": (
         (),
         "--paro-materialize rotate",

@@ -37,6 +37,7 @@ MASKED = "--eod-mask-loss"
 PER_TOKEN = f"{MASKED} --calculate-per-token-loss"
 GROUPED = "--group-query-attention --num-query-groups"
 FULL = "--recompute-granularity full"
+KEPT = f"{FULL} --paro-recompute-keep core_attn"
 CORE = "--recompute-activations"
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules all-linear"
 TIED = "--tie-embeddings-and-output-weights"
@@ -67,7 +68,7 @@ CASES = {
     (2, 2): (
         Case(2, "GGG", f"{LORA} --num-workers 1"),
         Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
-        Case(2, "GGG", f"{APART} {PER_TOKEN} {COMPILED}", kind="p2p"),
+        Case(2, "GGG", f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p"),
     ),
     (4, 2): (
         Case(2, "IIG", f"{APART} {MASKED} {CORE}"),
@@ -78,14 +79,15 @@ CASES = {
         Case(2, "IGG", f"{HO_RING} --qk-layernorm"),
         Case(4, "IIG", f"{APART} {MASKED} {FULL} {GROUPED} 2", kind="p2p"),
         Case(4, "GGG", f"{LORA} {CORE} --paro-context-ring flat", kind="p2p"),
-        Case(4, "NIG", f"{APART} {GROUPED} 1 {HO_RING}", FROZEN, kind="allgather"),
+        Case(4, "NIG", f"{APART} {GROUPED} 1 {HO_RING} {KEPT}", kind="allgather"),
         Case(4, "NNG", f"{APART} {CORE} {PAIRS} {GROUPED} 4", kind="a2a+p2p"),
+        Case(4, "IIG", f"{KEPT} --recompute-num-layers 2 {PAIRS}", FROZEN, kind="a2a+p2p"),
     ),
     (8, 4): (
-        Case(2, "IIG", f"{LORA} {FULL} {GROUPED} 2"),
+        Case(2, "IIG", f"{LORA} {KEPT} {GROUPED} 2"),
         Case(4, "GGG", f"{APART} {MASKED} {CORE} {GROUPED} 4"),
         Case(8, "2,4,8", PER_TOKEN),
-        Case(8, "GGG", f"{APART} {PER_TOKEN}", kind="p2p"),
+        Case(8, "GGG", f"{APART} {PER_TOKEN} {KEPT}", kind="p2p"),
     ),
 }
 KINDS = ("a2a", "p2p", "allgather")
@@ -155,7 +157,7 @@ def test_ranks_that_share_samples_train_as_one_process_does(
 def grid(world_size: int, group_size: int) -> list[Case]:
     """Every strategy of the list and number of ranks, each with flags drawn from all."""
     random = Random(world_size * 8 + group_size)
-    flags = ("", f"{APART} {MASKED}", f"{PER_TOKEN} {FULL}", f"{APART} {LORA} {CORE}", TIED)
+    flags = ("", f"{APART} {MASKED}", f"{PER_TOKEN} {FULL}", f"{APART} {LORA} {CORE}", KEPT, TIED)
     heads = ("", *(f"{GROUPED} {number}" for number in (1, 2, 4)))
     return [
         Case(size, strategy, f"{random.choice(flags)} {random.choice(heads)}", kind=kind)

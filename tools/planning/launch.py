@@ -24,7 +24,7 @@ _ANEW = {
     *("--paro-inter-bits", "--paro-inter-param-bits", "--paro-inter-grad-bits"),
     *("--seq-length", "--max-position-embeddings", "--micro-batch-size", "--global-batch-size"),
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-    *("--recompute-activations", "--recompute-modules"),
+    *("--recompute-activations", "--recompute-modules", "--paro-recompute-keep"),
     *("--context-parallel-size", "--cp-comm-type", "--hierarchical-context-parallel-sizes"),
 }
 _YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither

@@ -15,14 +15,17 @@ from paro.config.context_parallel import (
     ways,
 )
 from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.search_space import Workload
+from paro.planning.search.search_space import Workload, recompute_text
 from paro.strategy import Strategy, legal_letters
 from tools.planning.workload import case_of
 from tools.shared.table import align
 
 _STEP = 1024  # tokens, to a multiple of which lengths are rounded down
 _NEAR = 0.01  # share of a length up to which it is found
-_HEADS = ("strategy", "ranks a sample", "type", "longest", "tokens/s", "MFU", "waits for tokens")
+_HEADS = (
+    *("strategy", "ranks a sample", "type", "recomputation"),
+    *("longest", "tokens/s", "MFU", "waits for tokens"),
+)
 
 
 def longest_table(args: Namespace) -> str:
@@ -45,7 +48,7 @@ def longest_table(args: Namespace) -> str:
                 rows.append(
                     (name, *_cells(way, length, _estimated(workload, way, strategy, length)))
                 )
-    return align(rows, left=(0, 2))
+    return align(rows, left=(0, 2, 3))
 
 
 def _strategies(workload: Workload) -> Iterator[tuple[str, Strategy]]:
@@ -127,6 +130,7 @@ def _cells(way: ContextParallelConfig, length: int, estimate: Estimate) -> tuple
     return (
         str(way.context_parallel_size),
         "" if way.context_parallel_size == 1 else kind,
+        recompute_text(estimate.candidate.recompute),
         f"{length:,}",
         f"{estimate.tokens_per_second:,.0f}",
         f"{estimate.mfu:.1%}",

@@ -207,6 +207,7 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "num_micro_batches": estimate.num_micro_batches,
         "collective": candidate.collective,
         "recompute_granularity": None if recompute is None else recompute.granularity,
+        "recompute_keeps_core": recompute is not None and recompute.keeps_core,
         "fits": estimate.fits,
         "memory_bytes": estimate.memory_bytes,
         "memory_parts": estimate.memory.parts(),

@@ -118,8 +118,10 @@ def least_recomputation(
 
     def first(count: int) -> RecomputeConfig:
         if count == most:
-            return RecomputeConfig(granularity="full")
-        return RecomputeConfig(granularity="full", method="block", num_layers=count)
+            return RecomputeConfig(granularity="full", keeps_core=model.keeps_core)
+        return RecomputeConfig(
+            granularity="full", method="block", num_layers=count, keeps_core=model.keeps_core
+        )
 
     counts = range(fewest, most + 1)  # the more, the less memory
     found = bisect_left(counts, True, key=lambda count: fits(first(count)))
@@ -129,6 +131,7 @@ def least_recomputation(
 def recompute_flags(recompute: RecomputeConfig) -> str:
     """The flags that select it."""
     text = f"--recompute-granularity {recompute.granularity}"
+    text += " --paro-recompute-keep core_attn" * recompute.keeps_core
     if (recompute.method, recompute.num_layers) == ("uniform", 1):
         return text
     how = f"--recompute-method {recompute.method}"

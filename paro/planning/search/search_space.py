@@ -162,18 +162,20 @@ class Candidate:
 
     def describe(self) -> str:
         """One line, with the values of the flags."""
-        recompute = _recompute_text(self.recompute)
+        recompute = recompute_text(self.recompute)
         name = self.name + (f" ({self.letters})" if self.letters else "")
         return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
 
 
-def _recompute_text(recompute: RecomputeConfig | None) -> str:
+def recompute_text(recompute: RecomputeConfig | None) -> str:
+    """Which blocks are recomputed, in words."""
     if recompute is None:
         return "no recomputation"
+    but = " but for attention" * recompute.keeps_core
     if recompute.method == "block":
-        return f"recomputation of the first {recompute.num_layers} blocks"
+        return f"recomputation of the first {recompute.num_layers} blocks{but}"
     together = f" in groups of {recompute.num_layers}" if recompute.num_layers > 1 else ""
-    return f"{recompute.granularity} recomputation{together}"
+    return f"{recompute.granularity} recomputation{together}{but}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +209,7 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
     recomputes = search_space.recomputes or (
         None,
         RecomputeConfig(granularity="selective"),
-        RecomputeConfig(granularity="full"),
+        RecomputeConfig(granularity="full", keeps_core=workload.model.keeps_core),
     )
     pairs = [
         (strategy, materialize)

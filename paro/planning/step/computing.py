@@ -174,10 +174,11 @@ class Computing:
             return {Verb.FORWARD: forward}
         recompute = self.model.recompute
         core = flops.attention if recompute is not None and recompute.core_attention else 0.0
+        again = self._seconds(flops.products) if self.model.keeps_core else forward
         backward = self._seconds((1 + trained) * flops.products + 2 * flops.attention + core)
         return {
             Verb.FORWARD: forward,
-            Verb.RECOMPUTE: forward if recomputed else 0.0,
+            Verb.RECOMPUTE: again if recomputed else 0.0,
             Verb.BACKWARD: _FIRST_GRADIENT_SHARE * backward,
             Verb.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward,
         }

@@ -12,7 +12,8 @@
 #     gather     beside the own 1/R; in backward the reduce-scatter overlaps with nothing
 #     exchange   the first piece in and the last out overlap with nothing, the others with all else
 #
-# A recomputation of the core alone ends before the last output has travelled.
+# A recomputation of the core alone ends before the last output has travelled; one of a block that
+# kept what attention computes exchanges heads alone.
 
 from __future__ import annotations
 
@@ -42,12 +43,13 @@ class Attending(Enum):
 
     FORWARD = "forward"
     CORE = "core"  # a recomputation of the core alone
+    KEPT = "kept"  # a recomputation of a block that kept what attention computes
     BACKWARD = "backward"
 
     @property
     def num_forwards(self) -> int:
         """How many forwards compute for as long."""
-        return 2 if self is Attending.BACKWARD else 1
+        return {Attending.BACKWARD: 2, Attending.KEPT: 0}.get(self, 1)
 
 
 _ATTENDS = {
@@ -111,6 +113,8 @@ class ContextCosts:
         recompute = self.computing.model.recompute
         has_core = recompute is not None and recompute.core_attention
         passes = [one for one in _ATTENDS[verb] if has_core or one is not Attending.CORE]
+        if verb is Verb.RECOMPUTE and self.computing.model.keeps_core:
+            return ((Attending.KEPT, 0.0),)
         forward = self.computing.attention_seconds
         # A share of backward is counted as before the first gradient.
         forward *= min(1.0, whole / (forward * sum(one.num_forwards for one in passes)))
@@ -157,7 +161,7 @@ class ContextCosts:
 
     def _exchanged(self, attending: Attending) -> tuple[Stretch, ...]:
         layout, messages = self._batch.context, self._messages
-        within = self._gathered(attending) if layout.gathers else self._turned(attending)
+        within = self._within(attending)
         if layout.heads == 1:
             return within
         span, pieces = layout.heads_span(self._topology), messages.pieces
@@ -174,6 +178,12 @@ class ContextCosts:
         if attending is not Attending.CORE:
             found.append(Stretch({"last": _queued((last, 1))}, waits=("last",)))
         return tuple(found)
+
+    def _within(self, attending: Attending) -> tuple[Stretch, ...]:
+        if attending is Attending.KEPT:
+            return (Stretch({}),)
+        gathers = self._batch.context.gathers
+        return self._gathered(attending) if gathers else self._turned(attending)
 
     def _gathered(self, attending: Attending) -> tuple[Stretch, ...]:
         """Keys and values of all places by a collective."""

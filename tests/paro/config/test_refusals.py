@@ -13,6 +13,7 @@ from tests.paro.config.test_run import PRESET, SMALL, configure
 ROTATE = "--paro-materialize rotate"
 EIGHT = World(size=8, ranks_per_node=4)
 GQA = "--group-query-attention --num-query-groups"
+KEEP = "--paro-recompute-keep core_attn"
 COPIES = "--paro-nccl-copy-engine"
 STEPS = "--step-batch-size-schedule"
 
@@ -49,6 +50,16 @@ STEPS = "--step-batch-size-schedule"
         ("--max-position-embeddings 16", "--seq-length 32 ... --max-position-embeddings 16"),
         ("--recompute-activations --recompute-granularity full", "contradicts full"),
         ("--recompute-method block", "--recompute-method ... --recompute-granularity full: give"),
+        (KEEP, f"{KEEP} needs --recompute-granularity full"),
+        (f"{KEEP} --recompute-granularity selective", f"{KEEP} needs"),
+        (
+            f"{KEEP} --recompute-granularity full --attention-backend fused",
+            f"{KEEP} ... --attention-backend fused gives none: give auto or flash",
+        ),
+        (
+            f"{KEEP} --recompute-granularity full --paro-strategy III {ROTATE}",
+            f"{ROTATE} ... leave --paro-recompute-keep out",
+        ),
         ("--recompute-modules core_attn", "needs --recompute-granularity selective"),
         (
             "--recompute-granularity full --recompute-modules core_attn",

@@ -1,5 +1,6 @@
 """From flags to a run: derived values, rules between flags, Megatron's launch scripts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from paro.arguments.parser import parse_args
 from paro.config.plan import RankDevice, case_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
+from paro.planning.search.remedies import recompute_flags
 from paro.training.assembly import count_samples
 from tests.helpers.refusals import refused
 
@@ -93,6 +95,10 @@ def test_grouped_queries_are_megatrons(words: str, groups: int) -> None:
             "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
             RecomputeConfig(granularity="full", method="block", num_layers=2),
         ),
+        (
+            "--recompute-granularity full --paro-recompute-keep core_attn",
+            RecomputeConfig(granularity="full", keeps_core=True),
+        ),
         ("--recompute-activations --recompute-modules core_attn", SELECTIVE),
         ("--recompute-granularity selective --recompute-modules layernorm core_attn", SELECTIVE),
         # Norms are always recomputed.
@@ -102,6 +108,22 @@ def test_grouped_queries_are_megatrons(words: str, groups: int) -> None:
 )
 def test_recomputation(words: str, recompute: RecomputeConfig | None) -> None:
     assert configure(f"{SMALL} {words}").model.recompute == recompute
+
+
+@pytest.mark.parametrize("keeps_core", [False, True])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(granularity="full"),
+        RecomputeConfig(granularity="full", num_layers=2),
+        RecomputeConfig(granularity="full", method="block", num_layers=3),
+    ],
+)
+def test_flags_of_a_plan_are_its_recomputation(
+    recompute: RecomputeConfig, keeps_core: bool
+) -> None:
+    chosen = replace(recompute, keeps_core=keeps_core)
+    assert configure(f"{SMALL} {recompute_flags(chosen)}").model.recompute == chosen
 
 
 # Vocabulary rows

@@ -91,7 +91,7 @@ def attention_on_ranks(cases: Sequence[Case], group_size: int) -> list[tuple[lis
         )
         leaves = [part.requires_grad_() for part in parts]
         for _ in range(2):  # what a recomputation left under way is waited for
-            given = (*leaves, case.documents())
+            given = (*leaves, case.documents(), None)
             out = checkpointed(core, *given) if case.recomputes else core(*given)
             grads = torch.autograd.grad(out, leaves, grad)
         found.append(([out.detach(), *grads], traffic.take()))

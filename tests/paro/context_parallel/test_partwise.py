@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.attention import Documents, attend, documents_of
+from model.kept import KeptAttention
+from model.lora import checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.shifts import Ring
 from paro.context_parallel.attention import ContextAttention
@@ -72,7 +74,18 @@ def cut(tensor: Tensor, place: int, places: int) -> Tensor:
 def in_parts(travel: Travel, given: Inputs) -> list[Tensor]:
     place, places = travel.place, travel.num_places
     leaves = [cut(part, place, places).requires_grad_() for part in given[:3]]
-    out = partwise(travel)(*leaves, documents_of(given.lengths, SAMPLES, CPU))
+    out = partwise(travel)(*leaves, documents_of(given.lengths, SAMPLES, CPU), None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cut(given.grad, place, places))]
+
+
+def recomputed(travel: Travel, given: Inputs) -> list[Tensor]:
+    """The same where a recomputation finds the output kept."""
+    place, places = travel.place, travel.num_places
+    leaves = [cut(part, place, places).requires_grad_() for part in given[:3]]
+    kept = KeptAttention()
+    documents = documents_of(given.lengths, SAMPLES, CPU)
+    out = checkpointed(partwise(travel), *leaves, documents, kept)
+    kept.complete()
     return [out.detach(), *torch.autograd.grad(out, leaves, cut(given.grad, place, places))]
 
 
@@ -141,6 +154,9 @@ def compare(inner: int) -> None:
             assert sent.intra + sent.inter == 3 * (places - 1) * block, label
             if isinstance(travel, RingTravel) and travel._outer.size > 1:
                 assert sent.inter == 3 * (places // inner - 1) * block, label
+            # What is kept travels no more than without recomputation, and has the same bits.
+            assert all(map(torch.equal, recomputed(travel, given), found)), label
+            assert ways.traffic.take() == sent, label
     ways.close()
 
 
@@ -155,11 +171,13 @@ def by_heads(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
     exchange = Exchange(ways.whole, ways.groups, streams, ways.traffic, ways.exposure)
     core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
     leaves = [part.chunk(4, 1)[ways.rank].clone().requires_grad_() for part in given[:3]]
-    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU))
+    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), None)
     return [out.detach(), *torch.autograd.grad(out, leaves, given.grad.chunk(4, 1)[ways.rank])]
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def attend_whole(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _kept: KeptAttention | None
+) -> Tensor:
     return attend(q, k, v, "auto", documents)
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from model.attention import Documents, attend
+from model.attention import Documents
+from model.block_attention import attend_keeping
 from model.config import LlamaConfig
+from model.kept import KeptAttention
 from model.llama import Llama
 from paro.collectives import wire
 from paro.collectives.choice import Pieces
@@ -89,8 +91,10 @@ class LoneRank:
         span, streams = layout.heads_span(own), InlineStreams()
         exchange = Exchange(span, groups, streams, self.traffic, context.exposure)
 
-        def within(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-            return attend(q, k, v, "auto", documents)
+        def within(
+            q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kept: KeptAttention | None
+        ) -> Tensor:
+            return attend_keeping(q, k, v, "auto", documents, kept)
 
         assert isinstance(self.model.model, Llama)
         self.model.model.core = ContextAttention(layout, exchange, within, [])

@@ -12,6 +12,7 @@ from tests.paro.planning.lone_rank import silence
 from tests.paro.planning.memory.test_gathering import (
     EACH,
     FP32,
+    KEEPS_CORE,
     SMALL,
     Workload,
     measure,
@@ -33,6 +34,7 @@ CONFIGS = {
     "exchanged keys and values are repeated, blocks recomputed": replace(
         EXCHANGED.config, num_query_groups=2, recompute=EACH
     ),
+    "blocks are recomputed but for attention": replace(EXCHANGED.config, recompute=KEEPS_CORE),
     "the core of exchanged heads is recomputed": replace(
         EXCHANGED.config, recompute=RecomputeConfig(granularity="selective")
     ),

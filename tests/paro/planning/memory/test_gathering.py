@@ -29,6 +29,7 @@ ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 RUNS_OF_TWO = RecomputeConfig(granularity="full", num_layers=2)
 RUNS_OF_THREE = RecomputeConfig(granularity="full", num_layers=3)
 EACH = RecomputeConfig(granularity="full")
+KEEPS_CORE = replace(EACH, keeps_core=True)
 ALL = Trainable()
 LAST_HALF = Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.5)
 
@@ -149,6 +150,20 @@ CASES = {
     "recomputed blocks": Workload(
         strategy="IIG",
         config=replace(SMALL, recompute=EACH),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
+    "recomputed blocks that keep attention": Workload(
+        strategy="IIG",
+        config=replace(SMALL, recompute=KEEPS_CORE, num_layers=8),
+        precision=FP32,
+        batch_size=8,
+        at="backward",
+    ),
+    "runs of recomputed blocks that keep attention": Workload(
+        strategy="GGG",
+        config=replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2),
         precision=FP32,
         batch_size=8,
         at="backward",

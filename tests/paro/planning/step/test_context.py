@@ -32,6 +32,7 @@ RECOMPUTES = {
     "": None,
     "blocks": RecomputeConfig(granularity="full"),
     "core": RecomputeConfig(granularity="selective"),
+    "blocks but for attention": RecomputeConfig(granularity="full", keeps_core=True),
 }
 
 
