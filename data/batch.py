@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from data.answered import Marks
 from data.document_bounds import DocumentRules, bounds_of
 from paro.errors import UserError, is_storage_failure
 
@@ -24,6 +25,9 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> NDArray[np.int64]: ...
+
+    def marks(self, index: int) -> Marks | None:
+        """Which of these tokens are answered or begin a conversation; None: all are answered."""
 
     def describe(self) -> str: ...
 
@@ -87,6 +91,7 @@ def collate(
     samples: Sequence[NDArray[np.int64]],
     rules: DocumentRules | None = None,
     *,
+    marks: Sequence[Marks | None] = (),
     num_masked: int = 0,
     token_bytes: TokenBytes | None = None,
 ) -> Batch:
@@ -96,7 +101,7 @@ def collate(
     gets no table, and a sum on it would have to be brought back.
     """
     text = np.stack(samples)
-    bounds = bounds_of(text[:, :-1], rules)
+    bounds = bounds_of(text[:, :-1], rules, marks)
     positions, loss_mask = bounds.positions_BS, bounds.loss_mask_BS
     loss_mask[len(samples) - num_masked :] = 0.0
     text_bytes = 0.0
@@ -146,8 +151,13 @@ class Fetch(Dataset[Batch | Failure]):
     def _collate(self, numbers: Sequence[int], *, num_masked: int = 0) -> Batch | Failure:
         try:
             samples = [self.dataset[number] for number in numbers]
-            counts = self.token_bytes
-            batch = collate(samples, self.rules, num_masked=num_masked, token_bytes=counts)
+            batch = collate(
+                samples,
+                self.rules,
+                marks=[self.dataset.marks(number) for number in numbers],
+                num_masked=num_masked,
+                token_bytes=self.token_bytes,
+            )
             return batch if self.ranges is None else batch.cut(self.ranges)
         except UserError as error:
             return error

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from data.answered import Marks
 from data.blend import SURPLUS, Blend, members_of
 from data.blend_order import (
     DATASET_DTYPE,
@@ -48,11 +49,20 @@ class BlendedDataset:
         return self.num_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
+        member, sample = self._place(index)
+        return member[sample]
+
+    def marks(self, index: int) -> Marks | None:
+        """Those of the corpus that the sample is of."""
+        member, sample = self._place(index)
+        return member.marks(sample)
+
+    def _place(self, index: int) -> tuple[GPTDataset, int]:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         place = index % len(self.indices.dataset_index)
         member = self.members[int(self.indices.dataset_index[place])]
-        return member[int(self.indices.dataset_sample_index[place])]
+        return member, int(self.indices.dataset_sample_index[place])
 
     def describe(self) -> str:
         """One line: the corpora, what each contributes, where the order is stored."""

@@ -57,33 +57,45 @@ class BlockSums:
                 self._begun = 0
             rest = rest[len(part) :]
 
+    def _content(self) -> bytes:
+        table = np.array(self._table, dtype="<u4").tobytes()
+        unfinished = self._num_bytes % self._block_bytes > 0
+        return table + self._begun.to_bytes(4, "little") if unfinished else table
+
+    @property
+    def sum_of_table(self) -> int:
+        """The CRC-32 of the checksums of all parts so far."""
+        return crc32(self._content())
+
     def write(self, path: Path) -> None:
         """Writes the checksums of all parts so far."""
-        table = np.array(self._table, dtype="<u4").tobytes()
-        if self._num_bytes % self._block_bytes > 0:
-            table += self._begun.to_bytes(4, "little")
-        fields = _FIELDS.pack(MAGIC, VERSION, self._block_bytes, self._num_bytes, crc32(table))
+        table, size = self._content(), self._block_bytes
+        fields = _FIELDS.pack(MAGIC, VERSION, size, self._num_bytes, crc32(table))
         path.write_bytes(fields + crc32(fields).to_bytes(4, "little") + table)
 
 
 class CheckedFile:
     """A .bin file whose blocks are compared with their checksums whenever they are read.
 
-    No block is remembered as checked: with all ranks and workers of a run, nearly every read of a
-    block is the first one of its process, and the others cost microseconds.
+    `again` says how checksums are written for a file that was replaced on purpose. No block is
+    remembered as checked: with all ranks and workers of a run, nearly every read of a block is the
+    first one of its process, and the others cost microseconds.
     """
 
-    def __init__(self, file: RegularFile, sums: RegularFile) -> None:
+    def __init__(self, file: RegularFile, sums: RegularFile, again: str) -> None:
         self._file = file
         self._sums = sums
-        self._block_bytes = self._read_header()
-        self.size = file.size
+        self._again = again
+        self._block_bytes, self.sum_of_table = self._read_header()
+        self.path, self.size = file.path, file.size
 
-    def _read_header(self) -> int:
-        """The bytes in a block; `UserError` if the sums are damaged, or those of another file."""
+    def _read_header(self) -> tuple[int, int]:
+        """The bytes in a block, and the CRC-32 of all sums; `UserError` if the sums are damaged, or
+        those of another file.
+        """
         damaged = UserError(
             f"{self._sums.path} is damaged: restore it; if you know that {self._file.path} is not, "
-            f"{self._again()}"
+            f"{self._again}"
         )
         if self._sums.size < _HEADER_BYTES:
             raise damaged
@@ -94,7 +106,7 @@ class CheckedFile:
         if version != VERSION:
             raise UserError(
                 f"{self._sums.path} has format version {version}, only {VERSION} is known: "
-                f"{self._again()}"
+                f"{self._again}"
             )
         if not 0 < block_bytes <= MAX_BLOCK_BYTES:
             raise damaged
@@ -102,7 +114,7 @@ class CheckedFile:
             raise UserError(
                 f"{self._sums.path} has the checksums of a file of {num_bytes:,} bytes and "
                 f"{self._file.path} has {self._file.size:,}: restore the file that belongs to "
-                f"them; if it was replaced on purpose, {self._again()}"
+                f"them; if it was replaced on purpose, {self._again}"
             )
         if self._sums.size != _HEADER_BYTES + 4 * -(-num_bytes // block_bytes):
             raise damaged
@@ -112,7 +124,7 @@ class CheckedFile:
             sum_read = crc32(self._sums.read(begin, length), sum_read)
         if sum_read != sum_of_table:
             raise damaged
-        return int(block_bytes)
+        return int(block_bytes), int(sum_of_table)
 
     def read(self, begin: int, length: int) -> memoryview:
         """The `length` bytes from byte `begin` on; `UserError` if a block of them is damaged."""
@@ -128,15 +140,9 @@ class CheckedFile:
                     f"{self._file.path} is damaged in bytes {damaged:,} to "
                     f"{min(damaged + size, self.size):,}, by their checksum in {self._sums.path}: "
                     f"restore it, or write it again with tools/preprocess_data.py; if it was "
-                    f"replaced on purpose, {self._again()}"
+                    f"replaced on purpose, {self._again}"
                 )
         return content[begin - start : begin - start + length]
-
-    def _again(self) -> str:
-        return (
-            f"remove {self._sums.path} and write it again: tools/inspect_dataset.py --data-path "
-            f"{self._file.path.removesuffix('.bin')} --write-checksums"
-        )
 
 
 def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
@@ -147,4 +153,8 @@ def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
             path.lstat()
         except FileNotFoundError:
             return file
-    return CheckedFile(file, RegularFile(path))
+    again = (
+        f"remove {path} and write it again: tools/inspect_dataset.py --data-path "
+        f"{file.path.removesuffix('.bin')} --write-checksums"
+    )
+    return CheckedFile(file, RegularFile(path), again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from data.answered import answered_paths
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
 from data.document_bounds import DocumentRules
 from data.sample_order import SPLIT_NAMES, parse_split
@@ -32,6 +33,7 @@ class DataConfig:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    sft: bool = False
     multiple_validation_sets: bool = False
     full_validation: bool = False
     num_workers: int = 2
@@ -47,6 +49,8 @@ class DataConfig:
         if not self.mock_data and "train" not in blends:
             raise UserError(f"{given[0]} is given and no training data: give --train-data-path")
         self._check_validation(blends.get("valid"))
+        if self.sft and self.mock_data:
+            raise UserError("--sft needs a corpus of conversations: --mock-data have none")
         if self.is_per_split and self.split is not None:
             raise UserError(f"--split and {given[0]} contradict each other: give one of them")
         if not 1 <= self.seq_length <= MOST_TOKENS:
@@ -74,6 +78,19 @@ class DataConfig:
             raise UserError(
                 f"{valid.flag} has weights and --multiple-validation-sets keeps its corpora apart: "
                 "leave the weights out"
+            )
+
+    def check_conversations(self, prefix: str, *, has_marks: bool) -> None:
+        """`UserError` if samples of this corpus would mix conversations, or cannot be any."""
+        if self.sft and not has_marks:
+            raise UserError(
+                f"--sft: {prefix} has no conversations ({answered_paths(prefix)[0]} is missing): "
+                "write it with tools/preprocess_data.py --apply-chat-template, or leave --sft out"
+            )
+        if has_marks and not (self.sft or (self.reset_position_ids and self.reset_attention_mask)):
+            raise UserError(
+                f"{prefix} has conversations, which must not see each other: give --sft for one a "
+                "sample, or --reset-position-ids and --reset-attention-mask for as many as fit"
             )
 
     def document_rules(self, eod: int) -> DocumentRules | None:

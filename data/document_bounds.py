@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from data.answered import ANSWERED, BEGINS, Marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +30,21 @@ class Bounds(NamedTuple):
     document_lengths: tuple[int, ...] | None  # sample after sample
 
 
-def bounds_of(tokens_BS: NDArray[np.int64], rules: DocumentRules | None) -> Bounds:
+def bounds_of(
+    tokens_BS: NDArray[np.int64],
+    rules: DocumentRules | None,
+    marks: Sequence[Marks | None] = (),
+) -> Bounds:
     """Computes the bounds: documents begin at the first token of a sample and after every EOD.
 
     The EOD token belongs to the document that it ends, and predicts the first token of the next
-    one unless its loss is masked.
+    one unless its loss is masked. In a sample with `marks`, of its tokens and the label of the
+    last, documents are conversations, and only answered tokens are predicted.
     """
     loss_mask_BS = np.ones(tokens_BS.shape, dtype=np.float32)
+    of_conversations = [(row, of_row) for row, of_row in enumerate(marks) if of_row is not None]
+    for row, of_row in of_conversations:
+        loss_mask_BS[row] = of_row[1:] == ANSWERED
     if rules is None:
         return Bounds(loss_mask_BS, None, None)
     ends_BS = tokens_BS == rules.eod
@@ -41,6 +52,8 @@ def bounds_of(tokens_BS: NDArray[np.int64], rules: DocumentRules | None) -> Boun
         loss_mask_BS[ends_BS] = 0.0
     begins_BS = np.ones_like(ends_BS)
     begins_BS[:, 1:] = ends_BS[:, :-1]
+    for row, of_row in of_conversations:
+        begins_BS[row, 1:] = of_row[1:-1] == BEGINS
     positions_BS, document_lengths = None, None
     if rules.reset_position_ids:
         places = np.arange(tokens_BS.shape[1])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.answered import BEGINS, Marks
+from data.config import DataConfig
+from data.fingerprint import Fingerprint, check_tokenizer
 from data.index_cache import CacheEntry, cached_order, checksum
 from data.indexed_dataset import IndexedDataset, Tokens, bin_path
 from data.sample_order import (
@@ -19,6 +24,7 @@ from data.sample_order import (
     split_bounds,
     split_matrix,
 )
+from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 
 # Token ids are checked against the vocabulary when a corpus is opened: all ids of a corpus of up to
@@ -41,6 +47,7 @@ class Sampling:
     seq_length: int
     seed: int
     cache_path: str | None = None  # None: next to the data
+    sft: bool = False  # a sample is one conversation
     flag: str = "--data-path"  # that named the corpus, for messages
 
     def cache_folder(self, prefix: str) -> Path:
@@ -50,7 +57,11 @@ class Sampling:
 
 @dataclass(eq=False)
 class GPTDataset:
-    """A split: sample i is the i-th sample to train on, an array of seq_length + 1 token ids."""
+    """A split: sample i is the i-th sample to train on, an array of seq_length + 1 token ids.
+
+    A conversation with a sample of its own is cut after seq_length tokens, or filled up by its last
+    token, which weighs nothing.
+    """
 
     indexed: IndexedDataset
     plan: OrderPlan
@@ -58,35 +69,72 @@ class GPTDataset:
     _: KW_ONLY
     vocab_size: int
     source: str = "indices kept in memory"
+    num_cut: int = 0  # conversations of the split that are longer than a sample
 
     def __len__(self) -> int:
         return self.plan.total_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
+        text = np.concatenate([self.indexed.get(*place) for place in self._places(index)])
+        _check_ids(text, self.vocab_size, self.indexed.prefix)
+        return self._filled(text.astype(np.int64), "edge")
+
+    def marks(self, index: int) -> Marks | None:
+        """Which tokens of a sample are answered, and which begin a conversation."""
+        if self.indexed.answered is None:
+            return None
+        parts = []
+        for sequence, begin, length in self._places(index):
+            parts.append(self.indexed.marks(sequence, begin, length).copy())
+            if begin == 0:  # no token before it is of this conversation
+                parts[-1][:1] = BEGINS
+        return self._filled(np.concatenate(parts), "constant")  # by READ
+
+    def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
+        """The sequences of a sample, where it begins in each, and how much it has of it."""
         sample = int(self.order.shuffle_index[index])
         bounds = self.order.sample_index[sample : sample + 2].tolist()
         (first, offset), (last, last_offset) = bounds
-        parts = []
+        last_offset += self.plan.shared_tokens
         sequences = self.order.document_index[first : last + 1].tolist()
         for entry, sequence in enumerate(sequences, first):
             begin = offset if entry == first else 0
-            length = last_offset + 1 - begin if entry == last else None
-            parts.append(self.indexed.get(sequence, begin, length))
-        text = np.concatenate(parts)
-        assert len(text) == self.plan.seq_length + 1, f"sample {index} has {len(text)} tokens"
-        _check_ids(text, self.vocab_size, self.indexed.prefix)
-        return text.astype(np.int64)
+            length = last_offset - begin if entry == last else None
+            if length != 0:
+                yield sequence, begin, length
+
+    def _filled(self, row: NDArray[Any], mode: Literal["edge", "constant"]) -> NDArray[Any]:
+        """The entries of a sample, after those of a conversation that it has for itself."""
+        length = self.plan.seq_length
+        if self.plan.shared_tokens == 0:
+            row = row[:length]
+            row = np.pad(row, (0, length + 1 - len(row)), mode)
+        assert len(row) == length + 1, f"a sample has {len(row)} tokens"
+        return row
 
     def describe(self) -> str:
         """One line: how much data there is, how often it is read, where the order is stored."""
         plan = self.plan
         sequences = plan.bounds.last - plan.bounds.first
         wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
-        epochs = (wanted * plan.seq_length + 1) / plan.tokens_per_epoch
+        epochs = (wanted * plan.seq_length + plan.shared_tokens) / plan.tokens_per_epoch
+        content = f"{plan.tokens_per_epoch:,} tokens in {sequences:,} sequences"
+        if plan.shared_tokens == 0:
+            content = f"{sequences:,} conversations, {self.num_cut:,} of them cut to --seq-length"
         return (
-            f"{wanted:,} samples, {epochs:.2f} epochs of {plan.tokens_per_epoch:,} "
-            f"tokens in {sequences:,} sequences of {self.indexed.prefix}; {self.source}"
+            f"{wanted:,} samples, {epochs:.2f} epochs of {content} of {self.indexed.prefix}; "
+            f"{self.source}"
         )
+
+
+def open_checked(
+    config: DataConfig, prefix: str, vocab_size: int, tokenizer: TokenizerConfig | None
+) -> tuple[IndexedDataset, Fingerprint | None]:
+    """A corpus and what made it; `UserError` unless the run can read it."""
+    corpus, recorded = IndexedDataset(prefix), check_tokenizer(prefix, tokenizer)
+    check_vocabulary(corpus, vocab_size)
+    config.check_conversations(prefix, has_marks=corpus.answered is not None)
+    return corpus, recorded
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
@@ -129,9 +177,12 @@ def build_gpt_dataset(
     """
     plan = plan_split(indexed, split_name, sampling, num_samples)
     lengths = indexed.sequence_lengths()
+    num_cut = int((lengths[slice(*plan.bounds)] > plan.seq_length).sum())
+    if sampling.sft:
+        lengths = np.full_like(lengths, plan.seq_length)
     entry = _cache_entry(indexed.prefix, lengths, split_name, sampling, num_samples)
     order, source = cached_order(entry, lengths, plan)
-    return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source)
+    return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source, num_cut=num_cut)
 
 
 def plan_split(
@@ -140,13 +191,15 @@ def plan_split(
     """How many epochs and samples the order of a split will have."""
     share = share_of(sampling.split, split_name)
     bounds = Bounds(0, 0) if share is None else split_bounds(share, len(indexed))
-    tokens = indexed.tokens_in(bounds.first, bounds.last)
-    if tokens <= sampling.seq_length:
+    tokens, shared_tokens = indexed.tokens_in(bounds.first, bounds.last), 1
+    if sampling.sft:
+        tokens, shared_tokens = (bounds.last - bounds.first) * sampling.seq_length, 0
+    if tokens < sampling.seq_length + shared_tokens:
         cause = "there are" if sampling.split is None else f"--split {sampling.split!r} leaves"
         raise TooFewTokensError(
             f"--seq-length {sampling.seq_length} is longer than the data: {cause} {tokens} tokens "
             f"of {sampling.flag} {indexed.prefix} for {PURPOSES[split_name]} and one sample takes "
-            f"{sampling.seq_length + 1}"
+            f"{sampling.seq_length + shared_tokens}"
         )
     return OrderPlan(
         bounds=bounds,
@@ -154,6 +207,7 @@ def plan_split(
         num_samples=num_samples,
         seq_length=sampling.seq_length,
         seed=sampling.seed,
+        shared_tokens=shared_tokens,
     )
 
 
@@ -176,6 +230,7 @@ def _cache_entry(
         "split_matrix": None if sampling.split is None else split_matrix(sampling.split),
         # So that files rewritten under the same prefix never get an old order.
         "sequence_lengths_crc32": checksum(lengths),
+        **({"sft": True} if sampling.sft else {}),
     }
     return CacheEntry(
         folder=sampling.cache_folder(prefix),

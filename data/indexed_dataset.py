@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data.answered import Marks, answered_paths, open_answered, replacing_answered
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
-from data.fingerprint import Fingerprint, replacing_fingerprint
+from data.fingerprint import Fingerprint, fingerprint_path, replacing_fingerprint
 from paro.errors import UserError, is_storage_failure, reading, writing
 from paro.untrusted.regular_file import RegularFile
 
@@ -49,6 +50,13 @@ def bin_path(prefix: str | Path) -> Path:
 
 def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
+
+
+def remove_dataset(prefix: str | Path) -> None:
+    """Removes all files of a data set, those that a Megatron-LM does not know too."""
+    own = (checksums_path(prefix), fingerprint_path(prefix), *answered_paths(prefix))
+    for path in (idx_path(prefix), bin_path(prefix), *own):
+        path.unlink(missing_ok=True)
 
 
 def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
@@ -82,6 +90,7 @@ class IndexedDataset:
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
         self._content = with_checks(content)
+        self.answered = open_answered(prefix, self._content, self.num_tokens)
 
     def _bytes_by_index(self) -> int | None:
         """The size of the .bin file; None if lengths, pointers and documents are inconsistent."""
@@ -145,6 +154,15 @@ class IndexedDataset:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
         """The ids of sequence `index` from `offset` on, `length` of them or all; read-only."""
+        return self.read(*self._place(index, offset, length))
+
+    def marks(self, index: int, offset: int = 0, length: int | None = None) -> Marks:
+        """The marks of the same tokens, of a corpus that has them."""
+        assert self.answered is not None, f"{self.prefix} has no marks"
+        return self.answered.read(*self._place(index, offset, length))
+
+    def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
+        """The first of these tokens in the .bin file, and their number."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         begin, end = self._pointers(index, 2).tolist()
@@ -157,7 +175,7 @@ class IndexedDataset:
                 f"{self._index.path} has no tokens {offset} to {stop} of sequence {index} any "
                 "more: another program has changed it; restore it and run again"
             )
-        return self.read(first + offset, stop - offset)
+        return first + offset, stop - offset
 
     def read(self, begin: int, count: int) -> Tokens:
         """`count` ids of the .bin file from the id at `begin` on, whatever sequence they are of.
@@ -236,21 +254,29 @@ class EncodedDocuments(NamedTuple):
     lengths: NDArray[np.int32]
     sequences: NDArray[np.int64]
     unfinished: bool = False  # the last document's last sequence continues in the next batch
+    marks: Marks | None = None  # of all ids, for a corpus of conversations
 
 
 class IndexedDatasetWriter:
     """Writes one prefix: all files get their final names if the block succeeds, else none.
 
     The .bin file is streamed; the .idx file is written last, by `complete` or at the end.
-    `tokenizer` is the one that made the ids, if it is known.
+    `tokenizer` is the one that made the ids, if it is known. With `has_marks` it is a corpus of
+    conversations.
     """
 
     def __init__(
-        self, prefix: str | Path, dtype: np.dtype[Any], tokenizer: Fingerprint | None = None
+        self,
+        prefix: str | Path,
+        dtype: np.dtype[Any],
+        tokenizer: Fingerprint | None = None,
+        *,
+        has_marks: bool = False,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = dtype
         self._tokenizer = tokenizer
+        self._has_marks = has_marks
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
@@ -264,6 +290,7 @@ class IndexedDatasetWriter:
         with (
             replacing(idx_path(self.prefix)) as self._idx_file,
             replacing_fingerprint(self.prefix, self._tokenizer),
+            replacing_answered(self.prefix, wanted=self._has_marks) as self.answered,
             replacing(checksums_path(self.prefix)) as self._sums_file,
             replacing(bin_path(self.prefix)) as bin_file,
             _room_on_disk(bin_path(self.prefix)),
@@ -295,6 +322,8 @@ class IndexedDatasetWriter:
         with _room_on_disk(bin_path(self.prefix)):
             self._stream.close()
             self._sums.write(self._sums_file)
+            if self.answered is not None:
+                self.answered.complete(self._sums)
             self._write_index(self._idx_file)
 
     @property
@@ -317,6 +346,9 @@ class IndexedDatasetWriter:
             self._lengths[-1] = length
             first, lengths = first - 1, lengths[1:]
         self._write(ids)
+        if self.answered is not None:
+            assert documents.marks is not None, "a conversation says which tokens are answered"
+            self.answered.write(documents.marks)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         ends = first + np.cumsum(documents.sequences)
         self._open_sequence = documents.unfinished and (self._open_sequence or ends[-1] > first)
@@ -331,8 +363,16 @@ class IndexedDatasetWriter:
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "
                 f"hold {self.dtype.name}: only data sets of one tokenizer can be joined"
             )
+        if (dataset.answered is None) != (self.answered is None):
+            raise UserError(
+                f"{dataset.prefix} has {'no ' if self.answered else ''}conversations (.answered), "
+                "unlike those before it: join corpora of one kind; training blends both"
+            )
         for ids in dataset.parts():
             self._write(ids)
+        if dataset.answered is not None and self.answered is not None:
+            for marks in dataset.answered.parts():
+                self.answered.write(marks)
         lengths = dataset.sequence_lengths()
         documents = dataset.document_indices()[1:] + len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())

@@ -22,8 +22,8 @@ from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.config import DataConfig
 from data.document_bounds import DocumentRules
-from data.fingerprint import Fingerprint, check_tokenizer
-from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, check_vocabulary
+from data.fingerprint import Fingerprint
+from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
@@ -32,7 +32,7 @@ from data.waits import Wait
 from paro.errors import UserError
 from paro.text import listed
 
-_FILES = 12  # of a corpus that may be open: 3 of its own, and 3 with the order of each split
+_FILES = 14  # of a corpus that may be open: 5 of its own, and 3 with the order of each split
 _NAMED = 3  # corpora at most in a line
 _POLL_SECONDS = 5.0  # how often a rank that waits for a batch looks whether its workers live
 
@@ -148,12 +148,10 @@ def _build_from_corpora(
 
     @cache  # several splits and blends may share a corpus
     def open_corpus(prefix: str) -> IndexedDataset:
-        corpus = IndexedDataset(prefix)
+        corpus, recorded = open_checked(config, prefix, vocab_size, tokenizer)
         if not corpus.has_checksums:
             unchecked.append(prefix)
-        recorded = check_tokenizer(prefix, tokenizer)
         made_with[corpus.prefix] = known.setdefault(recorded, recorded)
-        check_vocabulary(corpus, vocab_size)
         return corpus
 
     sampling = Sampling(
@@ -161,6 +159,7 @@ def _build_from_corpora(
         seq_length=config.seq_length,
         seed=config.seed,
         cache_path=config.data_cache_path,
+        sft=config.sft,
     )
     found: dict[tuple[str, str], Samples] = {}
     causes: dict[str, str] = {}

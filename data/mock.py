@@ -42,5 +42,8 @@ class MockDataset:
         places = targets[latest_jump] + times - latest_jump
         return self.cycle[places % len(self.cycle)]
 
+    def marks(self, index: int) -> None:
+        """Every token is answered."""
+
     def describe(self) -> str:
         return f"{self.num_samples:,} samples of synthetic tokens (--mock-data)"

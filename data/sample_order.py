@@ -3,7 +3,8 @@
 The sequences of a split, repeated for as many epochs as the samples need and shuffled, form one
 long row of tokens (document index). Sample k reads its tokens k * S to k * S + S inclusive, so
 neighbouring samples share one token (sample index). Samples are visited in shuffled order (shuffle
-index). One random state, seeded once, does all the shuffling, in this order.
+index). One random state, seeded once, does all the shuffling, in this order. With --sft a sequence
+counts S tokens, cut or filled up, and no token is shared: a sample is one sequence.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class OrderPlan:
     num_samples: int | None  # requested; the order has at least as many; None: one epoch
     seq_length: int
     seed: int
+    shared_tokens: int = 1  # of neighbouring samples; 0: a sample is a sequence
 
     def __post_init__(self) -> None:
         if max(self.num_samples or 0, self.num_entries) > MOST_SAMPLES:
@@ -62,14 +64,14 @@ class OrderPlan:
 
     @property
     def samples_per_epoch(self) -> int:
-        return (self.tokens_per_epoch - 1) // self.seq_length
+        return (self.tokens_per_epoch - self.shared_tokens) // self.seq_length
 
     @property
     def num_epochs(self) -> int:
         """The fewest epochs that contain the samples and the label after the last one."""
         if self.num_samples is None:
             return 1
-        needed = self.num_samples * self.seq_length + 1
+        needed = self.num_samples * self.seq_length + self.shared_tokens
         return max(1, -(-needed // self.tokens_per_epoch))
 
     @property
@@ -79,14 +81,15 @@ class OrderPlan:
 
     @property
     def total_samples(self) -> int:
-        return (self.num_epochs * self.tokens_per_epoch - 1) // self.seq_length
+        return (self.num_epochs * self.tokens_per_epoch - self.shared_tokens) // self.seq_length
 
     @property
     def samples_before_separate_epoch(self) -> int | None:
         """Samples of all epochs but the last if the last is shuffled separately, else None."""
         if self.num_samples is None or self.num_epochs == 1:
             return None
-        before = ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.seq_length
+        tokens_before = (self.num_epochs - 1) * self.tokens_per_epoch
+        before = (tokens_before - self.shared_tokens) // self.seq_length
         from_last = self.num_samples - before
         return before if from_last < int(SEPARATE_BELOW * self.samples_per_epoch) else None
 
@@ -179,6 +182,8 @@ def _sample_index(
             rows[row:row_behind, 0] = entries + first
             rows[row:row_behind, 1] = starts - (ends[entries] - block[entries])
             row = row_behind
+    if plan.shared_tokens == 0:  # where the last sample ends
+        rows[row], row = (len(document_index), 0), row + 1
     assert row == num_rows, f"{row} of {num_rows} rows"
     rows[0] = 0  # also if the first sequences are empty
     return rows

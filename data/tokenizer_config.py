@@ -26,7 +26,7 @@ _REFUSED_TYPES = {
     "MultimodalTokenizer": "the model reads text alone: give HuggingFaceTokenizer and the same "
     "--tokenizer-model",
     "NullMultimodalTokenizer": "the model reads text alone: give NullTokenizer",
-    "SFTTokenizer": "conversations are not trained on: tokenize plain text with "
+    "SFTTokenizer": "tools/preprocess_data.py --apply-chat-template writes conversations: give "
     "HuggingFaceTokenizer and the same --tokenizer-model",
 }
 

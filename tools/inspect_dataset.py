@@ -117,6 +117,9 @@ def describe(
     if dataset.num_tokens > 0:
         yield f"  token ids: {contents.least} to {contents.most}"
     yield f"  checksums: {contents.checksums}"
+    if dataset.answered is not None:
+        count = sum(int(np.count_nonzero(marks)) for marks in dataset.answered.parts())
+        yield f"  conversations: {count:,} tokens ({count / dataset.num_tokens:.1%}) are answered"
     yield f"  tokens of a document: {figures(lengths)}"
     yield from (f"  {line}" for line in draw_text(histogram(lengths)))
 

@@ -45,9 +45,9 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
                 f"--output-prefix {output_prefix} is one of the data sets to be joined: give "
                 "another, best outside --input"
             )
-    dtype = IndexedDataset(prefixes[0]).dtype
-    made_with = tokenizer_of(prefixes)
-    with IndexedDatasetWriter(output_prefix, dtype, made_with) as writer:
+    first, made_with = IndexedDataset(prefixes[0]), tokenizer_of(prefixes)
+    has_marks = first.answered is not None
+    with IndexedDatasetWriter(output_prefix, first.dtype, made_with, has_marks=has_marks) as writer:
         for prefix in prefixes:
             writer.add_dataset(IndexedDataset(prefix))
     return (

@@ -38,6 +38,9 @@ def add_data_args(parser: ArgumentParser) -> None:
         help="count positions from the beginning of each document, not of each sample")
     add("--reset-attention-mask", action="store_true",
         help="keep documents that share a sample from seeing each other")
+    add("--sft", action="store_true",
+        help="corpora are conversations (preprocess_data.py --apply-chat-template): a sample is "
+        "one of them, cut or filled up to --seq-length")
     add("--num-workers", type=int, default=2, metavar="N",
         help="background workers of the data loader, per rank; 0: none")
 

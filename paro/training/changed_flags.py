@@ -39,6 +39,7 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
         "seed": data.seed,
         "split": None if blend is None else data.split_in_use,
         "seq_length": data.seq_length,
+        "sft": data.sft,
         "data_flag": "--mock-data" if blend is None else blend.flag.rstrip(":"),
         "corpora": [],
         "epochs": datasets.train_order(),
@@ -119,6 +120,7 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
         "seed": "the data are shuffled in another way",
         "split": "validation and test may read documents that were trained on",
         "seq_length": "the data are cut into samples elsewhere",
+        "sft": "the data are cut into samples elsewhere",
     }
     for name, follows in consequences.items():
         if name in saved and not _is_same(saved[name], now[name]):

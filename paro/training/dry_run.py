@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from data.fingerprint import check_tokenizer
-from data.gpt_dataset import check_vocabulary
-from data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from data.gpt_dataset import open_checked
+from data.indexed_dataset import bin_path, idx_path
 from model.flops import flops_per_token
 from paro.arguments.parser import given
 from paro.checkpoint.directory import common_of, find_checkpoint
@@ -308,9 +307,7 @@ def _data(plan: PlannedRun) -> Iterator[str]:
         if not (idx_path(prefix).exists() or bin_path(prefix).exists()):
             yield f"> data: {prefix} is not on this machine and was not checked"
             continue
-        corpus = IndexedDataset(prefix)
-        check_tokenizer(prefix, config.tokenizer)
-        check_vocabulary(corpus, config.vocab_size)
+        corpus, _ = open_checked(config.data, prefix, config.vocab_size, config.tokenizer)
         yield (
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "
             f"documents, {'with' if corpus.has_checksums else 'without'} checksums"

@@ -45,6 +45,9 @@ class Numbered:
             raise self.error
         return np.arange(index, index + SEQ + 1)
 
+    def marks(self, index: int) -> None:
+        """All are answered."""
+
     def describe(self) -> str:
         return "numbers"
 
@@ -299,6 +302,7 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
         ({"data_path": ("x",), "test_data_path": ("y",)}, "--data-path and --test-data-path"),
         ({"valid_data_path": ("x",)}, "give --train-data-path"),
         ({"train_data_path": ("x",), "split": "1,1,1"}, "--split and --train-data-path contradict"),
+        ({"mock_data": True, "sft": True}, "--sft ... --mock-data"),
         ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
         ({"mock_data": True, "seed": -1}, "--seed -1"),

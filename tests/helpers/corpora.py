@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +24,17 @@ def write_corpus(
     """Writes documents, each of any number of sequences of ids; returns the prefix."""
     with IndexedDatasetWriter(prefix, np.dtype(dtype), made_with) as writer:
         writer.add_documents(encoded(documents, writer.dtype))
+    return Path(prefix)
+
+
+def write_conversations(
+    prefix: Path | str, conversations: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> Path:
+    """Writes conversations, each as its ids and the mark of each id; returns the prefix."""
+    documents = encoded([[ids] for ids, _ in conversations])
+    marks = np.array([mark for _, marks in conversations for mark in marks], dtype=np.uint8)
+    with IndexedDatasetWriter(prefix, np.dtype("<u2"), has_marks=True) as writer:
+        writer.add_documents(documents._replace(marks=marks))
     return Path(prefix)
 
 

@@ -190,6 +190,7 @@ CASES = {
         "",
         "--step-batch-size-schedule 0:8,1K:16",
     ),
+    "sft": (("mock-data",), CORPUS, f"{CORPUS} --sft"),
     "show_step": ((), DRY, f"{DRY} --show-step"),
     "split": ((), "", "--split 98,1,1"),
     "start_over": ((), "--save new", "--save new --start-over"),

@@ -21,7 +21,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
-from tests.helpers.corpora import write_corpus
+from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.refusals import refused
 from tools.inspect_dataset import main
 from tools.inspection import contents
@@ -81,6 +81,19 @@ def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
     assert path.read_bytes() == written
     both = partial(told, "--write-checksums", "--dump-samples", "x")
     refused(both, "--dump-samples ... --write-checksums: give one")
+
+
+def test_answered_tokens_are_counted_and_dumped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_conversations(tmp_path / "x", [([1, 2, 3], [0, 1, 1])] * 9)
+    main(["--data-path", str(prefix), *NULL])
+    assert "conversations: 18 tokens (66.7%) are answered" in capsys.readouterr().out
+    run = ["--data-path", str(prefix), "--split", "1,0,0", "--sft", "--seq-length", "4"]
+    dump = tmp_path / "samples.jsonl"
+    main([*run, "--train-samples", "9", "--dump-samples", str(dump), *NULL])
+    samples = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert samples == [{"tokens": [1, 2, 3, 3], "answered": [0, 1, 1, 0]}] * 9
 
 
 def test_long_reads_say_how_far_they_are(

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from data.answered import ANSWERED
 from data.loader import Samples, SplitCounts, build_datasets
 from paro.config.run import RunConfig
 from paro.distributed.world import World
@@ -66,10 +67,15 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
 
 
 def dump(args: Namespace, path: Path) -> str:
-    """Writes a line `{"tokens": [...]}` per sample; returns a line of summary."""
+    """Writes a line `{"tokens": [...]}` per sample, of conversations also `"answered"`; returns a
+    line of summary.
+    """
     samples, count = training_samples(args)
     with output_file(path) as temporary, temporary.open("w", encoding="ascii") as stream:
         for number in range(count):
             # The last token is only a label.
-            stream.write(json.dumps({"tokens": samples[number][:-1].tolist()}) + "\n")
+            sample, marks = {"tokens": samples[number][:-1].tolist()}, samples.marks(number)
+            if marks is not None:
+                sample["answered"] = (marks[:-1] == ANSWERED).astype(int).tolist()
+            stream.write(json.dumps(sample) + "\n")
     return f"wrote {path}: {count:,} samples of {args.seq_length} tokens; {samples.describe()}"

@@ -13,7 +13,7 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from paro.training.changed_flags import order_changes, order_record, schedule_change
-from tests.helpers.corpora import write_corpus
+from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.refusals import says
 from tests.paro.config.test_run import configure
 
@@ -31,6 +31,7 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "moved").mkdir()
     for name, documents in (("a", 20), ("b", 30), ("moved/a", 20)):
         write_corpus(name, [[range(20)]] * documents)
+    write_conversations("talks", [(range(20), [0, 1] * 10)] * 20)
 
 
 def run(words: str) -> RunConfig:
@@ -55,6 +56,7 @@ def told(common: dict[str, Any], words: str) -> list[str]:
 
 
 TAIL = "reading continues after sample 12 of another order"
+TALKS, APART = "--data-path talks", "--reset-position-ids --reset-attention-mask"
 A, B = "a (400 tokens)", "b (600 tokens)"
 
 
@@ -71,6 +73,7 @@ A, B = "a (400 tokens)", "b (600 tokens)"
             f"0.5 {A}, 0.5 {B} ... 0.2 {A}",
         ),
         ("--data-path a b", "--data-path b a", f"{A}, {B} and are --data-path {B}, {A}"),
+        (f"--sft {TALKS}", f"{APART} {TALKS}", "was True and is False ... cut into samples"),
         ("--train-iters 10", "--train-iters 20", "was 10 and is 20 ... epochs"),
         ("--global-batch-size 4", "--global-batch-size 8", "was 4 and is 8 ... epochs"),
     ],

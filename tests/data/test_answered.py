@@ -1,0 +1,199 @@
+"""Corpora of conversations: only answered tokens are weighed, and no sample mixes conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.batch import Batch
+from data.config import DataConfig
+from data.loader import Datasets, MicroBatches, SplitCounts, build_datasets
+from tests.helpers.corpora import write_conversations, write_corpus
+from tests.helpers.refusals import refused
+from tools.merge_datasets import main as merge
+
+SEQ = 8
+EOD = 7  # occurs inside conversations, as ends of turns do
+APART = {"reset_position_ids": True, "reset_attention_mask": True}
+Conversation = tuple[list[int], list[int]]
+
+
+def drawn(seed: int, number: int = 40) -> list[Conversation]:
+    """Of 2 to 12 tokens, each with an id of its own per conversation, besides EOD."""
+    random = np.random.default_rng(seed)
+    found = []
+    for place in range(number):
+        size = int(random.integers(2, 13))
+        ids = np.where(random.random(size) < 0.2, EOD, 10 + place)
+        found.append((ids.tolist(), random.integers(0, 2, size).tolist()))
+    return found
+
+
+def built(*words: str, count: int = 40, **fields: object) -> Datasets:
+    config = DataConfig(seq_length=SEQ, data_path=words, split="1,0,0", **fields)  # type: ignore[arg-type]
+    return build_datasets(config, SplitCounts(train=count), vocab_size=200)
+
+
+def batches(datasets: Datasets, config: dict[str, bool], **fields: object) -> Iterator[Batch]:
+    rules = DataConfig(seq_length=SEQ, data_path=("x",), **config).document_rules(EOD)  # type: ignore[arg-type]
+    return MicroBatches(datasets.train, micro_batch_size=1, rules=rules, **fields)  # type: ignore[arg-type]
+
+
+def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: Path) -> None:
+    talks = drawn(0)
+    prefix = str(write_conversations(tmp_path / "x", talks))
+    weights = {}  # of a label, by conversation and place in it
+    for number, (_, marks) in enumerate(talks):
+        for place in range(1, len(marks)):
+            weights[number, place] = float(marks[place])
+    datasets = built(prefix, **APART)
+    order = datasets.train_corpora()[0].order
+    row = [(n, place) for n in order.document_index for place in range(len(talks[n][0]))]
+    source = batches(datasets, APART)
+    for i in range(40):
+        begin = int(order.shuffle_index[i]) * SEQ
+        inside = row[begin : begin + SEQ + 1]
+        batch = next(source)
+        assert batch.tokens_BS[0].tolist() == [talks[n][0][place] for n, place in inside[:-1]]
+        wanted = [weights.get(label, 0.0) for label in inside[1:]]
+        assert batch.loss_mask_BS[0].tolist() == wanted
+        assert batch.mask_sum == sum(wanted)
+        begins = [0, *(at for at, (_, place) in enumerate(inside[:-1]) if at and place == 0)]
+        lengths = np.diff([*begins, SEQ]).tolist()
+        assert batch.document_lengths == tuple(lengths)
+        assert batch.positions_BS is not None
+        assert batch.positions_BS[0].tolist() == [at for size in lengths for at in range(size)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_with_sft_a_sample_is_one_conversation(tmp_path: Path, weighted: bool) -> None:
+    talks = drawn(1)
+    prefix = str(write_conversations(tmp_path / "x", talks))
+    datasets = built(*(("1", prefix) if weighted else (prefix,)), count=80, sft=True)
+    source = batches(datasets, {"sft": True})
+    seen = []
+    for _ in range(80):
+        batch = next(source)
+        ids = batch.tokens_BS[0].tolist()
+        number = next(token for token in ids if token != EOD) - 10 if set(ids) != {EOD} else None
+        own = [talk for talk in talks if talk[0][:SEQ] == ids[: len(talk[0])]]
+        assert own, ids
+        size = min(SEQ, len(own[0][0]))
+        assert batch.labels_BS[0, : size - 1].tolist() == ids[1:size]
+        masks = [[*talk[1][1:size], *[0] * (SEQ + 1 - size)] for talk in own]
+        assert batch.loss_mask_BS[0].tolist() in masks
+        assert ids[size:] == [ids[size - 1]] * (SEQ - size)
+        assert batch.document_lengths is None
+        seen.append(number)
+    assert sorted(map(str, seen)) == sorted([*map(str, range(40))] * 2)
+    cut = sum(len(ids) > SEQ for ids, _ in talks)
+    assert weighted or f"40 conversations, {cut} of them cut" in datasets.describe()[0]
+
+
+def test_every_conversation_is_read_once_in_a_full_validation(tmp_path: Path) -> None:
+    talks = drawn(2)
+    prefix = str(write_conversations(tmp_path / "x", talks))
+    config = DataConfig(
+        seq_length=SEQ,
+        train_data_path=(prefix,),
+        valid_data_path=(prefix,),
+        full_validation=True,
+        sft=True,
+    )
+    valid = build_datasets(config, SplitCounts(train=1, valid=None), vocab_size=200).valid
+    assert valid is not None
+    assert len(valid) == 40
+    found = sorted(valid[i].tolist() for i in range(40))
+    assert found == sorted((ids[:SEQ] + ids[:SEQ][-1:] * SEQ)[: SEQ + 1] for ids, _ in talks)
+
+
+def test_plain_text_beside_conversations_is_weighed_whole(tmp_path: Path) -> None:
+    talks = write_conversations(tmp_path / "talks", drawn(3))
+    plain = write_corpus(tmp_path / "plain", [[[101, 102, EOD]]] * 100)
+    datasets = built("1", str(talks), "1", str(plain), **APART)
+    kinds = set()
+    for batch in (next(source) for source in [batches(datasets, APART)] for _ in range(40)):
+        is_plain = bool((batch.tokens_BS > 100).any())
+        assert not is_plain or batch.mask_sum == SEQ
+        assert not is_plain or max(batch.document_lengths or ()) == 3
+        kinds.add(is_plain)
+    assert kinds == {False, True}
+
+
+def test_a_sample_without_an_answer_weighs_nothing(tmp_path: Path) -> None:
+    prefix = str(write_conversations(tmp_path / "x", [([1, 2, 3], [0, 0, 0])] * 9))
+    batch = next(batches(built(prefix, sft=True, count=9), {"sft": True}))
+    assert batch.mask_sum == 0.0
+    ranges = (range(2), range(6, 8))
+    prefix = str(write_conversations(tmp_path / "y", [([1, 2, 3, 4], [0, 1, 0, 1])] * 9))
+    batch = next(batches(built(prefix, sft=True, count=9), {"sft": True}, ranges=ranges))
+    assert batch.loss_mask_BS.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert batch.mask_sum == 2.0, "of the whole sample"
+
+
+def swap(one: Path, other: Path) -> None:
+    for suffix in (".answered", ".answered.crc"):
+        Path(f"{one}{suffix}").write_bytes(Path(f"{other}{suffix}").read_bytes())
+
+
+def flip(one: Path, _: Path) -> None:
+    content = bytearray(Path(f"{one}.answered").read_bytes())
+    content[3] ^= 1
+    Path(f"{one}.answered").write_bytes(content)
+
+
+def shorten(one: Path, _: Path) -> None:
+    Path(f"{one}.answered").write_bytes(Path(f"{one}.answered").read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (swap, "x.answered does not belong to"),
+        (flip, "x.answered is damaged in bytes 0 to"),
+        (shorten, "x.answered.crc ... x.answered"),
+        (lambda one, _: Path(f"{one}.answered.crc").unlink(), "x.answered.crc"),
+    ],
+)
+def test_marks_that_are_not_those_of_the_corpus_are_refused(
+    tmp_path: Path, damage: Callable[[Path, Path], None], told: str
+) -> None:
+    talks = drawn(4)
+    one = write_conversations(tmp_path / "x", talks)
+    other = [([token + 1 for token in ids], marks) for ids, marks in talks]
+    damage(one, write_conversations(tmp_path / "y", other))
+    refused(lambda: next(batches(built(str(one), sft=True), {"sft": True})), told)
+
+
+def test_a_corpus_written_again_without_conversations_has_no_marks(tmp_path: Path) -> None:
+    prefix = write_conversations(tmp_path / "x", drawn(5))
+    write_corpus(prefix, [[range(100)]])
+    assert {path.name for path in tmp_path.iterdir()} == {"x.bin", "x.bin.crc", "x.idx"}
+
+
+def test_flags_that_would_mix_conversations_are_refused(tmp_path: Path) -> None:
+    talks = str(write_conversations(tmp_path / "talks", drawn(6)))
+    plain = str(write_corpus(tmp_path / "plain", [[range(100)]]))
+    for fields in ({}, {"reset_position_ids": True}, {"reset_attention_mask": True}):
+        told = "--sft ... --reset-position-ids ... --reset-attention-mask"
+        refused(partial(built, talks, **fields), talks, told)
+    refused(partial(built, plain, sft=True), "--sft", f"{plain}.answered is missing")
+
+
+def test_corpora_of_conversations_are_joined_and_not_with_others(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    first, second = drawn(7), drawn(8)
+    write_conversations(folder / "a", first)
+    write_conversations(folder / "b", second)
+    words = ["--input", str(folder), "--output-prefix", str(tmp_path / "all")]
+    assert merge(words) == 0
+    write_conversations(tmp_path / "once", first + second)
+    for suffix in (".bin", ".answered", ".answered.crc"):
+        found, wanted = (Path(f"{tmp_path}/{name}{suffix}") for name in ("all", "once"))
+        assert found.read_bytes() == wanted.read_bytes()
+    write_corpus(folder / "c", [[[1]]])
+    refused(lambda: merge(words), f"{folder / 'c'} ... conversations")
