@@ -42,10 +42,10 @@ class RawBatch:
 
 
 class Texts(NamedTuple):
-    """One document: the text, or the sentences, under each key."""
+    """One document: the text, or the sentences, under each key; or the values as they are."""
 
     number: int  # of the line or row in its piece, starting at 1
-    by_key: tuple[list[str], ...]
+    by_key: tuple[Any, ...]
     num_bytes: int
 
 
@@ -207,16 +207,20 @@ def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> N
             )
 
 
-def texts_of(batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None) -> Iterator[Texts]:
+def texts_of(
+    batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None, *, as_they_are: bool = False
+) -> Iterator[Texts]:
     """The documents of a batch; `UserError` gives file and line of a bad one.
 
-    With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key.
+    With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key. With
+    `as_they_are` values need not be texts.
     """
+    value_of = _value if as_they_are else _texts
     for number, raw in enumerate(_raw_documents(batch), start=batch.first + 1):
         if raw is None:
             continue
         try:
-            yield _read(batch, number, raw, keys)
+            yield _read(batch, number, raw, keys, value_of)
         except _BadError as error:
             message = str(error)
             if on_bad is None:
@@ -259,15 +263,21 @@ def _raw_documents(batch: RawBatch) -> Iterable[Any]:
     return (line if line.strip() else None for line in content.split(b"\n"))
 
 
-def _read(batch: RawBatch, number: int, raw: Any, keys: Sequence[str]) -> Texts:
+def _read(
+    batch: RawBatch,
+    number: int,
+    raw: Any,
+    keys: Sequence[str],
+    value_of: Callable[[Mapping[str, Any], str, Callable[[str], _BadError]], Any],
+) -> Texts:
     piece = batch.piece
 
     def bad(reason: str) -> _BadError:
         return _BadError(f"{place_of(piece, number)}{reason}")
 
     if isinstance(raw, dict):
-        texts = tuple(_texts(raw, key, bad) for key in keys)
-        num_bytes = sum(len(text.encode()) for by_key in texts for text in by_key)
+        texts = tuple(value_of(raw, key, bad) for key in keys)
+        num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key)
         return Texts(number, texts, num_bytes)
     try:
         text = raw.decode("utf-8")
@@ -282,7 +292,7 @@ def _read(batch: RawBatch, number: int, raw: Any, keys: Sequence[str]) -> Texts:
         raise bad(f" is not valid JSON: {error}{_way_to_lines(text)}") from error
     if not isinstance(entry, dict):
         raise bad(f" is not a JSON object such as {{{keys[0]!r}: ...}}{_way_to_lines(text)}")
-    return Texts(number, tuple(_texts(entry, key, bad) for key in keys), len(raw))
+    return Texts(number, tuple(value_of(entry, key, bad) for key in keys), len(raw))
 
 
 def _way_to_lines(text: str) -> str:
@@ -293,11 +303,15 @@ def _way_to_lines(text: str) -> str:
     return ""
 
 
-def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> list[str]:
+def _value(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> Any:
     if key not in entry:
         present = ", ".join(sorted(entry)) or "none"
         raise bad(f" has no key {key!r}; its keys are: {present}")
-    value = entry[key]
+    return entry[key]
+
+
+def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> list[str]:
+    value = _value(entry, key, bad)
     texts = value if isinstance(value, list) else [value]
     return [_checked(text, key, bad) for text in texts]
 

@@ -254,26 +254,37 @@ def _read(path: Path, kind: Any) -> dict[str, Any]:
     return dict(read_json(path, kind)) if path.exists() else {}
 
 
-def _load_with_transformers(model: str) -> LibraryTokenizer:
+def load_transformers_tokenizer(model: str) -> Any:
+    """The tokenizer that transformers makes of a folder, of one by its tokenizer.json, or of a name
+    in its cache; `UserError` if it needs code that comes with it.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise UserError(
             f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
         ) from error
-    folder = Path(model)
+    folder = Path(model).parent if Path(model).is_file() else Path(model)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():
             check_regular(path, f"--tokenizer-model {path}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model, local_files_only=True, trust_remote_code=False
-        )
+        where = str(folder) if folder.is_dir() else model
+        return AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, TypeError and more, depending on the folder
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"--tokenizer-model {model} needs code that comes with it (auto_map), which never "
+                "runs here: give a tokenizer.json without it"
+            ) from error
         raise UserError(
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
             f"transformers finds on this machine{how_to_fetch(model)}"
         ) from error
+
+
+def _load_with_transformers(model: str) -> LibraryTokenizer:
+    tokenizer = load_transformers_tokenizer(model)
     return _TransformersTokenizer(
         tokenizer,
         f"--tokenizer-model {model}",

@@ -32,6 +32,7 @@ from tools.preprocessing.encode import (
     EncodingPlan,
     Tally,
     encode_all,
+    prepare,
     tasks_of,
     tokenizer_of,
 )
@@ -65,7 +66,7 @@ class Job:
 
     @property
     def prefixes(self) -> list[str]:
-        return [f"{self.output_prefix}_{key}_document" for key in self.plan.keys]
+        return [f"{self.output_prefix}_{name}_document" for name in self.plan.names]
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +88,9 @@ def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[Indexe
     made_with = fingerprint_of(plan.tokenizer, with_bytes=True)
     with ExitStack() as files:
         writers = [
-            files.enter_context(IndexedDatasetWriter(prefix, dtype, made_with))
+            files.enter_context(
+                IndexedDatasetWriter(prefix, dtype, made_with, has_marks=plan.conversations)
+            )
             for prefix in prefixes
         ]
         yield writers
@@ -109,7 +112,7 @@ def write_batches(
 
 
 def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
-    """Writes one data set per key, all or none; returns a line on each, and on bad documents."""
+    """Writes all data sets of the plan or none; returns a line on each, and on bad documents."""
     if job.partitions == 1:
         with writing(job.prefixes, job.plan) as writers:
             batches = encoded_batches(job.pieces, job.plan, workers)
@@ -154,7 +157,7 @@ def write_partitions(
 
 
 def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Tally) -> None:
-    for key, writer in zip(job.plan.keys, writers, strict=True):
+    for key, writer in zip(job.plan.names, writers, strict=True):
         if writer.num_tokens == 0:
             sources = sorted({piece.path for piece in job.pieces})
             shown = " ".join(sources[:3]) + (" ..." if len(sources) > 3 else "")
@@ -166,10 +169,12 @@ def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Ta
 
 
 def describe(writer: IndexedDatasetWriter) -> str:
-    return (
+    line = (
         f"wrote {bin_path(writer.prefix)} and .idx: {writer.num_documents:,} documents, "
         f"{writer.num_tokens:,} tokens as {writer.dtype.name}"
     )
+    answered = writer.answered
+    return line if answered is None else f"{line}, {answered.num_answered:,} of them answered"
 
 
 def describe_skipped(tally: Tally) -> list[str]:
@@ -185,8 +190,8 @@ def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) ->
     for count in counts:
         with (
             tempfile.TemporaryDirectory() as folder,
-            worker_processes(count, tokenizer_of, job.plan.tokenizer) as workers,
-            writing([f"{folder}/{key}" for key in job.plan.keys], job.plan) as writers,
+            worker_processes(count, prepare, job.plan) as workers,
+            writing([f"{folder}/{name}" for name in job.plan.names], job.plan) as writers,
         ):
             batches = encoded_batches(job.pieces, job.plan, workers)
             first = next(batches, None)  # when it arrives, the workers have started
@@ -209,10 +214,16 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json-keys",
         nargs="+",
-        default=["text"],
         metavar="KEY",
         help="keys of the JSON objects, or columns, to read, one data set each; a value is a text "
-        "or a list of sentences (default: text)",
+        "or a list of sentences (default: text; of conversations messages)",
+    )
+    group.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        help="documents are conversations, written by the tokenizer's own chat template, with "
+        "marks of the tokens that the assistant answers: under one of --json-keys a list of "
+        "messages with role and content, or under two a prompt and its completion",
     )
     group.add_argument(
         "--skip-malformed",
@@ -330,14 +341,21 @@ def job_of(args: argparse.Namespace) -> Job:
     tokenizer = tokenizer_config(vars(args))
     if tokenizer is None:
         raise UserError(f"--tokenizer-type is missing: give one of {', '.join(TOKENIZER_TYPES)}")
+    default = "messages" if args.apply_chat_template else "text"
     plan = EncodingPlan(
         tokenizer=tokenizer,
-        keys=tuple(dict.fromkeys(args.json_keys)),
+        keys=tuple(dict.fromkeys(args.json_keys or [default])),
         append_eod=args.append_eod,
         skip_malformed=args.skip_malformed,
+        conversations=args.apply_chat_template,
     )
+    if plan.conversations and len(plan.keys) > 2:
+        raise UserError(
+            f"--json-keys {' '.join(plan.keys)}: with --apply-chat-template give one key of "
+            "messages, or those of prompt and completion"
+        )
     pieces = tuple(pieces_of(args))
-    tokenizer_of(tokenizer)  # reports a mistake in it before any process starts
+    prepare(plan)  # reports a mistake in the tokenizer before any process starts
     return Job(
         pieces=pieces, output_prefix=args.output_prefix, plan=plan, partitions=args.partitions
     )
@@ -349,7 +367,7 @@ def run(args: argparse.Namespace) -> None:
         lines = find_optimal_workers(job, args.workers_to_check, args.max_documents)
     else:
         progress = Progress(total_bytes=job.num_bytes, interval=args.log_interval)
-        with worker_processes(args.workers, tokenizer_of, job.plan.tokenizer) as workers:
+        with worker_processes(args.workers, prepare, job.plan) as workers:
             lines = preprocess(job, workers, progress)
     print_line(*lines)
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.corpus import BATCH_BYTES, RawBatch, Texts, place_of, texts_of
+from data.corpus import BATCH_BYTES, OnBad, RawBatch, Texts, place_of, texts_of
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
+from tools.preprocessing.conversations import ASSISTANT, chat_template_of, conversation_of
 
 NAMED_BAD = 3  # how many of the documents that were left out are named
 
@@ -28,6 +29,12 @@ class EncodingPlan:
     keys: tuple[str, ...]
     append_eod: bool
     skip_malformed: bool = False
+    conversations: bool = False  # of one data set, under one key or as prompt and completion
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the data sets that are written."""
+        return ("_".join(self.keys),) if self.conversations else self.keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,7 @@ class Tally:
 
 
 class EncodedBatch(NamedTuple):
-    """The encoded documents of a batch, per key, in the order of the plan."""
+    """The encoded documents of a batch, per data set, in the order of the plan."""
 
     by_key: tuple[EncodedDocuments, ...]
     tally: Tally
@@ -61,6 +68,13 @@ class EncodedBatch(NamedTuple):
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration, one per process."""
     return build_tokenizer(config)
+
+
+def prepare(plan: EncodingPlan) -> None:
+    """Reads what a process needs; `UserError` for a mistake in it."""
+    tokenizer_of(plan.tokenizer)
+    if plan.conversations:
+        chat_template_of(plan.tokenizer)
 
 
 def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
@@ -85,12 +99,16 @@ def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedB
 def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
     """The ids of a batch; `UserError` names the position of what cannot be encoded."""
     bad: list[str] = []
-    documents = list(texts_of(batch, plan.keys, bad.append if plan.skip_malformed else None))
-    by_key = tuple(
-        _encode_key(plan, batch, documents, [texts.by_key[number] for texts in documents])
-        for number in range(len(plan.keys))
-    )
-    whole = 0 if batch.unfinished else len(documents)
+    on_bad = bad.append if plan.skip_malformed else None
+    documents = list(texts_of(batch, plan.keys, on_bad, as_they_are=plan.conversations))
+    if plan.conversations:
+        by_key: tuple[EncodedDocuments, ...] = (_conversations(plan, batch, documents, on_bad),)
+    else:
+        by_key = tuple(
+            _encode_key(plan, batch, documents, [texts.by_key[number] for texts in documents])
+            for number in range(len(plan.keys))
+        )
+    whole = 0 if batch.unfinished else len(by_key[0].sequences)
     tally = Tally(
         documents=whole,
         num_bytes=sum(texts.num_bytes for texts in documents),
@@ -99,6 +117,36 @@ def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
         named=tuple(bad[:NAMED_BAD]),
     )
     return EncodedBatch(by_key, tally)
+
+
+def _conversations(
+    plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], on_bad: OnBad | None
+) -> EncodedDocuments:
+    """Each conversation as a document of one sequence."""
+    tokenizer, template = tokenizer_of(plan.tokenizer), chat_template_of(plan.tokenizer)
+    sequences, marks = [], [np.empty(0, np.uint8)]
+    for document in documents:
+        try:
+            conversation = conversation_of(plan.keys, document.by_key)
+            ids, answered = template.encode(conversation)
+        except UserError as error:
+            told = f"{place_of(batch.piece, document.number)}: {error}"
+            if on_bad is None:
+                raise UserError(told) from error
+            on_bad(told)
+            continue
+        if plan.append_eod and ids[-1] != tokenizer.eod:
+            ids.append(tokenizer.eod)
+            is_answer = conversation.messages[-1]["role"] == ASSISTANT
+            answered = np.append(answered, np.uint8(is_answer))
+        sequences.append(ids)
+        marks.append(answered)
+    return EncodedDocuments(
+        _ids(sequences, tokenizer.vocab_size, batch),
+        np.array([len(ids) for ids in sequences], dtype=np.int32),
+        np.ones(len(sequences), dtype=np.int64),
+        marks=np.concatenate(marks),
+    )
 
 
 def _encode_key(

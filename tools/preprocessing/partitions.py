@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_file import replacing
-from data.block_checksums import checksums_path
-from data.fingerprint import fingerprint_path
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_dataset
 from data.sources import Piece
 from data.tokenizer import build_tokenizer
 from paro.errors import UserError, writing
 from paro.untrusted.schema import read_json
+from tools.preprocessing.conversations import chat_template_of
 from tools.preprocessing.encode import EncodingPlan, Tally
 
 MOST_PARTITIONS = 10_000
@@ -31,7 +30,7 @@ class Partitions:
         self, output_prefix: str, plan: EncodingPlan, shares: Sequence[Sequence[Piece]]
     ) -> None:
         self.folder = Path(f"{output_prefix}_partitions")
-        self._keys = plan.keys
+        self._names = plan.names
         self._count = len(shares)
         self._open(_description(plan, shares))
 
@@ -56,8 +55,8 @@ class Partitions:
             raise UserError(f"{error}; remove {self.folder}, and begin again") from error
 
     def prefixes(self, number: int) -> list[str]:
-        """The prefixes of one partition's data sets, one per key."""
-        return [str(self.folder / f"{number:05d}_{key}_document") for key in self._keys]
+        """The prefixes of one partition's data sets."""
+        return [str(self.folder / f"{number:05d}_{name}_document") for name in self._names]
 
     def finished(self, number: int) -> Tally | None:
         """What was read for a partition; None if it is not complete."""
@@ -82,10 +81,7 @@ class Partitions:
         for number in range(self._count):
             self._marker(number).unlink()
             for prefix in self.prefixes(number):
-                bin_path(prefix).unlink()
-                idx_path(prefix).unlink()
-                for path in (fingerprint_path(prefix), checksums_path(prefix)):
-                    path.unlink(missing_ok=True)
+                remove_dataset(prefix)
         (self.folder / "run.json").unlink()
         self.folder.rmdir()
 
@@ -104,6 +100,8 @@ def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[
     }
     pieces = [[{**asdict(piece), "kind": piece.kind.name} for piece in share] for share in shares]
     described = asdict(plan)
+    template = chat_template_of(plan.tokenizer).text if plan.conversations else None
+    described["conversations"] = template
     if plan.tokenizer.tokenizer_type == "NullTokenizer":
         # Older versions put its end of a document above --vocab-size; such partitions differ.
         described["tokenizer"]["null_tokenizer_eod_id"] = build_tokenizer(plan.tokenizer).eod

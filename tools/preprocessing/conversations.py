@@ -1,0 +1,134 @@
+"""Conversations as token ids by a tokenizer's own chat template, and which tokens are answered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.answered import ANSWERED, READ, Marks
+from data.hugging_face_tokenizer import load_transformers_tokenizer
+from data.tokenizer_config import TokenizerConfig
+from paro.errors import UserError
+
+ASSISTANT = "assistant"
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")  # how a template marks answers
+
+Message = dict[str, Any]
+
+
+class Conversation(NamedTuple):
+    """Messages; those before `first_answer` are a prompt, of which nothing is answered."""
+
+    messages: list[Message]
+    first_answer: int = 0
+
+
+def conversation_of(keys: Sequence[str], values: Sequence[Any]) -> Conversation:
+    """The messages under one key, or a prompt and a completion under two: each a text or messages.
+
+    `UserError` for anything else.
+    """
+    if len(keys) == 1:
+        return Conversation(_messages(keys[0], values[0]))
+    prompt, completion = (
+        [{"role": role, "content": value}] if isinstance(value, str) else _messages(key, value)
+        for role, key, value in zip(("user", ASSISTANT), keys, values, strict=True)
+    )
+    return Conversation(prompt + completion, len(prompt))
+
+
+def _messages(key: str, value: Any) -> list[Message]:
+    found = value if isinstance(value, list) else []
+    if not found or not all(isinstance(each, dict) and "role" in each for each in found):
+        raise UserError(
+            f"the value of {key!r} is no list of messages such as "
+            '{"role": "user", "content": "..."}'
+        )
+    # A column of rows has every field in every message.
+    return [{name: part for name, part in each.items() if part is not None} for each in found]
+
+
+class ChatTemplate:
+    """Renders conversations in transformers' sandbox; code of a tokenizer's folder never runs."""
+
+    def __init__(self, tokenizer: Any, source: str) -> None:
+        self._tokenizer = tokenizer
+        try:
+            self.text: str = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UserError(
+                f"{source} has no chat template: put it into chat_template.jinja in that folder, "
+                "or take the folder of a model that was trained on conversations"
+            ) from error
+        # Marks are places in the text, of which only the tokenizers library knows the tokens.
+        self._has_marks = tokenizer.is_fast and _GENERATION.search(self.text) is not None
+
+    def encode(self, conversation: Conversation) -> tuple[list[int], Marks]:
+        """The ids of a conversation, and a mark for each; `UserError` if it has no answer.
+
+        The template says what is answered by its generation marks. Without any, it is what each
+        message of the assistant adds to the prompt before it.
+        """
+        ids, marks = self._marked(conversation) if self._has_marks else self._compared(conversation)
+        marks[:1] = READ  # no token precedes it
+        if not marks.any():
+            raise UserError("the assistant answers nothing in this conversation")
+        return ids, marks
+
+    def _marked(self, conversation: Conversation) -> tuple[list[int], Marks]:
+        messages, first = conversation
+        rendered = self._render(messages, return_assistant_tokens_mask=True)
+        ids, marks = list(rendered["input_ids"]), np.array(rendered["assistant_masks"], np.uint8)
+        if any(message["role"] == ASSISTANT for message in messages[:first]):
+            marks[: self._prefix(ids, messages[:first])] = READ
+        return ids, marks
+
+    def _compared(self, conversation: Conversation) -> tuple[list[int], Marks]:
+        messages, first = conversation
+        ids = list(self._render(messages)["input_ids"])
+        marks = np.full(len(ids), READ, np.uint8)
+        for number in range(first, len(messages)):
+            if messages[number]["role"] == ASSISTANT:
+                begin = self._prefix(ids, messages[:number], add_generation_prompt=True)
+                marks[begin : self._prefix(ids, messages[: number + 1])] = ANSWERED
+        return ids, marks
+
+    def _prefix(self, ids: list[int], messages: list[Message], **options: bool) -> int:
+        """How many of the ids these first messages are; `UserError` unless they are the same."""
+        part = list(self._render(messages, **options)["input_ids"])
+        if part != ids[: len(part)]:
+            raise UserError(
+                f"the first {len(messages)} messages become other tokens when more follow, so it "
+                "is not known which are answered: mark answers in the chat template with "
+                "{% generation %} and {% endgeneration %}"
+            )
+        return len(part)
+
+    def _render(self, messages: list[Message], **options: bool) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},  # no warning of long ones
+                **options,
+            )
+        except Exception as error:  # whatever a template raises, of any type
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UserError(f"the chat template does not take it: {reason}") from error
+
+
+@cache
+def chat_template_of(config: TokenizerConfig) -> ChatTemplate:
+    """The chat template of a tokenizer, one per process."""
+    if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
+        raise UserError(
+            f"--apply-chat-template and --tokenizer-type {config.tokenizer_type}: only a Hugging "
+            "Face folder has a chat template; give HuggingFaceTokenizer"
+        )
+    model = config.tokenizer_model
+    return ChatTemplate(load_transformers_tokenizer(model), f"--tokenizer-model {model}")
