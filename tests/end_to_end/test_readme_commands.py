@@ -6,6 +6,7 @@ stand-ins for the reader's files. A command that is in none of the lists below f
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -45,6 +46,7 @@ LONG = (
     "The quickstart, command by command",
     "Emulate a cluster on one machine",
     "An adapter on your own text",
+    "An adapter on your own conversations",
     "Let a run choose its strategy",
 )
 # Commands of other sections, by what runs them.
@@ -302,20 +304,37 @@ def test_the_quickstart_as_printed(scratch: Path) -> None:
 
 @pytest.mark.verify
 @pytest.mark.ranks
-def test_an_adapter_as_printed(prepared: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "model", "saved", "exported"),
+    [
+        ("An adapter on your own text", "Llama-2-7b-hf", "adapter", "peft"),
+        ("An adapter on your own conversations", "Llama-2-7b-chat-hf", "talks", "talks-peft"),
+    ],
+)
+def test_an_adapter_as_printed(
+    prepared: Path, section: str, model: str, saved: str, exported: str
+) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (prepared / "trains").mkdir()
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    shutil.copytree(prepared / "Llama-2-7b-hf", prepared / model, dirs_exist_ok=True)
+    (prepared / model / "chat_template.jinja").write_text(template)
+    turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "law"}]
+    (prepared / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 30)
+
+    (prepared / "trains").mkdir(exist_ok=True)
     for name, script in (("python", PYTHON), ("torchrun", TRAINER)):
         (prepared / "trains" / name).write_text(script)
         (prepared / "trains" / name).chmod(0o755)
     path = f"{prepared / 'trains'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    out = type_in(prepared, of("An adapter on your own text"), PATH=path)
-    assert re.search(r"successfully saved checkpoint from iteration +3 to runs/adapter", out)
+    out = type_in(prepared, of(section), PATH=path)
+    assert re.search(r"successfully saved checkpoint from iteration +3 to runs/" + saved, out)
     assert "checkpoints hold what trains; the rest is in " in out
-    base = AutoModelForCausalLM.from_pretrained(prepared / "Llama-2-7b-hf")
-    adapted = PeftModel.from_pretrained(base, prepared / "runs" / "peft")
+    base = AutoModelForCausalLM.from_pretrained(prepared / model)
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "runs" / exported)
+    assert tokenizer.chat_template == template
+    adapted = PeftModel.from_pretrained(base, prepared / "runs" / exported)
     assert adapted.peft_config["default"].r == 4
 
 

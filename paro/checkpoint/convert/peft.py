@@ -12,6 +12,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from model.hugging_face import hugging_face_name
 from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
+from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source, with_adapters
 from paro.errors import UserError, about
@@ -104,7 +105,8 @@ def open_peft(directory: Path, base: Source) -> Source:
 def write_peft(
     source: Source, directory: Path, advance: Callable[[int], None], base_model: str | None
 ) -> str:
-    """Fills an empty folder, which peft opens, with a source's adapters; a line to print about it.
+    """Fills an empty folder, which peft opens, with a source's adapters and the files of its
+    tokenizer, chat template included; a line to print about it.
 
     `base_model` names the base for peft's AutoPeftModel; None: the folder that the source is from.
     """
@@ -113,6 +115,8 @@ def write_peft(
     assert lora is not None, "no adapters"
     tensors = {peft_name(name): tensor for name, tensor in source.adapters.items()}
     write_safetensors(directory / WEIGHTS, tensors, advance)
+    tokenizer = [name for name in source.companions if name in TOKENIZER_FILES]
+    copy_companions({name: source.companions[name] for name in tokenizer}, directory)
     modules = {weight: module for module, weight in MODULES.items()}
     fields = {
         "peft_type": "LORA",

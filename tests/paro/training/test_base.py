@@ -42,7 +42,11 @@ def built(config: RunConfig) -> Training:
 
 
 def started(words: str) -> tuple[RunConfig, Training, Resumed]:
-    config = RunConfig.from_args(parse_args(f"{FLAGS} {words}".split()), World())
+    return start(f"{FLAGS} {words}")
+
+
+def start(words: str) -> tuple[RunConfig, Training, Resumed]:
+    config = RunConfig.from_args(parse_args(words.split()), World())
     training = built(config)
     is_loaded = config.checkpoint.load is not None
     return config, training, load_run(config, training, Log()) if is_loaded else FROM_NOTHING

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paro.checkpoint.base import stored_parameters
+from paro.checkpoint.convert.hugging_face import COMPANIONS
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.peft import WEIGHTS, peft_name
 from paro.checkpoint.convert.safetensors_file import open_safetensors
@@ -61,6 +62,16 @@ def test_names_are_those_of_peft(root: Path) -> None:
     fields = json.loads((root / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
     assert (fields["r"], fields["lora_alpha"], fields["lora_dropout"]) == (3, 6, 0.1)
     assert fields["target_modules"] == ["v_proj", "o_proj", "up_proj"]
+
+
+def test_tokenizer_and_chat_template_go_with_the_adapters(root: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(root / "run", tmp_path / "run")
+    names = {"chat_template.jinja", "tokenizer_config.json"}
+    (run / COMPANIONS).mkdir()
+    for name in (*names, "config.json"):
+        (run / COMPANIONS / name).write_text("{}")
+    folder = converted(root, "paro", "peft", str(run), str(tmp_path / "peft"))
+    assert {path.name for path in folder.iterdir()} == {*names, "adapter_config.json", WEIGHTS}
 
 
 def test_a_run_continues_with_adapters_of_peft(root: Path, tmp_path: Path) -> None:

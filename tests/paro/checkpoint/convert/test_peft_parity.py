@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -14,18 +16,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from data.batch import Batch
 from model.lora_config import is_adapter
 from paro.checkpoint.convert.peft import peft_name
+from paro.config.run import RunConfig
 from paro.training.assembly import build_data, build_sources, start_state
-from paro.training.step import train_step
+from paro.training.resume import Resumed
+from paro.training.step import Training, train_step
 from tests.helpers.refusals import refused
-from tests.helpers.training import save_run, whole_parameters
+from tests.helpers.training import TINY, save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
-from tests.paro.training.test_base import started, trained
+from tests.paro.training.test_base import start, started, trained
+from tests.tools.preprocessing.test_conversations import MARKED, folder_with, lines, preprocess
 from tools.convert_checkpoint import main as convert
 
 pytestmark = pytest.mark.verify  # importing peft takes seconds
 STEPS = 20
+SEQ = 40  # of samples of conversations
 FLAGS = f"--adam-eps 1e-6 --global-batch-size 4 --micro-batch-size 2 --train-iters {STEPS}"
 
 
@@ -39,15 +46,92 @@ def loss_of(model: Any, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten())
 
 
+def plain_loss(model: Any, batches: Sequence[Batch]) -> Tensor:
+    losses = [loss_of(model, batch.tokens_BS, batch.labels_BS) for batch in batches]
+    return torch.stack(losses).mean()
+
+
 @pytest.mark.parametrize("modules", ["q_proj,v_proj", "all-linear"])
 def test_twenty_steps_are_those_of_peft(tmp_path: Path, modules: str) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     trained(f"--save {tmp_path / 'base'}")
     lora = f"--lora-rank 4 --lora-alpha 12 --lora-target-modules {modules}"
     begin = f"{FLAGS} {lora} --load {tmp_path / 'base'} --save {tmp_path / 'run'}"
-    config, training, resumed = started(begin)
+    assert_same_steps(tmp_path, started(begin), plain_loss)
+
+
+def talks() -> list[list[dict[str, str]]]:
+    """Conversations of one answer or two, some of them longer than a sample."""
+    draw = random.Random(0)
+    words = ("def", "f(x):", "return", "x", "#")
+
+    def said(role: str) -> dict[str, str]:
+        return {"role": role, "content": " ".join(draw.choices(words, k=draw.randint(1, 5)))}
+
+    turns = [[said("user"), said("assistant"), said("user"), said("assistant")] for _ in range(60)]
+    return [talk[: draw.choice((2, 4))] for talk in turns]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_twenty_steps_on_conversations_are_those_of_peft(tmp_path: Path, packs: bool) -> None:
+    """Padded with transformers' own loss of labels, packed with one mean over the global batch."""
+    from transformers import AutoTokenizer
+
+    tokenizer = folder_with(tmp_path, MARKED)
+    source = lines(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks()))
+    assert preprocess(source, tokenizer) == 0
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    found = [
+        theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        for talk in talks()
+    ]
+    answers = {tuple(each["input_ids"][:SEQ]): each["assistant_masks"][:SEQ] for each in found}
+
+    def padded_loss(model: Any, batches: Sequence[Batch]) -> Tensor:
+        losses = []
+        for batch in batches:
+            labels_BS = torch.full_like(batch.tokens_BS, -100)
+            for row, tokens in zip(labels_BS, batch.tokens_BS.tolist(), strict=True):
+                own = max((ids for ids in answers if list(ids) == tokens[: len(ids)]), key=len)
+                mask = torch.tensor(answers[own]) == 1
+                row[: len(own)][mask] = torch.tensor(own)[mask]
+            losses.append(model(input_ids=batch.tokens_BS, labels=labels_BS).loss)
+        return torch.stack(losses).mean()
+
+    def packed_loss(model: Any, batches: Sequence[Batch]) -> Tensor:
+        total, count = torch.zeros(()), 0.0
+        for batch in batches:
+            assert batch.document_lengths is not None
+            flat = (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
+            pieces = (part.flatten().split(batch.document_lengths) for part in flat)
+            for tokens, labels, mask in zip(*pieces, strict=True):
+                logits = model(input_ids=tokens[None]).logits[0].float()
+                total = total + (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
+                count += float(mask.sum())
+        return total / count
+
+    real = f"{TINY} {FLAGS} --seq-length {SEQ}".replace("--mock-data ", "")
+    real = real.replace("--vocab-size 60 ", "").replace("NullTokenizer", "HuggingFaceTokenizer")
+    apart = "--reset-position-ids --reset-attention-mask --calculate-per-token-loss"
+    corpus = f"--data-path {tmp_path / 'out_messages_document'} {apart if packs else '--sft'}"
+    words = f"{real} --tokenizer-model {tokenizer} {corpus}"
+    run = start(words + f" --save {tmp_path / 'base'}")
+    save_run(*run)
+    lora = f"--lora-rank 4 --load {tmp_path / 'base'} --save {tmp_path / 'run'}"
+    loss = packed_loss if packs else padded_loss
+    folder = assert_same_steps(tmp_path, start(f"{words} {lora}"), loss)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == MARKED
+
+
+def assert_same_steps(
+    tmp_path: Path,
+    run: tuple[RunConfig, Training, Resumed],
+    loss_of_step: Callable[[Any, Sequence[Batch]], Tensor],
+) -> Path:
+    """Compares with a loop of transformers and peft; returns the folder of the first adapters."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config, training, resumed = run
     save_run(config, training, resumed)
     base = AutoModelForCausalLM.from_pretrained(to("hf", tmp_path / "base", tmp_path / "hf"))
     folder = to("peft", tmp_path / "run", tmp_path / "peft")
@@ -70,22 +154,19 @@ def test_twenty_steps_are_those_of_peft(tmp_path: Path, modules: str) -> None:
     state = start_state(config)
     for _ in range(STEPS):
         step = train_step(training, state, ours)
-        losses = []
-        for _ in range(2):
-            batch = next(batches)
-            loss = loss_of(theirs, batch.tokens_BS, batch.labels_BS) / 2
-            loss.backward()
-            losses.append(loss.item())
+        loss = loss_of_step(theirs, [next(batches), next(batches)])
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(list(weights.values()), optim.clip_grad)
         adamw.step()
         adamw.zero_grad()
-        assert step.loss == pytest.approx(sum(losses), rel=1e-5)
+        assert step.loss == pytest.approx(loss.item(), rel=1e-5)
         assert step.grad_norm == pytest.approx(float(norm), rel=1e-5)
     values = whole_parameters(training)
     for name, their_name in names.items():
         error = torch.linalg.vector_norm(values[name] - weights[their_name].detach())
         assert error <= 3e-5 * torch.linalg.vector_norm(values[name]), name
         assert name.endswith("_lora_a") or values[name].abs().max() > 1e-3
+    return folder
 
 
 LAYER = "model.layers.0.self_attn"
