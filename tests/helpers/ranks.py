@@ -27,13 +27,18 @@ from paro.sharding.distributed_model import DistributedModel
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The entry script, pytest and all their imports; otherwise seconds in every rank.
+# The entry script, pytest and all their imports, and what a run imports when it recomputes, saves
+# or prints; otherwise seconds in every rank.
 PRELOADED = (
     "pytest",
     "pretrain_llama",
     "tests.helpers.scripts",
     "tests.helpers.training",
     "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "numpy.random",
+    "rich.console",
 )
 
 # Seconds after which a process counts as hanging: beside other tests some take ten times as long as
@@ -218,6 +223,7 @@ def _print_stacks(workers: Iterator[_Worker]) -> None:
 def _serve(pipe: connection.Connection) -> None:
     """The loop of a worker: a call, its reply, permission to destroy the groups, the next call."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    gc.freeze()  # what it shares with the server, which is most, is not searched
     while True:
         try:
             task = pickle.loads(pipe.recv_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -110,6 +111,7 @@ def _as_a_command(
     before: Callable[[], None] | None,
 ) -> None:
     """In the forked process: takes its streams and environment, runs, and leaves as Python does."""
+    gc.freeze()  # a collection would copy every page that this process shares with the server
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
