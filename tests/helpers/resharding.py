@@ -28,9 +28,10 @@ from tests.helpers.training import TINY
 
 WORLDS = (1, 2, 4, 6, 8)
 COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
-STEPS_BEFORE, STEPS_AFTER = 3, 5
-# 24 samples are whole micro-batches on every world size.
-FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size 24"
+STEPS_BEFORE, STEPS_AFTER = 3, 3
+# 48 samples are two micro-batches of each rank, on every world size.
+SAMPLES, MICRO_BATCHES = 48, 2
+FLAGS = f"{TINY} --train-iters {STEPS_BEFORE + STEPS_AFTER} --global-batch-size {SAMPLES}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Setting:
     def flags(self) -> list[str]:
         return [
             *FLAGS.split(),
+            *("--micro-batch-size", str(SAMPLES // (self.world_size * MICRO_BATCHES))),
             *("--paro-strategy", self.strategy, "--paro-group-size", str(self.group_size)),
             *("--paro-collective", self.collective),
             *self.more.split(),
