@@ -5,8 +5,8 @@
 # MOCK as data trains on synthetic tokens; flags at the end replace those of the recipe. DRY_RUN=1
 # in front starts nothing. Data, expected loss and speed: examples/recipes/README.md.
 #
-# From the environment: VOCAB_FILE and MERGE_FILE (GPT-2's), GPUS_PER_NODE (8), NNODES (1),
-# NODE_RANK, MASTER_ADDR, GPU_MEMORY_GB (84.9).
+# From the environment: OPTIMIZER (adam, or muon for the matrices of blocks), VOCAB_FILE and
+# MERGE_FILE (GPT-2's), GPUS_PER_NODE (8), NNODES (1), NODE_RANK, MASTER_ADDR, GPU_MEMORY_GB (84.9).
 set -euo pipefail
 
 NAME=llama_125m
@@ -38,6 +38,17 @@ TRAINING_ARGS=(
     --lr-wsd-decay-style linear
     --lr-wsd-decay-iters 763
     --min-lr 0
+    --optimizer "${OPTIMIZER:-adam}"
 )
+# Muon's updates are as large as AdamW's, so the rate stays. Its states are sharded inside a node
+# (NNI), so that a rank updates its share of the matrices.
+if [[ ${OPTIMIZER:-} == muon ]]; then
+    TRAINING_ARGS+=(
+        --paro-strategy NNI
+        --muon-momentum 0.95
+        --muon-nesterov
+        --muon-extra-scale-factor 0.2
+    )
+fi
 # shellcheck source-path=SCRIPTDIR source=recipe.sh
 source "$(dirname "$0")/recipe.sh"

@@ -72,8 +72,8 @@ unset CUDA_DEVICE_MAX_CONNECTIONS # 1 would keep communication from overlapping 
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 exec "${LAUNCHER[@]}" pretrain_llama.py \
     "${MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
     "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
     "${DRY_RUN_ARGS[@]}" \
     "${OTHER_ARGS[@]}"

@@ -12,7 +12,7 @@ import pytest
 
 from model.units import num_parameters
 from tests.end_to_end.test_training import run_main
-from tests.helpers.launch_scripts import BIN, EXAMPLES, bash, planned, start
+from tests.helpers.launch_scripts import BIN, EXAMPLES, Started, bash, planned, start
 
 pytestmark = pytest.mark.process
 
@@ -36,11 +36,18 @@ class Row(NamedTuple):
 
 
 def rows() -> dict[str, Row]:
-    found = re.findall(r"^\| `(\w+\.sh)` \| (.+) \|$", (FOLDER / "README.md").read_text(), re.M)
+    found = re.findall(r"^\| `(.*\w+\.sh)` \| (.+) \|$", (FOLDER / "README.md").read_text(), re.M)
     return {name: Row(*cells.split(" | ")) for name, cells in found}
 
 
 ROWS = rows()
+
+
+def start_recipe(recorders: Path, name: str, *args: object, **environment: object) -> Started:
+    """Starts what the page names, with the variables before it."""
+    *settings, script = name.split()
+    variables = dict(setting.split("=") for setting in settings)
+    return start(recorders, FOLDER / script, *args, **variables, **environment)
 
 
 def in_words(number: int) -> str:
@@ -48,14 +55,17 @@ def in_words(number: int) -> str:
 
 
 def test_the_page_has_every_recipe() -> None:
-    assert {path.name for path in FOLDER.glob("*.sh")} == {*ROWS, "recipe.sh"}
+    assert {path.name for path in FOLDER.glob("*.sh")} == {
+        "recipe.sh",
+        *(name.split()[-1] for name in ROWS),
+    }
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_it_configures_what_the_page_says_and_fits(
     recorders: Path, name: str, tmp_path: Path
 ) -> None:
-    plan = planned(start(recorders, FOLDER / name, tmp_path / "saved", DRY_RUN=1))
+    plan = planned(start_recipe(recorders, name, tmp_path / "saved", DRY_RUN=1))
     batches = plan.config.batches
     found = Row(
         parameters=in_words(num_parameters(plan.config.model)),
@@ -82,13 +92,15 @@ def test_it_takes_a_corpus_and_a_tokenizer(recorders: Path, tmp_path: Path) -> N
 @pytest.mark.slow("trains")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_narrow_twin_trains(recorders: Path, name: str, tmp_path: Path) -> None:
-    started = start(recorders, FOLDER / name, tmp_path, "MOCK", *NARROW)
+    started = start_recipe(recorders, name, tmp_path, "MOCK", *NARROW)
     ended = run_main(["pretrain_llama.py", *started.flags])
     assert ended.mistake is None, ended.mistake
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line).get("iteration", 0) for line in lines) == 10
+    (begun,) = json.loads((tmp_path / "metrics.jsonl.run.json").read_text())["starts"]
+    assert begun["arguments"]["optimizer"] == ("muon" if "muon" in name else "adam")
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", sorted({name.split()[-1] for name in ROWS}))
 def test_help_starts_nothing(recorders: Path, name: str) -> None:
     assert f"bash examples/recipes/{name} " in bash(FOLDER / name, "--help", path=str(BIN))
