@@ -109,7 +109,7 @@ def test_adapters_continue_where_they_are_saved(recorders: Path, tmp_path: Path)
 def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    environment = {"RUN_DIR": tmp_path, "DRY_RUN": 1, "path": str(BIN)}
+    environment = {"RUN_DIR": tmp_path, "RANKS": 4, "DRY_RUN": 1, "path": str(BIN)}
     printed = bash("quickstart.sh", **environment)
     assert [line[0] for line in printed.splitlines()] == ["+"] * 6
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -11,14 +12,18 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
 
 import pytest
 
 from tests.end_to_end.test_trackers import MEGATRON, OURS, read_tensorboard, read_wandb
-from tests.end_to_end.test_training import read_metrics
+from tests.end_to_end.test_training import read_metrics, run_main
 from tests.helpers.ranks import ROOT
+from tools.generate import main as generate
 
 BIN = Path(sys.executable).parent
+SCRIPT = ROOT / "examples" / "quickstart.sh"
 TEXT_BYTES = 600_000
 ALL_TAGS = (
     "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --log-timers-to-tensorboard"
@@ -40,23 +45,25 @@ def write_text(path: Path) -> None:
 
 def quickstart(
     run_dir: Path,
-    text: Path,
+    text: Path | None = None,
     *,
-    train_iters: int,
-    programs: Path = BIN,
+    train_iters: int | None = None,
+    ranks: int | None = 2,
+    on_path: Path = BIN,
     extra_flags: str = "",
     terminal: int = subprocess.STDOUT,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(ROOT / "examples" / "quickstart.sh")],
+        ["bash", str(SCRIPT)],
         env={
             **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PATH": f"{on_path}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "offline",
             "RUN_DIR": str(run_dir),
-            "TEXT": str(text),
-            "TRAIN_ITERS": str(train_iters),
+            "RANKS": str(ranks or ""),
+            "TEXT": str(text or ""),
+            "TRAIN_ITERS": str(train_iters or ""),
             "EXTRA_FLAGS": extra_flags,
             "TERM": "xterm",
         },
@@ -65,6 +72,14 @@ def quickstart(
         stderr=terminal,
         text=True,
     )
+
+
+def programs(folder: Path, script: str) -> Path:
+    """A folder with a `python` of these lines of shell."""
+    folder.mkdir()
+    (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "python").chmod(0o755)
+    return folder
 
 
 def commands(output: str) -> list[str]:
@@ -90,6 +105,7 @@ def check_summary(output: str, metrics: list[dict[str, float]]) -> None:
     names = "tokenizer|token ids|checkpoints|metrics|report|loss curve|log"
     paths = re.findall(rf"^(?:{names}) +([^,\n]+)", output, re.M)
     assert len(paths) == 7
+    assert "\nexpected     measured for the default text, flags and TRAIN_ITERS alone\n" in output
     assert all(Path(path).exists() for path in paths)
 
 
@@ -128,7 +144,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
         "report",
         "generate",
     ]
-    assert "> strategy: IIG, 4 ranks in groups of 2" in first.stdout
+    assert "> strategy: IIG, 2 ranks in groups of 1" in first.stdout
     assert "validation loss at iteration 1 on validation set" in first.stdout
     assert "> Weights & Biases: offline" in first.stdout
     assert "\nwandb: " not in first.stdout  # it would follow our last lines
@@ -139,7 +155,9 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     check_summary(first.stdout, metrics)
     assert len(sample(first.stdout)) > 100
 
-    second = quickstart(run_dir, text, train_iters=2, extra_flags=extra_flags)
+    script = f"""case $1 in *torchrun.py) exec {BIN}/python "$@" ;; esac"""
+    trains = programs(tmp_path / "trains", script)
+    second = quickstart(run_dir, text, train_iters=2, extra_flags=extra_flags, on_path=trains)
     assert second.returncode == 0, second.stdout
     assert commands(second.stdout) == ["pretrain_llama", "report", "generate"]
     assert "successfully loaded checkpoint" in second.stdout
@@ -150,15 +168,12 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
 
     sampled, longer, planned = next_commands(second.stdout)
     assert {"TRAIN_ITERS=4", f"TEXT={text}", f"RUN_DIR={run_dir}"} < set(shlex.split(longer))
-    for line in (sampled, planned):
-        subprocess.run(line, shell=True, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    generate(shlex.split(sampled)[2:])
+    assert run_main(shlex.split(planned)[1:]).mistake is None
 
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho a sample\n")
-    (tmp_path / "bin" / "python").chmod(0o755)
     made = [path for path in run_dir.rglob("*") if path.is_file() and path.suffix != ".log"]
     before = {path: path.stat().st_mtime_ns for path in made}
-    third = quickstart(run_dir, text, train_iters=2, programs=tmp_path / "bin")
+    third = quickstart(run_dir, text, train_iters=2, on_path=programs(tmp_path / "bin", "echo"))
     assert third.returncode == 0, third.stdout
     assert commands(third.stdout) == ["report", "generate"]
     assert third.stdout.count("\n= ") + third.stdout.startswith("= ") == 4
@@ -175,19 +190,17 @@ def next_commands(output: str) -> list[str]:
 
 @pytest.mark.process
 def test_a_terminal_gets_bars_and_the_view_and_the_log_the_lines(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text("""#!/bin/sh
+    script = """
 [ -t 2 ] && echo "$1 has a terminal"
 case $1 in */torchrun.py) echo "trains: $*" ;; esac
-""")
-    (tmp_path / "bin" / "python").chmod(0o755)
+"""
     (tmp_path / "text.jsonl").touch()
     here, there = pty.openpty()
     done = quickstart(
         tmp_path / "run",
         tmp_path / "text.jsonl",
         train_iters=2,
-        programs=tmp_path / "bin",
+        on_path=programs(tmp_path / "bin", script),
         terminal=there,
     )
     os.close(here)
@@ -208,3 +221,75 @@ def test_a_step_that_fails_ends_the_quickstart(tmp_path: Path) -> None:
     assert commands(done.stdout) == ["train_tokenizer"]
     assert f"--input {tmp_path / 'missing.jsonl'} is missing" in done.stdout
     assert "nats gained" not in done.stdout
+
+
+def band() -> tuple[float, float]:
+    """The losses between which the script expects the end of a training."""
+    found = re.search(r"^EXPECTED_LOSS=\(([\d.]+) ([\d.]+)\)$", SCRIPT.read_text(), re.M)
+    assert found is not None
+    low, high = map(float, found.groups())
+    return low, high
+
+
+def test_the_band_is_that_of_the_measured_seeds() -> None:
+    page = (ROOT / "examples" / "measured" / "README.md").read_text()
+    found = re.search(r"^\| held-out loss by seed \| (.*) \|$", page, re.M)
+    assert found is not None
+    losses = [float(cell) for cell in re.findall(r"\d+: (\d\.\d+)", found[1])]
+    assert len(losses) == 5
+    middle, spread = mean(losses), stdev(losses)
+    assert band() == pytest.approx((middle - 3 * spread, middle + 3 * spread), abs=0.0051)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("at", "settings", "told"),
+    [
+        (
+            "inside",
+            {},
+            "{low:.2f} to {high:.2f} on held-out text, by 5 seeds: {loss:.2f} is inside",
+        ),
+        ("above", {}, "{loss:.2f} is OUTSIDE (docs/quickstart.md#which-loss-to-expect)"),
+        ("below", {}, "{loss:.2f} is OUTSIDE (docs/quickstart.md#which-loss-to-expect)"),
+        (
+            "inside",
+            {"train_iters": 7},
+            "measured for the default text, flags and TRAIN_ITERS alone",
+        ),
+        ("inside", {"extra_flags": "--lr 1"}, "measured for the default text, flags and"),
+        ("nan", {}, "is OUTSIDE"),
+    ],
+)
+def test_the_end_says_whether_the_loss_is_as_expected(
+    tmp_path: Path, at: str, settings: dict[str, Any], told: str
+) -> None:
+    low, high = band()
+    loss = {"inside": (low + high) / 2, "above": high + 1, "below": low - 1, "nan": math.nan}[at]
+    script = f"""case $1 in */torchrun.py) for word; do
+    [ "$last" != --train-iters ] || iters=$word; last=$word; done
+echo " [time] iteration        1/ $iters | lm loss: 8.4E+00 | "
+echo " validation loss at iteration $iters on validation set | lm loss value: {loss:E} | "
+;; esac"""
+    done = quickstart(tmp_path / "run", on_path=programs(tmp_path / "bin", script), **settings)
+    assert done.returncode == 0, done.stderr
+    (expected,) = re.findall(r"^expected +(.*)$", done.stdout, re.M)
+    assert told.format(low=low, high=high, loss=loss) in expected
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (3, 2), (4, 4), (64, 4)])
+def test_ranks_fit_the_cores(tmp_path: Path, cores: int, ranks: int) -> None:
+    path = programs(tmp_path / "bin", 'case $1 in */torchrun.py) echo "trains: $*" ;; esac')
+    (path / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
+    (path / "nproc").chmod(0o755)
+    done = quickstart(tmp_path / "run", ranks=None, on_path=path)
+    flags = f"--paro-group-size {ranks // 2} .* --micro-batch-size {8 // ranks} "
+    assert re.search(rf"^trains: .* --nproc-per-node {ranks} .* {flags}", done.stdout, re.M)
+
+
+@pytest.mark.process
+def test_a_number_of_ranks_that_makes_no_two_groups_is_refused(tmp_path: Path) -> None:
+    done = quickstart(tmp_path / "run", ranks=3)
+    assert (done.returncode, done.stdout) == (2, "RANKS=3: give 2, 4 or 8\n")
+    assert not (tmp_path / "run").exists()

@@ -183,7 +183,7 @@ def test_every_command_is_run_by_somebody() -> None:
 
 @pytest.mark.process
 def test_the_plain_commands_are_those_of_quickstart() -> None:
-    printed = type_in(ROOT, "bash examples/quickstart.sh", DRY_RUN="1").splitlines()
+    printed = type_in(ROOT, "bash examples/quickstart.sh", DRY_RUN="1", RANKS="2").splitlines()
     of_script = [line.removeprefix("+ ") for line in printed if line.startswith("+ ")][1:]
     assert len(of_script) == 6
     lines = of("The quickstart, command by command").replace("\\\n", " ").splitlines()
@@ -297,7 +297,7 @@ def test_commands_do_what_they_say(prepared: Path, sections: tuple[str, ...]) ->
 @pytest.mark.timeout(3600)
 def test_the_quickstart_as_printed(scratch: Path) -> None:
     made = type_in(scratch, "make quickstart", seconds=3000)
-    assert re.search(r"on held-out text after training 4\.\d\d: 3\.\d\d nats gained", made)
+    assert re.search(r"^expected .* on held-out text, by 5 seeds: .* is inside$", made, re.M)
     out = type_in(scratch, of("The quickstart, command by command"), seconds=3000)
     assert "successfully loaded checkpoint" in out
 

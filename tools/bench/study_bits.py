@@ -1,6 +1,6 @@
 """Trains the quickstart's model with fewer bits between groups, or in fp8; compares the losses."""
 
-# Rounding alone must not decide: at the quickstart's learning rate of 2e-3 the order of sums
+# Rounding alone must not decide: at a learning rate of 2e-3 the order of sums
 # changes the loss by more than codes do, at 1e-3 by less than 0.0001. Every variant trains from the
 # same seeds on the same text; what is compared is the last loss on held-out text.
 
