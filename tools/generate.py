@@ -184,13 +184,8 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llam
     return model.requires_grad_(False)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        description=(
-            "Continues prompts with the latest checkpoint of a training, a converted model or a "
-            "Hugging Face folder, in fp32 unless --bf16 or --fp16 is given."
-        ),
-    )
+def add_model_args(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which model a tool reads, and where and how it computes."""
     add = parser.add_argument
     add("--load", required=True, type=Path, metavar="DIR", help="the model")
     add("--ckpt-step", type=int, metavar="N", help="which iteration; default: the latest one")
@@ -203,6 +198,26 @@ def make_parser() -> argparse.ArgumentParser:
     dtype = parser.add_mutually_exclusive_group().add_argument
     for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
         dtype(flag, action="store_true", help=f"hold the model and compute in {name}")
+    add(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="the tokenizer's path now; default: its path during training",
+    )
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=(
+            "Continues prompts with the latest checkpoint of a training, a converted model or a "
+            "Hugging Face folder, in fp32 unless --bf16 or --fp16 is given."
+        ),
+    )
+    add_model_args(parser)
+    add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="more prompts, one a line")
     add(
@@ -235,11 +250,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="stop after N tokens, or at the end of the document (default: %(default)s)",
     )
     add("--seed", type=int, default=1234, metavar="N", help="of the choices (default: %(default)s)")
-    add(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="the tokenizer's path now; default: its path during training",
-    )
     return parser
 
 
@@ -259,12 +269,17 @@ def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     return texts
 
 
-def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
-    """The model's input: the prompts, each started as the training samples were."""
+def prefix_of(source: Source, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids with which the training samples of a model began."""
     prefix = tokenizer.text_prefix
     if not prefix and source.begins_with_bos and tokenizer.bos is not None:
         prefix = (tokenizer.bos,)
-    begun = [[*prefix, *text] for text in texts]
+    return prefix
+
+
+def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
+    """The model's input: the prompts, each started as the training samples were."""
+    begun = [[*prefix_of(source, tokenizer), *text] for text in texts]
     highest, rows = max(max(ids) for ids in begun), source.config.vocab_size
     if highest >= rows:  # a folder's tokenizer may add tokens that its model does not have
         token = " ".join(key for key, number in tokenizer.vocabulary.items() if number == highest)
@@ -282,14 +297,13 @@ def generate(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
     device = device_of(args.device)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     prompts = read_prompts(args)
     with reading(f"--load {args.load}"):
         source = open_model(args.load, args.ckpt_step, args.base)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
     texts = encode(tokenizer, prompts)
     begun = beginnings(source, tokenizer, texts)
-    model = load_model(source, device, dtype)
+    model = load_model(source, device, dtype_of(args))
     ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
     num_ids = min(tokenizer.vocab_size, source.config.vocab_size)
     batch = continuations(model, begun, sampling, num_ids=num_ids)

@@ -62,14 +62,18 @@ BY_VERIFY = (
 )
 
 # The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
-# stand-in here: tests/tools has tests of all three. `make coverage` repeats all tests; the others
-# need GPUs, and tests/tools/bench/test_check_gpu.py rehearses them.
+# stand-in here: tests/tools has tests of all three, and of lm-eval, which is no requirement.
+# `make coverage` repeats all tests; the others need GPUs, and tests/tools/bench/test_check_gpu.py
+# rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "python tools/bench/fixed_runs.py record before.json",
     "python tools/bench/fixed_runs.py compare before.json",
     "torchrun --standalone --nproc-per-node 4 tools/bench_collectives.py --group-size 2 \\\n"
     "    --algorithms native,ho-ring --sizes 64K,1M",
+    "pip install lm-eval==0.4.13 -c constraints.txt",
+    "python tools/evaluate.py --load runs/model --tasks arc_easy hellaswag --bf16 "
+    "--output scores.json",
     "make coverage",
     "make gpu",
     "make gpu PARTS=a,e",

@@ -1,0 +1,154 @@
+"""Log-likelihoods equal the model's logits, and the harness's own of the exported model."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import LlamaConfig
+from model.llama import Llama
+from tests.data.test_tokenizer import train_sentencepiece
+from tests.helpers.refusals import refused
+from tests.tools.untrained import convert, save_untrained
+from tools.evaluate import INSTALL, main
+from tools.evaluation.scoring import scores_of
+
+PAIRS = [([1, 2], [3]), ([4], [5, 6, 7]), ([9] * 8, [8, 1]), ([2, 3, 4], [1]), ([7, 7], [5] * 6)]
+LENGTH = 6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_scores_are_of_the_logits_whatever_is_in_the_batch(tied: bool) -> None:
+    config = LlamaConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=40,
+        num_attention_heads=2,
+        num_query_groups=2,
+        kv_channels=16,
+        vocab_size=11,
+        max_position_embeddings=LENGTH,
+        tie_embeddings_and_output_weights=tied,
+    )
+    torch.manual_seed(3)
+    model = Llama(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4)
+    wanted = []
+    for context, continuation in PAIRS:
+        text = [*context, *continuation][-LENGTH - 1 :]
+        with torch.no_grad():
+            logits_SV = model(torch.tensor([text[:-1]]))[0][-len(continuation) :]
+        chosen = logits_SV.log_softmax(1)[range(len(continuation)), continuation]
+        wanted += [float(chosen.sum()), logits_SV.argmax(1).tolist() == continuation]
+    for size in (1, 3, 8):
+        found = scores_of(model, PAIRS, max_length=LENGTH, size=size)
+        assert [value for score in found for value in score] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--batch-size 0", "--batch-size 0 must be at least 1"),
+        ("--num-fewshot -1", "--num-fewshot -1 must be at least 0"),
+        ("--include-path nowhere", "--include-path nowhere is no folder"),
+    ],
+)
+def test_mistakes_name_the_flag(flags: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"--load x --tasks y {flags}".split()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    refused(lambda: main(words), INSTALL)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: "found")
+    refused(lambda: main(words), told)
+
+
+CHOICE = """
+task: own_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_target: label
+doc_to_choice: "{{{{choices}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+ROLLING = """
+task: own_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+"""
+QUESTIONS = [
+    {"question": "def f(x):\n    return", "choices": [" x", " x # é", " def"], "label": 0},
+    {"question": "", "choices": ["def f(x):", "return x"], "label": 1},
+    {"question": "    return x  # é\n" * 4, "choices": ["x", "return"], "label": 0},
+    {"question": "f(x): ", "choices": ["return 雪", " x"], "label": 1},
+]
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("tokenizer_type", ["Llama2Tokenizer", "SentencePieceTokenizer"])
+def test_it_is_what_the_harness_finds_of_the_exported_model(
+    tokenizer_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are longer than the model's 16 positions too."""
+    harness: Any = pytest.importorskip("lm_eval", reason=INSTALL)
+    tasks_of: Any = pytest.importorskip("lm_eval.tasks")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pieces = train_sentencepiece(tmp_path / "pieces.model")
+    flags = f"--tokenizer-type {tokenizer_type} --tokenizer-model {pieces}"
+    save_untrained(tmp_path / "own", flags)
+    convert("paro", "hf", tmp_path / "own", tmp_path / "hf")
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    tasks = {"own_choice": CHOICE, "own_text": ROLLING}
+    for name, text in tasks.items():
+        (tmp_path / f"{name}.yaml").write_text(text.format(file=file))
+    # Without lm-eval's own tasks, thousands of files.
+    manager = tasks_of.TaskManager(include_path=str(tmp_path), include_defaults=False)
+    theirs = harness.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32"},
+        device="cpu",
+        tasks=[*tasks],
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
+    brief = partial(harness.simple_evaluate, bootstrap_iters=0)  # without standard errors
+    monkeypatch.setattr("tools.evaluation.harness.simple_evaluate", brief)
+    monkeypatch.setattr("tools.evaluation.harness.TaskManager", lambda include_path: manager)
+    for folder in ("own", "hf"):
+        out = tmp_path / f"{folder}.json"
+        words = f"--load {tmp_path / folder} --device cpu --batch-size 3 --output {out}"
+        main([*words.split(), "--include-path", str(tmp_path), "--tasks", *tasks])
+        ours = json.loads(out.read_text())
+        for name in tasks:
+            assert values_of(ours["samples"][name]) == pytest.approx(
+                values_of(theirs["samples"][name]), abs=1e-4
+            )
+            figures = theirs["results"][name]
+            for figure, value in ours["results"][name].items():
+                if isinstance(value, float) and "stderr" not in figure:
+                    assert value == pytest.approx(figures[figure], abs=1e-4), figure
+    missing = ["--load", str(tmp_path / "own"), "--tasks", "no_such_task"]
+    refused(lambda: main(missing), "--tasks no_such_task is no task of lm-eval")
+
+
+def values_of(samples: list[dict[str, Any]]) -> list[float]:
+    """The log-likelihoods of all answers."""
+    found: list[float] = []
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        for (answer,) in sample["resps"]:
+            found.append(float(answer[0] if isinstance(answer, (list, tuple)) else answer))
+    return found

@@ -1,0 +1,105 @@
+"""Scores a model by tasks of EleutherAI's lm-eval, which is installed apart: accuracy and more."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a script: the repository root takes the place of this folder on
+    # sys.path, where lm-eval would find this file as the package `evaluate` of Hugging Face
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from paro.distributed.user_errors import run_script
+from paro.errors import UserError, reading
+from paro.report.log import print_line
+from tools.generate import (
+    add_model_args,
+    dtype_of,
+    load_model,
+    load_tokenizer,
+    open_model,
+    prefix_of,
+)
+from tools.shared.command_line import Parser
+from tools.shared.device import device_of
+from tools.shared.output import write_json
+
+INSTALL = "pip install lm-eval==0.4.13 -c constraints.txt"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        description=(
+            "Scores a checkpoint of a training, a converted model or a Hugging Face folder by "
+            f"tasks of EleutherAI's lm-eval ({INSTALL}), as it scores models of transformers."
+        ),
+        epilog=(
+            "example: python tools/evaluate.py --load runs/model --tasks hellaswag arc_easy "
+            "--bf16; tasks of your own: --include-path DIR, a folder with lm-eval's YAML files"
+        ),
+    )
+    add_model_args(parser)
+    add = parser.add_argument
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks or groups of lm-eval")
+    add("--include-path", metavar="DIR", help="more tasks, as lm-eval's YAML files")
+    add("--num-fewshot", type=int, metavar="N", help="solved examples; default: the task's")
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    add("--batch-size", type=int, default=8, metavar="N", help="texts at once (%(default)s)")
+    add("--seq-length", type=int, metavar="N", help="longest text; default: the model's")
+    add("--output", type=Path, metavar="FILE", help="write all results there, as JSON")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """`UserError` for what can be seen before anything is read."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(f"tools/evaluate.py needs EleutherAI's lm-eval: {INSTALL}")
+    least = {"num_fewshot": 0, "limit": 1, "batch_size": 1, "seq_length": 1}
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        raise UserError(f"--include-path {args.include_path} is no folder")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    check(args)
+    # Imported here: it is no requirement, and takes seconds.
+    from tools.evaluation import harness
+
+    tasks = harness.task_manager(args.tasks, args.include_path)
+    device = device_of(args.device)
+    with reading(f"--load {args.load}"):
+        source = open_model(args.load, args.ckpt_step, args.base)
+    tokenizer = load_tokenizer(source, args.tokenizer_model)
+    model = harness.HarnessModel(
+        load_model(source, device, dtype_of(args)),
+        tokenizer,
+        prefix=prefix_of(source, tokenizer),
+        max_length=args.seq_length or source.config.max_position_embeddings,
+        batch_size=args.batch_size,
+    )
+    results = harness.evaluated(
+        model,
+        args.tasks,
+        task_manager=tasks,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        log_samples=args.output is not None,
+    )
+    print_line(harness.make_table(results), whole=True)
+    if args.output is not None:
+        kept = ("results", "groups", "versions", "n-shot", "n-samples", "samples")
+        write_json(args.output, {name: results[name] for name in kept if name in results})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    evaluate(make_parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    run_script("evaluate.py", main)
