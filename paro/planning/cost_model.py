@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,9 +51,10 @@ class UnitSize:
         return self.trainable_numel + self.frozen_numel
 
     @property
-    def traffic_kind(self) -> tuple[int, int, int, bool]:
-        """Units of equal kind send the same."""
-        return self.trainable_numel, self.frozen_numel, self.matrix_stop, self.replicated
+    def traffic_kind(self) -> tuple[int, ...]:
+        """Units of equal kind send the same, as often."""
+        often = self.gathers_per_micro_batch, self.reductions_per_micro_batch
+        return self.trainable_numel, self.frozen_numel, self.matrix_stop, self.replicated, *often
 
     @property
     def kind(self) -> UnitKind:
@@ -145,11 +147,12 @@ def traffic_per_step(
     """
     of_muon = exchanged(units, strategy, topology, precision, rank)
     intra, inter = of_muon.intra, of_muon.inter
-    for unit in units:
+    numbers = Counter(unit.traffic_kind for unit in units)
+    for kind, unit in {unit.traffic_kind: unit for unit in units}.items():
         gathers = unit.gathers_per_micro_batch * num_micro_batches
         reductions = unit.reductions_per_micro_batch * num_micro_batches
         for (verb, _), collectives in unit_collectives(unit, strategy, topology, precision).items():
-            count = {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
+            count = numbers[kind] * {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
             sent = sent_by(collectives)
             intra += count * sent.intra
             inter += count * sent.inter
@@ -269,7 +272,7 @@ def code_bytes(
     With error feedback also what the codes of all gradients have lost.
     """
     updates = gradients = errors = 0
-    for unit in units:
+    for unit in units if precision.has_codes else ():
         own = strategy_of(unit, strategy)
         codes = codes_of(unit, own, topology, precision)
         updates += 0 if codes is None else codes.range_bytes * (own.optim // own.params)

@@ -9,9 +9,9 @@ from typing import Any
 from model.units import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
-from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import TIE, SearchResult, best_that_fits
-from paro.planning.search.remedies import enough_alone, single_changes
+from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import count_text, ranks_text
 from tools.shared.table import align
@@ -97,7 +97,7 @@ def _changes_table(workload: Workload, alike: Sequence[tuple[str, Estimate]]) ->
     found = []
     for name, row in alike:
         fitting = (
-            (Estimator(change.workload).estimate(change.candidate), change.what)
+            (estimator_of(change.workload).estimate(change.candidate), change.what)
             for change in single_changes(workload, row.candidate)
             if change.workload.world_size == workload.world_size
         )

@@ -156,7 +156,10 @@ def nccl_communication(
     *,
     rotates: bool,
 ) -> Communication:
-    """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
+    """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do.
+
+    Of `units` one of each kind of traffic is enough.
+    """
     plan = make_comm_plan(strategy, topology)
     has_codes = precision.inter_grad_bits != FULL_BITS
     spans = spans_by_use(plan, coded_gradients=has_codes)
@@ -166,11 +169,10 @@ def nccl_communication(
     exchange = exchange_groups(plan) if has_codes else frozenset()
     has_rounds = precision.optimizer == "muon" and strategy.optim > 1
     given = strategy, topology, precision
-    kinds = {unit.traffic_kind: unit for unit in units}
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for one in (
         one
-        for unit in kinds.values()
+        for unit in units
         for (verb, _), collectives in unit_collectives(unit, *given).items()
         for one in collectives
         if one.use is not Use.EXCHANGE and not (rotates and verb in (Verb.GATHER, Verb.REDUCE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from model.config import LlamaConfig, RecomputeConfig
@@ -19,6 +20,9 @@ _SMALLER = {
     Materialize.GATHER: (Materialize.ROTATE, "--paro-materialize rotate"),
     Materialize.ROTATE: (Materialize.ROTATE_IN_PLACE, "--paro-rotate-in-place"),
 }
+
+
+estimator_of = lru_cache(maxsize=64)(Estimator)  # changes of many candidates are the same workloads
 
 
 class Change(NamedTuple):
@@ -150,7 +154,7 @@ def _smaller_way(workload: Workload, least: Candidate) -> Iterator[Change]:
 
 
 def _fits(workload: Workload, candidate: Candidate) -> bool:
-    return Estimator(workload).memory(candidate).total <= workload.device_bytes
+    return estimator_of(workload).memory(candidate).total <= workload.device_bytes
 
 
 def _largest_micro_batch(workload: Workload, least: Candidate) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig, RecomputeConfig
@@ -98,7 +97,7 @@ class RunMemory:
         return self._sizes(plan)[0]
 
     def _sizes(self, plan: RunPlan) -> tuple[tuple[UnitSize, ...], ...]:
-        """The units of a plan, and fewer with the same model states."""
+        """The units of a plan, fewer with the same model states, and one of each traffic kind."""
         rotates = plan.materialize.rotates
         rotated_over = plan.strategy.params if rotates else 1
         recompute = plan.recompute if rotates else None  # then it sends weights once more
@@ -111,7 +110,8 @@ class RunMemory:
                 rotated_over=rotated_over,
                 in_place=plan.materialize.in_place,
             )
-            self._units[key] = units, merged(units)
+            kinds = {unit.traffic_kind: unit for unit in units}
+            self._units[key] = units, merged(units), tuple(kinds.values())
         return self._units[key]
 
     def shape(self, plan: RunPlan) -> StepShape | RotationShape:
@@ -176,10 +176,10 @@ class RunMemory:
     def _communication_of(self, plan: RunPlan) -> Communication:
         key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)
         if key not in self._communication:
-            self._communication[key] = self._communicate(plan, self.units(plan))
+            self._communication[key] = self._communicate(plan)
         return self._communication[key]
 
-    def _communicate(self, plan: RunPlan, units: Sequence[UnitSize]) -> Communication:
+    def _communicate(self, plan: RunPlan) -> Communication:
         topology = make_topology(
             world_size=plan.world_size, group_size=plan.group_size, degrees=plan.strategy.degrees
         )
@@ -188,7 +188,7 @@ class RunMemory:
             found = nccl_communication(
                 plan.strategy,
                 topology,
-                units,
+                self._sizes(plan)[2],
                 plan.precision,
                 algorithms_of(plan.collective, self._machine),
                 self._pieces,
@@ -197,5 +197,5 @@ class RunMemory:
             axes = plan.context.topology(world_size=plan.world_size, group_size=plan.group_size)
             num_groups = found.num_groups + plan.context.num_groups(axes)
             found = replace(found, num_groups=num_groups)
-        codes = code_bytes(plan.strategy, topology, units, plan.precision)
+        codes = code_bytes(plan.strategy, topology, self.units(plan), plan.precision)
         return replace(found, code_bytes=codes)
