@@ -145,18 +145,15 @@ def traffic_per_step(
     reduction. The all-gather of updated parameters is lazy: a step gathers what the previous one
     updated. So the first step of a run sends less.
     """
-    of_muon = exchanged(units, strategy, topology, precision, rank)
-    intra, inter = of_muon.intra, of_muon.inter
+    found = exchanged(units, strategy, topology, precision, rank)
     numbers = Counter(unit.traffic_kind for unit in units)
     for kind, unit in {unit.traffic_kind: unit for unit in units}.items():
         gathers = unit.gathers_per_micro_batch * num_micro_batches
         reductions = unit.reductions_per_micro_batch * num_micro_batches
         for (verb, _), collectives in unit_collectives(unit, strategy, topology, precision).items():
-            count = numbers[kind] * {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
-            sent = sent_by(collectives)
-            intra += count * sent.intra
-            inter += count * sent.inter
-    return Sent(intra, inter)
+            count = {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
+            found += sent_by(collectives) * (count * numbers[kind])
+    return found
 
 
 def muon_stop(unit: UnitSize, precision: PrecisionConfig) -> int:

@@ -10,8 +10,6 @@ from enum import IntEnum
 class Verb(IntEnum):
     """What is done to a buffer; the last five compute, with a unit."""
 
-    __hash__ = int.__hash__  # that of names takes longer
-
     GATHER = 0  # queues the all-gather of its whole parameters
     WAIT = 1  # until its parameters may be read
     KEEP = 2  # its weights' casts to fp8: forward and backward use the same values

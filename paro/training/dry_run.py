@@ -27,7 +27,7 @@ from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.run_memory import RunMemory
-from paro.planning.search.search_space import Workload
+from paro.planning.search.search_space import MEMORY_MARGIN, Workload
 from paro.planning.search.traffic import sent_per_step
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
@@ -81,6 +81,8 @@ def plan_run(config: RunConfig) -> PlannedRun:
     memory, run = RunMemory(config.sharding.machine), plan_of(config, device)
     peak = memory.of(run)
     workload, launch, other_bits = workload_of(config, device), None, None
+    if workload is not None:
+        workload = replace(workload, memory_margin=MEMORY_MARGIN)
     if workload is not None and config.trained:
         estimator, candidate = Estimator(workload), workload.candidate(config.strategy)
         # Evaluations and other steps of a schedule may need more memory than the one that is timed.

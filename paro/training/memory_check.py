@@ -15,7 +15,8 @@ from paro.errors import UserError
 from paro.layout import Shape
 from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.remedies import fewest_sharing, least_recomputation, recompute_flags
+from paro.planning.search.recomputation import least_recomputation, recompute_flags
+from paro.planning.search.remedies import fewest_sharing
 from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import Materialize
 from paro.precision import BYTES_OF

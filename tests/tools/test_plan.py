@@ -94,7 +94,7 @@ def test_where_nothing_fits_as_given_the_smallest_change_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = CASE.replace("--num-layers 3", "--num-layers 8").replace("size 2 ", "size 4 ").split()
-    limit = "--device-memory-gb", "8.5"
+    limit = "--device-memory-gb", "8.5", "--memory-margin", "0"
     main([*flags, *limit])
     summary, table = (part.splitlines() for part in capsys.readouterr().out.split("\n\n")[1:3])
     assert summary[0] == "as given nothing fits the 8.5 GB of a device"
@@ -216,7 +216,7 @@ def test_a_mistake_is_one_line(flags: str, told: str) -> None:
 def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     tmp_path: Path,
 ) -> None:
-    """Of 14,880 candidates bounds leave 1 in 40; memory as the operating system measures it."""
+    """Of 19,840 candidates bounds leave 1 in 60; memory as the operating system measures it."""
     model = (
         "--num-layers 128 --hidden-size 25600 --ffn-hidden-size 68288 --num-attention-heads 160 "
         "--vocab-size 51200 --seq-length 2048 --bf16"
@@ -239,8 +239,8 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     assert int(peak) < 1 << 30
     counts = re.search(r"(\d+) candidates, (\d+) of them simulated", done.stdout)
     assert counts
-    assert int(counts[1]) == 14880
-    assert int(counts[2]) <= 14880 // 40
+    assert int(counts[1]) == 19840
+    assert int(counts[2]) <= 19840 // 60
 
 
 def test_codes_have_a_column_and_fields() -> None:

@@ -13,7 +13,8 @@ from paro.config.context_parallel import take_context
 from paro.planning.search.description import behind, exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, plan
-from paro.planning.search.remedies import enough_alone, recompute_flags
+from paro.planning.search.recomputation import recompute_flags
+from paro.planning.search.remedies import enough_alone
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text

@@ -125,14 +125,13 @@ def front_table(found: SearchResult) -> str:
 def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     """The speed-up from more memory, or from more bandwidth between or inside groups.
 
-    More memory: from the Pareto front. More bandwidth: a search with the micro-batch size and the
-    recomputation of the best candidate.
+    More memory: the same search with another limit. More bandwidth: a search with the micro-batch
+    size and the recomputation of the best candidate.
     """
     bought = []
     for factor in (1.25, 1.5, 2.0):
-        limit = workload.device_bytes * factor
-        within = [e for e in (*found.front, found.best) if e and e.memory_bytes <= limit]
-        bought.append(_purchase(f"memory x {factor:g}", min(within, key=_seconds, default=None)))
+        best = found.with_memory(round(workload.choice_bytes * factor))
+        bought.append(_purchase(f"memory x {factor:g}", best))
     if workload.machine.measured or found.best is None:  # measured times ignore links
         return _gains(bought, found)
     candidate = found.best.candidate
@@ -146,17 +145,13 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     if machine.intra is not None:
         faster["intra"] = replace(machine, intra=_doubled(machine.intra))
     for name, other in faster.items():
-        best = best_that_fits(replace(workload, machine=other), search_space)
+        best = best_that_fits(replace(workload, machine=other), search_space, found.best.seconds)
         bought.append(_purchase(f"{name} bandwidth x 2", best))
     return _gains(bought, found)
 
 
 def _doubled(speed: LinkSpeed) -> LinkSpeed:
     return replace(speed, bits_per_second=2 * speed.bits_per_second)
-
-
-def _seconds(estimate: Estimate) -> float:
-    return estimate.seconds
 
 
 def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
@@ -208,6 +203,8 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "collective": candidate.collective,
         "recompute_granularity": None if recompute is None else recompute.granularity,
         "recompute_keeps_core": recompute is not None and recompute.keeps_core,
+        "recompute_method": None if recompute is None else recompute.method,
+        "recompute_num_layers": None if recompute is None else recompute.num_layers,
         "fits": estimate.fits,
         "memory_bytes": estimate.memory_bytes,
         "memory_parts": estimate.memory.parts(),

@@ -27,7 +27,7 @@ from paro.errors import UserError
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
-from paro.planning.search.search_space import Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import MEMORY_MARGIN, Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from tools.shared.command_line import Parser
@@ -68,7 +68,7 @@ def make_parser() -> Parser:
         metavar="WHAT",
         help="all (default), last-blocks:SHARE or names:PATTERN[,PATTERN]",
     )
-    add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
+    add_memory_args(parser)
     add_gpu_args(parser)
     add_model_args(parser)
     add_lora_args(parser)
@@ -80,6 +80,19 @@ def make_parser() -> Parser:
     add_failure_args(parser)
     add_result_args(parser)
     return parser
+
+
+def add_memory_args(parser: Parser) -> None:
+    add = parser.add_argument_group("memory").add_argument
+    add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
+    add(
+        "--memory-margin",
+        type=float,
+        default=MEMORY_MARGIN,
+        metavar="SHARE",
+        help=f"of a device's memory that the choice leaves free; default {MEMORY_MARGIN}. Rows fit "
+        "without it",
+    )
 
 
 def add_result_args(parser: Parser) -> None:
@@ -174,6 +187,8 @@ def case_of(args: Namespace) -> Workload:
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
+    if not 0 <= args.memory_margin < 1:
+        raise UserError(f"--memory-margin {args.memory_margin:g} must be at least 0 and below 1")
     inter_bits, precision, _ = take_inter_bits(
         args.paro_inter_bits, precision_of(args), group_size, world_size
     )
@@ -203,6 +218,7 @@ def case_of(args: Namespace) -> Workload:
         materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
         trainable=Trainable.of_flag(args.trainable),
         memory_bytes=memory_of(args),
+        memory_margin=args.memory_margin,
         survive=args.paro_survive,
         chooses_bits=inter_bits is not None,
         device_type="cpu" if machine.device and machine.device.cores else "cuda",

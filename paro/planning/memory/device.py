@@ -156,10 +156,7 @@ def nccl_communication(
     *,
     rotates: bool,
 ) -> Communication:
-    """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do.
-
-    Of `units` one of each kind of traffic is enough.
-    """
+    """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
     plan = make_comm_plan(strategy, topology)
     has_codes = precision.inter_grad_bits != FULL_BITS
     spans = spans_by_use(plan, coded_gradients=has_codes)

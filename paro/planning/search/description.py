@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paro.planning.search.estimator import BITS_GAIN, Estimate
-from paro.planning.search.planner import TIE, SearchResult
+from paro.planning.search.planner import MEMORY_TIE, TIE, SearchResult
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 
@@ -52,8 +52,7 @@ def bits_text(own: Estimate, other: Estimate) -> str:
 def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
     yield (
         f"planner: {chose} {best.candidate.describe()}: {seconds_text(best.seconds)} a step, MFU "
-        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.device_bytes / 1e9:g} GB of a "
-        "device"
+        f"{best.mfu:.1%}, {best.memory_bytes / 1e9:.1f} of the {plan.limit_text}"
     )
     yield f"planner: because {_reason(plan, best)}"
     if plan.other_bits is not None:
@@ -71,10 +70,10 @@ def _choice(plan: SearchResult, best: Estimate, chose: str) -> Iterator[str]:
 
 
 def behind(second: Estimate, best: Estimate) -> str:
-    """Why the runner-up is second: it is slower, or ties and sends more between groups."""
+    """Why the runner-up is second: it is slower, or needs more memory, or sends more."""
     slower = second.seconds / best.seconds - 1
-    if slower > TIE:
-        return f"is {slower:.1%} slower"
+    if abs(slower) > TIE:
+        return f"is {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
     if second.sent.inter <= best.sent.inter:
         return "takes as long"
     sent, less = second.sent.inter / 1e9, best.sent.inter / 1e9
@@ -84,10 +83,10 @@ def behind(second: Estimate, best: Estimate) -> str:
 def _reason(plan: SearchResult, best: Estimate) -> str:
     hidden = f"it computes for {seconds_text(best.timeline.compute_seconds)} and waits "
     reason = hidden + exposed_text(best)
-    enough = best.seconds / (1 + TIE)
+    enough = best.seconds / (1 + MEMORY_TIE)
     faster = [e for e in plan.front if not e.fits and e.seconds < enough]
     if not faster:
-        return f"{reason}; no candidate is faster, even with more memory"
+        return f"{reason}; none is more than {MEMORY_TIE:.0%} faster, even with more memory"
     nearest = min(faster, key=lambda e: e.memory_bytes)
     return (
         f"{reason}; {nearest.candidate.describe()} would be "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from model.flops import flops_per_token
 from paro.distributed.byte_counter import Sent
@@ -130,6 +130,10 @@ class Estimator:
         return self._times.setdefault(collective, CollectiveTimes(machine, collective))
 
     def _counts_of(self, candidate: Candidate) -> StepCounts:
+        recompute, rotates = candidate.recompute, candidate.materialize.rotates
+        if recompute is not None and recompute.method == "block" and not rotates:
+            every = replace(recompute, method="uniform", num_layers=1)
+            candidate = replace(candidate, recompute=every)  # blocks that are kept take no time
         plan = self.plan_of(candidate)
         key = plan.step_kind
         if key not in self._counts:
@@ -167,9 +171,8 @@ class Estimator:
 
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
-        num_micro_batches = self.workload.micro_batches(candidate.micro_batch_size)
         plan = self.plan_of(candidate)
-        return sent_per_step(plan, self._memory.units(plan), num_micro_batches)
+        return sent_per_step(plan, self._memory.units(plan), plan.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """Memory, time and traffic of a candidate; `record` keeps what every stream does."""
@@ -222,16 +225,12 @@ class Estimator:
         degree = candidate.strategy.params if rotates else None
         key = (candidate.micro_batch_size, candidate.recompute, candidate.materialize, degree)
         if key not in self._computing:
-            self._computing[key] = self._make_computing(candidate)
+            make = partial(RotatingComputing, counts=self._counts_of(candidate))
+            plan = self.plan_of(candidate)
+            self._computing[key] = (make if rotates else Computing)(
+                model=plan.config,
+                units=self._memory.units(replace(plan, materialize=Materialize.GATHER)),
+                batch=plan.batch,
+                device=device_of(self.workload.machine),
+            )
         return self._computing[key]
-
-    def _make_computing(self, candidate: Candidate) -> Computing:
-        plan, device = self.plan_of(candidate), device_of(self.workload.machine)
-        gathered = self._memory.units(replace(plan, materialize=Materialize.GATHER))
-        model, batch = plan.config, plan.batch
-        if not candidate.materialize.rotates:
-            return Computing(model=model, units=gathered, batch=batch, device=device)
-        counts = self._counts_of(candidate)
-        return RotatingComputing(
-            model=model, units=gathered, batch=batch, device=device, counts=counts
-        )

@@ -3,21 +3,20 @@
 # AMSP's problem (arXiv 2311.00257v2, section IV): minimize step time under a memory limit over the
 # degrees of params, grads and optimizer state; here also over micro-batch sizes, collectives,
 # recomputation and, if allowed, the bits between groups. The search space is small enough to
-# enumerate. Bounds decide which candidates are simulated (StepCosts.least_seconds never exceeds the
-# simulated time): for the best under a limit, those that may be as fast as the fastest; for the
-# Pareto front of memory and time, those that may be faster than all candidates that need less
-# memory.
-#
-# Candidates have one order, `best_first`: those that fit, then time, then bytes between groups,
-# then memory.
+# enumerate, but for the number of recomputed blocks: a limit leaves as few as fit of every other
+# choice (recomputation.py). Bounds decide which candidates are simulated (StepCosts.least_seconds
+# never exceeds the simulated time): for the best under a limit, those that may be as fast as the
+# fastest; for the Pareto front of memory and time, those that may be faster than all candidates
+# that need less memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paro.errors import UserError
 from paro.planning.search.estimator import Estimate, Estimator, faster_bits
+from paro.planning.search.recomputation import with_fewest_blocks, with_more_blocks
 from paro.planning.search.search_space import (
     FEWEST_BITS,
     Candidate,
@@ -30,12 +29,16 @@ from paro.strategy import legal_letters
 
 RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 
-# Steps that differ by no more than this share are equally fast. Measured steps of one candidate
-# differ by at least 0.3% between repeats (examples/measured), so a real run cannot distinguish
-# them. A TIE of 0.3% would ignore differences that the simulation can explain: on 13B IIG takes
-# 0.3% longer than NIG because it waits for gathers, and would win by its memory.
+# Steps that differ by no more than this share are equally fast, and the one that sends least
+# between groups is better. Measured steps of one candidate differ by at least 0.3% between repeats
+# (examples/measured), so a real run cannot distinguish them.
 TIE = 0.001
+# So much longer a step may take if it needs no more than this share of the memory and sends no more
+# between groups: predicted memory may be wrong by more than that gains.
+MEMORY_TIE = 0.01
+_LESS_MEMORY = 0.9
 FRONT_STEP = 0.02
+_ANY = float("inf")  # seconds
 _EVERYTHING = SearchSpace()
 _FRONT_LIMIT = 4  # times the device's memory, at which the front ends
 
@@ -51,24 +54,28 @@ class SearchResult:
     num_candidates: int
     num_simulated: int
     searched: str  # what the candidates differ in
-    device_bytes: int
+    limit_text: str  # of memory
     other_bits: Estimate | None = None  # the best with 16 bits instead of codes, or the reverse
+    with_memory: Callable[[int], Estimate | None]  # the best with so many bytes to take
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
-    """Sorts by: fits or not, step time, then, in a tie, bytes between groups and memory.
+    """Those that fit before the others, each time the best of what is left.
 
-    All that take up to `TIE` longer than the fastest tie with it; then the same for the fastest of
-    the rest. So this is an order; comparing any two with a tolerance would not be transitive.
+    Of a tie the first by bytes between groups, then memory; but of those that take up to
+    `MEMORY_TIE` longer, send no more and need a tenth less memory, the one that needs least.
     """
     found: list[Estimate] = []
     left = sorted(estimates, key=lambda e: (not e.fits, e.seconds))
     while left:
-        first = left[0]
-        enough = first.seconds * (1 + TIE)
-        tied = [e for e in left if e.fits is first.fits and e.seconds <= enough]
-        found += sorted(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
-        left = left[len(tied) :]
+        fits, fastest = left[0].fits, left[0].seconds
+        alike = [e for e in left if e.fits is fits and e.seconds <= fastest * (1 + MEMORY_TIE)]
+        tied = (e for e in alike if e.seconds <= fastest * (1 + TIE))
+        first = min(tied, key=lambda e: (e.sent.inter, e.memory_bytes, e.seconds))
+        sent, most = first.sent.inter, first.memory_bytes * _LESS_MEMORY
+        smaller = (e for e in alike if e.sent.inter <= sent and e.memory_bytes <= most)
+        found.append(min(smaller, key=lambda e: (e.memory_bytes, e.seconds), default=first))
+        left.remove(found[-1])
     return tuple(found)
 
 
@@ -99,41 +106,56 @@ class _Bounded:
     candidate: Candidate
     memory_bytes: int
     least_seconds: float
+    limit: int | None = None  # of memory: as many more blocks are recomputed as it takes
 
 
 class _Search:
     """A workload's candidates, smallest first, and the estimates of those simulated so far."""
 
-    def __init__(self, workload: Workload, search_space: SearchSpace) -> None:
+    def __init__(self, workload: Workload, space: SearchSpace, enough: float = _ANY) -> None:
         self._estimator = Estimator(workload)
-        rows = [
-            _Bounded(
-                candidate,
-                self._estimator.memory(candidate).total,
-                self._estimator.costs(candidate).least_seconds(),
-            )
-            for candidate in all_candidates(workload, search_space)
+        bounds = (
+            (candidate, self._estimator.costs(candidate).least_seconds())
+            for candidate in all_candidates(workload, space)
             if candidate.inter_bits != FEWEST_BITS or self._estimator.has_codes(candidate)
+        )
+        rows = [
+            _Bounded(candidate, self._estimator.memory(candidate).total, least)
+            for candidate, least in bounds
+            if least <= enough
         ]
-        if not rows:
+        if not rows and enough == _ANY:
             reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
             assert reason is not None, "a feasible candidate is among them"
             raise UserError(reason)
         self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
-        self._limit = workload.device_bytes
-        self._done: dict[_Bounded, Estimate] = {}
+        self._device_bytes = workload.device_bytes
+        self._done: dict[_Bounded, Estimate | None] = {}
+        self._counts_blocks = space.recomputes is None
 
     @property
     def num_simulated(self) -> int:
-        return len(self._done)
+        return len([*filter(None, self._done.values())])
 
-    def estimate(self, row: _Bounded) -> Estimate:
+    def estimate(self, row: _Bounded) -> Estimate | None:
+        """None if nothing fits its limit."""
         if row not in self._done:
-            self._done[row] = self._estimator.estimate(row.candidate)
+            found: Candidate | None = row.candidate
+            if row.limit is not None:
+                found = with_more_blocks(self._estimator, row.candidate, row.limit)
+            self._done[row] = None if found is None else self._estimator.estimate(found)
         return self._done[row]
 
-    def fitting(self) -> list[_Bounded]:
-        return [row for row in self.rows if row.memory_bytes <= self._limit]
+    def within(self, limit: int) -> list[_Bounded]:
+        """What fits, and what does with more blocks recomputed."""
+        found = [row for row in self.rows if row.memory_bytes <= limit]
+        for row in self.rows if self._counts_blocks else ():
+            over = row.memory_bytes - limit
+            if row.candidate.recompute is None and over > 0:
+                candidate = with_fewest_blocks(self._estimator, row.candidate, over)
+                least = self._estimator.costs(candidate).least_seconds()
+                found.append(_Bounded(candidate, limit, least, limit))
+        return found
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """The best with 16 bits, or where codes save enough, the best with codes."""
@@ -153,6 +175,8 @@ class _Search:
         fastest = self._fastest(rows)
         while fastest is not None:
             found = self._least_as_fast(rows, fastest.seconds * (1 + TIE))
+            if found is not None:
+                found = self._smallest(rows, found, fastest.seconds * (1 + MEMORY_TIE))
             before, fastest = fastest, self._fastest(rows)
             if fastest is before:
                 return found
@@ -164,9 +188,9 @@ class _Search:
             if found and row.least_seconds >= found.seconds * (1 - RESOLUTION):
                 break
             own = self.estimate(row)
-            if found is None or own.seconds < found.seconds:
+            if own and (found is None or own.seconds < found.seconds):
                 found = own
-        known = (self._done[row] for row in rows if row in self._done)
+        known = (own for row in rows if (own := self._done.get(row)))
         return min(known, key=lambda e: e.seconds, default=None)
 
     def _least_as_fast(self, rows: Sequence[_Bounded], enough: float) -> Estimate | None:
@@ -181,49 +205,64 @@ class _Search:
             if found and (costs != [found.sent.inter, found.memory_bytes] or least > found.seconds):
                 break
             own = self.estimate(row)
-            if own.seconds <= enough and (found is None or own.seconds < found.seconds):
+            if own and own.seconds <= enough and (found is None or own.seconds < found.seconds):
                 found = own
         return found
+
+    def _smallest(self, rows: Sequence[_Bounded], first: Estimate, enough: float) -> Estimate:
+        """Within `enough` seconds: the one that needs least, if clearly less, and sends no more."""
+        most = first.memory_bytes * _LESS_MEMORY
+        smaller = (row for row in rows if row.memory_bytes <= most and row.least_seconds <= enough)
+        for row in sorted(smaller, key=lambda row: (row.memory_bytes, row.least_seconds)):
+            own = self.estimate(row)
+            if own and own.seconds <= enough and own.sent.inter <= first.sent.inter:
+                return own
+        return first
 
     def front(self) -> tuple[Estimate, ...]:
         """Candidates faster than all others that need as little memory; fastest first.
 
         One that is not simulated is at most `RESOLUTION` faster than such a step of the front.
         """
-        most = max(_FRONT_LIMIT * self._limit, self.rows[0].memory_bytes)
+        rows = [(row.memory_bytes, row.least_seconds, row) for row in self.rows]
+        rows += [(own.memory_bytes, own.seconds, row) for row, own in self._done.items() if own]
+        most = max(_FRONT_LIMIT * self._device_bytes, self.rows[0].memory_bytes)
         found: list[Estimate] = []
         fastest = float("inf")
-        for row in self.rows:
+        for memory_bytes, least, row in sorted(rows, key=lambda entry: entry[:2]):
             enough = fastest * (1 - FRONT_STEP)
-            if row.memory_bytes <= most and row.least_seconds < enough * (1 - RESOLUTION):
+            if memory_bytes <= most and least < enough * (1 - RESOLUTION):
                 own = self.estimate(row)
-                if own.seconds < enough:
+                if own and own.seconds < enough:
                     fastest = own.seconds
                     found.append(own)
         return tuple(reversed(found))
 
 
-def best_that_fits(workload: Workload, search_space: SearchSpace) -> Estimate | None:
-    """The best candidate of `plan`, without runner-up and front."""
-    search = _Search(workload, search_space)
-    return search.best(search.fitting())
+def best_that_fits(workload: Workload, space: SearchSpace, enough: float = _ANY) -> Estimate | None:
+    """The best candidate of `plan`, if it may take no longer than `enough` seconds."""
+    search = _Search(workload, space, enough)
+    return search.best(search.within(workload.choice_bytes))
 
 
 def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
     """Solves the workload exactly over the search space; `UserError` if that is empty."""
     search = _Search(workload, search_space)
-    fitting = search.fitting()
-    best = search.best(fitting)
+    within = search.within(workload.choice_bytes)
+    best = search.best(within)
     chosen = best.candidate.strategy.degrees if best else None
-    others = [row for row in fitting if row.candidate.strategy.degrees != chosen]
+    others = [row for row in within if row.candidate.strategy.degrees != chosen]
+    least = search.estimate(search.rows[0])
+    assert least is not None, "of a row without a limit"
     return SearchResult(
         best=best,
         runner_up=search.best(others),
         front=search.front(),
-        least=search.estimate(search.rows[0]),
-        num_candidates=len(search.rows),
+        least=least,
+        num_candidates=len({*search.rows, *within}),
         num_simulated=search.num_simulated,
         searched=search_space.describe(),
-        device_bytes=workload.device_bytes,
+        limit_text=workload.choice_text,
         other_bits=search.other_bits(best),
+        with_memory=lambda limit: search.best(search.within(limit)),
     )

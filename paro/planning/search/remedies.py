@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig
 from paro.context_parallel.layout import ContextLayout, misfit
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
+from paro.planning.search.recomputation import least_recomputation, recompute_flags
 from paro.planning.search.search_space import Candidate, Materialize, Workload
 from paro.text import size_text
 
@@ -38,7 +38,7 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     least = plan.least
     changes = "; or ".join(change.what for change in single_changes(workload, least.candidate))
     return (
-        f"nothing fits the {plan.device_bytes / 1e9:g} GB of a device: the least is "
+        f"nothing fits the {workload.choice_text}: the least is "
         f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
         f"({least.memory.describe()}); use larger devices{changes and f'; or {changes}'}"
     )
@@ -61,10 +61,12 @@ def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
     )
     if recompute is not None:
         yield Change(recompute_flags(recompute), workload, replace(least, recompute=recompute))
-    size = _largest_micro_batch(workload, least)
-    if size is not None:
+    given = least.micro_batch_size  # the largest smaller size that divides it, and so the batch
+    for size in (size for size in range(given - 1, 0, -1) if given % size == 0):
         smaller = replace(least, micro_batch_size=size)
-        yield Change(f"--micro-batch-size {size}", workload, smaller)
+        if _fits(workload, smaller):
+            yield Change(f"--micro-batch-size {size}", workload, smaller)
+            break
     if not least.materialize.rotates:
         sharing = fewest_sharing(
             workload.model,
@@ -110,38 +112,6 @@ def fewest_sharing(
     return None
 
 
-def least_recomputation(
-    model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
-) -> RecomputeConfig | None:
-    """The fewest first blocks whose recomputation makes it fit; None if even all are too few."""
-    given, fewest, most = model.recompute, 1, model.num_layers
-    if given is not None and given.granularity == "full":
-        if given.method == "uniform":
-            return None
-        fewest = given.num_layers + 1
-
-    def first(count: int) -> RecomputeConfig:
-        if count == most:
-            return RecomputeConfig(granularity="full", keeps_core=model.keeps_core)
-        return RecomputeConfig(
-            granularity="full", method="block", num_layers=count, keeps_core=model.keeps_core
-        )
-
-    counts = range(fewest, most + 1)  # the more, the less memory
-    found = bisect_left(counts, True, key=lambda count: fits(first(count)))
-    return first(counts[found]) if found < len(counts) else None
-
-
-def recompute_flags(recompute: RecomputeConfig) -> str:
-    """The flags that select it."""
-    text = f"--recompute-granularity {recompute.granularity}"
-    text += " --paro-recompute-keep core_attn" * recompute.keeps_core
-    if (recompute.method, recompute.num_layers) == ("uniform", 1):
-        return text
-    how = f"--recompute-method {recompute.method}"
-    return f"{text} {how} --recompute-num-layers {recompute.num_layers}"
-
-
 def _smaller_way(workload: Workload, least: Candidate) -> Iterator[Change]:
     """The flag that makes weights rotate, or rotate in place, if that is enough."""
     further = _SMALLER.get(least.materialize)
@@ -154,14 +124,7 @@ def _smaller_way(workload: Workload, least: Candidate) -> Iterator[Change]:
 
 
 def _fits(workload: Workload, candidate: Candidate) -> bool:
-    return estimator_of(workload).memory(candidate).total <= workload.device_bytes
-
-
-def _largest_micro_batch(workload: Workload, least: Candidate) -> int | None:
-    """The largest smaller size that fits and divides the given one, and so the batch."""
-    given = least.micro_batch_size
-    sizes = (size for size in range(given - 1, 0, -1) if given % size == 0)
-    return next((s for s in sizes if _fits(workload, replace(least, micro_batch_size=s))), None)
+    return estimator_of(workload).memory(candidate).total <= workload.choice_bytes
 
 
 def _more_ranks(workload: Workload, least: Candidate) -> Iterator[Change]:

@@ -22,6 +22,7 @@ from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters, parse_strategy
 from paro.text import count_text, listed
 
+MEMORY_MARGIN = 0.03  # of a device: with as few recomputed blocks as fit it would be full
 FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as long to send
 
 
@@ -66,6 +67,7 @@ class Workload:
     materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)
     memory_bytes: int | None = None  # per device, instead of the machine's
+    memory_margin: float = 0.0  # share of it that a choice leaves free
     device_type: str = "cuda"
     ranks_per_node: int | None = None  # None: a group of the machine is a node
     survive: int = 0  # nodes that may be lost at once with every state still held
@@ -94,6 +96,18 @@ class Workload:
     def device_bytes(self) -> int:
         """The memory of a rank's device, with which the total of a `DeviceMemory` is compared."""
         return self.memory_bytes or device_of(self.machine).memory_bytes
+
+    @property
+    def choice_bytes(self) -> int:
+        """What of it a choice may take."""
+        return int(self.device_bytes * (1 - self.memory_margin))
+
+    @property
+    def choice_text(self) -> str:
+        """The same in words."""
+        percent = 100 * self.memory_margin
+        less = f", less a margin of {percent:g}%" if percent else ""
+        return f"{self.device_bytes / 1e9:g} GB of a device{less}"
 
     def micro_batches(self, size: int) -> int:
         """Micro-batches of this size per rank and step; `UserError` if it does not divide."""
@@ -194,7 +208,7 @@ class SearchSpace:
             "strategies": self.strategies,
             "micro-batch sizes": self.micro_batch_sizes,
             "collectives": self.collectives,
-            "recomputation (none, selective, full)": self.recomputes,
+            "recomputation (none, selective, as few blocks as fit, all)": self.recomputes,
         }
         return listed([name for name, given in choices.items() if given is None or len(given) > 1])
 

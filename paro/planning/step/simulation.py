@@ -237,10 +237,10 @@ class Simulation:
     def _finish(self, work: Work) -> None:
         work.done, work.running = True, False
         self._running.remove(work)
+        use, axes = work.stream
+        stream = f"{use} {'+'.join(map(str, axes))}" if self._record else use
         for index in work.submitted:
             actor = self.actors[index]
-            use, axes = work.stream
-            stream = f"{use} {'+'.join(map(str, axes))}"
             self._add_span(index, stream, work.name, work.kind, work.start)
             queue = actor.streams[work.stream]
             assert queue.popleft() is work, f"{work.name} is not first in its stream"

@@ -260,9 +260,12 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
         ),
         (
             "--llama-preset 65B --num-layers 80 --world-size 8",
-            "nothing fits the 80 GB of a device: the least is",
+            "nothing fits the 80 GB of a device, less a margin of 3%: the least is",
         ),
-        ("--device-memory-gb 2", "nothing fits the 2 GB of a device: the least"),
+        (
+            "--device-memory-gb 2",
+            "nothing fits the 2 GB of a device, less a margin of 3%: the least",
+        ),
     ],
 )
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from paro.planning.machine.files import (
 from paro.planning.machine.machine import Measured
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import RESOLUTION, TIE, best_first, letter_rows, plan
+from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, letter_rows, plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import (
     Materialize,
@@ -38,6 +39,7 @@ from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
 from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import DEVICE, FEW, SMALL, machine, speed, workload
+from tests.paro.planning.fixed_workloads import drawn
 
 
 @pytest.mark.parametrize("gigabytes", [0.6, 1.0, 3.0, 80.0])
@@ -62,10 +64,9 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     fastest = min(estimate.seconds for estimate in fitting)
     assert found.best is not None
     assert found.best.fits
-    assert found.best.seconds <= fastest * (1 + TIE) / (1 - RESOLUTION)
+    assert found.best.seconds <= fastest * (1 + MEMORY_TIE) / (1 - RESOLUTION)
     as_fast = [e for e in fitting if e.seconds <= fastest * (1 + TIE)]
-    costs = found.best.sent.inter, found.best.memory_bytes
-    assert costs <= min((e.sent.inter, e.memory_bytes) for e in as_fast)
+    assert found.best.sent.inter <= min(e.sent.inter for e in as_fast)
     assert found.num_candidates == len(everything)
     for better, worse in zip(found.front, found.front[1:], strict=False):
         assert better.seconds < worse.seconds
@@ -83,7 +84,46 @@ def test_more_memory_is_never_slower() -> None:
     for gigabytes in (1, 2, 4, 8):
         best = plan(replace(given, memory_bytes=gigabytes * 10**9), FEW).best
         times.append(float("inf") if best is None else best.seconds)
-    assert all(b <= a * (1 + TIE) / (1 - RESOLUTION) for a, b in pairwise(times))
+    assert all(b <= a * (1 + MEMORY_TIE) / (1 - RESOLUTION) for a, b in pairwise(times))
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_as_few_blocks_are_recomputed_as_fit(number: int) -> None:
+    """Against every number of blocks, and every size of groups."""
+    random = Random(number)
+    given, drawn_candidate = drawn(number)
+    model = replace(given.model, num_layers=6, recompute=None)
+    given = replace(given, model=model, seq_length=2048)
+    strategies = [
+        strategy
+        for strategy in (drawn_candidate.strategy, *map(given.strategy, ("GGG", "IIG", "III")))
+        if given.infeasible_reason(strategy, given.materialize) is None
+    ]
+    space = SearchSpace(
+        strategies=tuple(strategies),
+        micro_batch_sizes=(given.micro_batch_size,),
+        collectives=(drawn_candidate.collective,),
+    )
+    full = RecomputeConfig(granularity="full")
+    every = (
+        *(None, RecomputeConfig(granularity="selective")),
+        *(replace(full, method="block", num_layers=count) for count in range(1, 6)),
+        *(replace(full, num_layers=size) for size in (1, 2, 3, 6)),
+    )
+    estimator = Estimator(given)
+    exhaustive = all_candidates(given, replace(space, recomputes=every))
+    everything = [estimator.estimate(candidate) for candidate in exhaustive]
+    needs = sorted(estimate.memory_bytes for estimate in everything)
+    limit = round(needs[0] + random.choice((0.0, 0.1, 0.3, 0.6)) * (needs[-1] - needs[0]))
+    best = plan(replace(given, memory_bytes=limit), space).best
+    first, *_ = best_first(e for e in everything if e.memory_bytes <= limit)
+    assert best is not None
+    assert best.memory_bytes <= limit
+    assert best.seconds <= first.seconds * (1 + RESOLUTION)
+    larger = replace(given, memory_bytes=2 * limit, memory_margin=0.5)
+    with_margin = plan(larger, space).best
+    assert with_margin is not None
+    assert with_margin.candidate == best.candidate
 
 
 def test_every_legal_triple_is_weighed() -> None:
@@ -124,12 +164,14 @@ def weighed(
 
 
 def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
-    """The last estimate of the first tie ties with the next one, which is not in the tie."""
+    """Within 1% to the one that needs a tenth less memory, and sends no more."""
+    gigabyte = 10**9
     order = [
-        weighed("NIG", 1.0, 5, states=1),
-        weighed("IIG", 1.0009, 5, states=2),
+        weighed("GIG", 1.0099, 5, states=40 * gigabyte),
+        weighed("NIG", 1.0, 5, states=51 * gigabyte),
+        weighed("IIG", 1.0009, 5, states=52 * gigabyte),
         weighed("NGG", 1.0, 40),
-        weighed("GGG", 1.0011, 0),
+        weighed("GGG", 1.0111, 0),
         weighed("III", 0.5, 0, fits=False),
         weighed("NNN", 0.6, 0, fits=False),
     ]
@@ -139,7 +181,10 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
 
 @pytest.mark.slow("searches all candidates of a model")
 def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
-    """NGG, 1,32,64 and NIG are equally fast; between nodes they send 48.4, 42.3 and 5.7 GB."""
+    """NGG, 1,32,64 and NIG are equally fast; between nodes they send 48.4, 42.3 and 5.7 GB.
+
+    IIG sends as little, takes 0.3% longer and needs 39 GB instead of NIG's 62.
+    """
     given = Workload(
         model=replace(LLAMA_PRESETS["13B"], max_position_embeddings=4096),
         machine=find_machine("dgx-h100").for_world(64, subject="the test"),
@@ -152,7 +197,7 @@ def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
     as_given = SearchSpace(micro_batch_sizes=(1,), collectives=("native",), recomputes=(None,))
     best = plan(given, as_given).best
     assert best is not None
-    assert best.candidate.name == "NIG" == letter_rows(given)[0].candidate.name
+    assert best.candidate.name == "IIG" == letter_rows(given)[0].candidate.name
     assert best.sent.inter == pytest.approx(5.69e9, rel=1e-3)
     assert best.memory_bytes <= 80e9 == given.device_bytes
 
@@ -319,8 +364,7 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
     ]  # fmt: skip
     limit = (as_given[0].least.memory_bytes + as_given[1].least.memory_bytes) // 2
     short = replace(before, memory_bytes=limit)
-    nothing = replace(as_given[0], device_bytes=limit)
-    assert told in why_nothing_fits(short, nothing).split("; or ")
+    assert told in why_nothing_fits(short, as_given[0]).split("; or ")
 
 
 def test_letters_in_groups_of_another_size_are_told() -> None:

@@ -1,0 +1,75 @@
+"""How many blocks to recompute: as few as fit in memory."""
+
+# A recomputed block takes off a peak what a block keeps beside its input, at most. So the memory
+# without any gives the fewest blocks that may fit, and mostly these do.
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+
+from model.config import LlamaConfig, RecomputeConfig
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.search_space import Candidate
+from paro.planning.units import block_activations
+
+_LARGEST_GROUP = 8  # blocks that keep one input together
+
+
+def of_first(count: int, model: LlamaConfig) -> RecomputeConfig:
+    """Of so many first blocks, which keep what the model's recomputed blocks do."""
+    every = RecomputeConfig(granularity="full", keeps_core=model.keeps_core)
+    return every if count == model.num_layers else replace(every, method="block", num_layers=count)
+
+
+def least_recomputation(
+    model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
+) -> RecomputeConfig | None:
+    """The fewest first blocks whose recomputation makes it fit; None if even all are too few."""
+    given, fewest = model.recompute, 1
+    if given is not None and given.granularity == "full":
+        if given.method == "uniform":
+            return None
+        fewest = given.num_layers + 1
+    counts = range(fewest, model.num_layers + 1)  # the more, the less memory
+    found = bisect_left(counts, True, key=lambda count: fits(of_first(count, model)))
+    return of_first(counts[found], model) if found < len(counts) else None
+
+
+def recompute_flags(recompute: RecomputeConfig) -> str:
+    """The flags that select it."""
+    text = f"--recompute-granularity {recompute.granularity}"
+    text += " --paro-recompute-keep core_attn" * recompute.keeps_core
+    if (recompute.method, recompute.num_layers) == ("uniform", 1):
+        return text
+    how = f"--recompute-method {recompute.method}"
+    return f"{text} {how} --recompute-num-layers {recompute.num_layers}"
+
+
+def with_fewest_blocks(estimator: Estimator, candidate: Candidate, num_bytes: int) -> Candidate:
+    """Where none is recomputed: the fewest first blocks whose recomputation may save so much."""
+    memory, plan = estimator.memory(candidate), estimator.plan_of(candidate)
+    computing, most = estimator.costs(candidate).computing, plan.model.num_layers
+    saved = block_activations(plan.config, plan.batch) - computing.residual_bytes
+    reserved = saved * memory.reserved / memory.allocated
+    count = max(0, computing.first_trained - 1) + math.ceil((num_bytes - 1) / reserved)
+    recompute = of_first(min(count, most), estimator.workload.model)
+    return replace(candidate, recompute=recompute)
+
+
+def with_more_blocks(estimator: Estimator, candidate: Candidate, limit: int) -> Candidate | None:
+    """With as few more recomputed blocks as fit, or all in the smallest groups; None: none fit."""
+    model, given = estimator.workload.model, candidate.recompute
+    assert given is not None, "some blocks are recomputed"
+
+    def fits(recompute: RecomputeConfig) -> bool:
+        return estimator.memory(replace(candidate, recompute=recompute)).total <= limit
+
+    sizes = (n for n in range(2, _LARGEST_GROUP + 1) if model.num_layers % n == 0)
+    every = of_first(model.num_layers, model)
+    groups = (replace(every, num_layers=size) for size in sizes)
+    found = given if fits(given) else least_recomputation(replace(model, recompute=given), fits)
+    found = found or next(filter(fits, groups), None)
+    return None if found is None else replace(candidate, recompute=found)
