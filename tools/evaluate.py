@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: the repository root takes the place of this folder on
     # sys.path, where lm-eval would find this file as the package `evaluate` of Hugging Face
@@ -26,6 +27,7 @@ from tools.generate import (
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of
 from tools.shared.output import write_json
+from tools.shared.table import align
 
 INSTALL = "pip install lm-eval==0.4.13 -c constraints.txt"
 
@@ -91,10 +93,24 @@ def evaluate(args: argparse.Namespace) -> None:
         limit=args.limit,
         log_samples=args.output is not None,
     )
-    print_line(harness.make_table(results), whole=True)
+    print_line(table_of(results["results"]), whole=True)
     if args.output is not None:
         kept = ("results", "groups", "versions", "n-shot", "n-samples", "samples")
         write_json(args.output, {name: results[name] for name in kept if name in results})
+
+
+def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each figure of each task; the harness names them `metric,filter`."""
+    rows = [["task", "figure", "value", "standard error"]]
+    for task, figures in results.items():
+        for name, value in figures.items():
+            metric, comma, kept = name.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = figures.get(f"{metric}_stderr,{kept}")
+            shown = [f"{x:.4f}" if isinstance(x, float) else "-" for x in (value, error)]
+            rows.append([task, metric if kept == "none" else name, *shown])
+    return align(rows, left=(0, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ from model.llama import Llama
 from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.refusals import refused
 from tests.tools.untrained import convert, save_untrained
-from tools.evaluate import INSTALL, main
+from tools.evaluate import INSTALL, main, table_of
 from tools.evaluation.scoring import scores_of
 
 PAIRS = [([1, 2], [3]), ([4], [5, 6, 7]), ([9] * 8, [8, 1]), ([2, 3, 4], [1]), ([7, 7], [5] * 6)]
@@ -66,6 +66,15 @@ def test_mistakes_name_the_flag(flags: str, told: str, monkeypatch: pytest.Monke
     refused(lambda: main(words), INSTALL)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: "found")
     refused(lambda: main(words), told)
+
+
+def test_the_table_has_every_figure_with_its_error() -> None:
+    figures = {"alias": "own", "acc,none": 0.75, "acc_stderr,none": 0.25, "f1,strict": 1.0}
+    table = table_of({"own": {**figures, "f1_stderr,strict": "N/A"}})
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["own", "acc", "0.7500", "0.2500"],
+        ["own", "f1,strict", "1.0000", "-"],
+    ]
 
 
 CHOICE = """

@@ -8,14 +8,12 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from data.tokenizer import Tokenizer
 from model.llama import Llama
 from paro.errors import UserError
 from tools.evaluation.scoring import Score, scores_of
-
-__all__ = ["HarnessModel", "evaluated", "make_table", "task_manager"]
 
 
 class HarnessModel(TemplateLM):
