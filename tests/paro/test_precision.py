@@ -12,7 +12,7 @@ from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 
-FLAGS = f"{TINY} --train-iters 6 --global-batch-size 16"
+FLAGS = f"{TINY} --train-iters 6 --global-batch-size 8"
 
 
 def train_all(flag_lists: Sequence[str], group_size: int | None) -> list[Trained]:
@@ -34,7 +34,7 @@ BF16 = [
     for strategy in ("NNN", "NIG", "GGG")
     for more in ("", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32")
 ] + ["--bf16 --paro-strategy IIG", "--bf16 --paro-strategy III"]
-BF16_STEPS = 3  # bytes are constant from the second step on
+BF16_STEPS = 2  # bytes are constant from the second step on
 
 
 @pytest.mark.ranks

@@ -111,7 +111,7 @@ def repeat(flags: str, times: int) -> list[list[tuple[float, float]]]:
 
 @pytest.mark.ranks
 def test_busy_lanes_give_the_same_bits_twice() -> None:
-    flags = f"{TINY} --train-iters 12 --global-batch-size 16 --paro-strategy 2,4,8"
+    flags = f"{TINY} --train-iters 6 --global-batch-size 16 --paro-strategy 2,4,8"
     first, second = run_ranks(repeat, 8, flags, 2)[0]
     assert first == second
 
