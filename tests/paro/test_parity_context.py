@@ -30,7 +30,7 @@ MODEL = (
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
     "--num-attention-heads 8 --ffn-hidden-size 37 --seq-length 16 --num-workers 0 --lr 0.002 "
     "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-6 --init-method-std 0.1 "
-    "--micro-batch-size 2 --global-batch-size 16"
+    "--micro-batch-size 4 --global-batch-size 16"
 )
 APART = "--reset-position-ids --reset-attention-mask"
 MASKED = "--eod-mask-loss"
