@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from paro.errors import UserError
 from paro.planning.search.estimator import Estimate, Estimator, faster_bits
-from paro.planning.search.recomputation import with_fewest_blocks, with_more_blocks
+from paro.planning.search.recomputation import saved_bytes, with_fewest_blocks, with_more_blocks
 from paro.planning.search.search_space import (
     FEWEST_BITS,
     Candidate,
@@ -33,10 +33,8 @@ RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 # between groups is better. Measured steps of one candidate differ by at least 0.3% between repeats
 # (examples/measured), so a real run cannot distinguish them.
 TIE = 0.001
-# So much longer a step may take if it needs no more than this share of the memory and sends no more
-# between groups: predicted memory may be wrong by more than that gains.
-MEMORY_TIE = 0.01
-_LESS_MEMORY = 0.9
+# So much longer a step may take that sends no more and needs no more than this share of the memory.
+MEMORY_TIE, _LESS_MEMORY = 0.01, 0.9
 FRONT_STEP = 0.02
 _ANY = float("inf")  # seconds
 _EVERYTHING = SearchSpace()
@@ -132,6 +130,8 @@ class _Search:
         self._device_bytes = workload.device_bytes
         self._done: dict[_Bounded, Estimate | None] = {}
         self._counts_blocks = space.recomputes is None
+        self._least = {row.candidate: row.least_seconds for row in rows}
+        self._saved: dict[tuple[int, Materialize], float] = {}  # by a recomputed block, at most
 
     @property
     def num_simulated(self) -> int:
@@ -150,11 +150,16 @@ class _Search:
         """What fits, and what does with more blocks recomputed."""
         found = [row for row in self.rows if row.memory_bytes <= limit]
         for row in self.rows if self._counts_blocks else ():
-            over = row.memory_bytes - limit
-            if row.candidate.recompute is None and over > 0:
-                candidate = with_fewest_blocks(self._estimator, row.candidate, over)
-                least = self._estimator.costs(candidate).least_seconds()
-                found.append(_Bounded(candidate, limit, least, limit))
+            over, own = row.memory_bytes - limit, row.candidate
+            if own.recompute is None and over > 0:
+                key = own.micro_batch_size, own.materialize
+                if key not in self._saved:
+                    self._saved[key] = saved_bytes(self._estimator, own)
+                share = (over - 1) / self._saved[key]  # rounded by a byte
+                candidate = with_fewest_blocks(self._estimator, own, share)
+                if candidate not in self._least:
+                    self._least[candidate] = self._estimator.costs(candidate).least_seconds()
+                found.append(_Bounded(candidate, limit, self._least[candidate], limit))
         return found
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:

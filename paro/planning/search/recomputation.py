@@ -1,8 +1,5 @@
 """How many blocks to recompute: as few as fit in memory."""
 
-# A recomputed block takes off a peak what a block keeps beside its input, at most. So the memory
-# without any gives the fewest blocks that may fit, and mostly these do.
-
 from __future__ import annotations
 
 import math
@@ -48,15 +45,20 @@ def recompute_flags(recompute: RecomputeConfig) -> str:
     return f"{text} {how} --recompute-num-layers {recompute.num_layers}"
 
 
-def with_fewest_blocks(estimator: Estimator, candidate: Candidate, num_bytes: int) -> Candidate:
-    """Where none is recomputed: the fewest first blocks whose recomputation may save so much."""
+def saved_bytes(estimator: Estimator, candidate: Candidate) -> float:
+    """What a recomputed block takes off a peak, at most: what it keeps beside its input."""
     memory, plan = estimator.memory(candidate), estimator.plan_of(candidate)
-    computing, most = estimator.costs(candidate).computing, plan.model.num_layers
-    saved = block_activations(plan.config, plan.batch) - computing.residual_bytes
-    reserved = saved * memory.reserved / memory.allocated
-    count = max(0, computing.first_trained - 1) + math.ceil((num_bytes - 1) / reserved)
-    recompute = of_first(min(count, most), estimator.workload.model)
-    return replace(candidate, recompute=recompute)
+    residual = estimator.costs(candidate).computing.residual_bytes
+    saved = block_activations(plan.config, plan.batch) - residual
+    return saved * memory.reserved / memory.allocated
+
+
+def with_fewest_blocks(estimator: Estimator, candidate: Candidate, share: float) -> Candidate:
+    """With the fewest first blocks that save `share` times what one saves at most."""
+    model = estimator.workload.model
+    frozen = max(0, estimator.costs(candidate).computing.first_trained - 1)
+    count = min(frozen + math.ceil(share), model.num_layers)
+    return replace(candidate, recompute=of_first(count, model))
 
 
 def with_more_blocks(estimator: Estimator, candidate: Candidate, limit: int) -> Candidate | None:
@@ -68,8 +70,7 @@ def with_more_blocks(estimator: Estimator, candidate: Candidate, limit: int) -> 
         return estimator.memory(replace(candidate, recompute=recompute)).total <= limit
 
     sizes = (n for n in range(2, _LARGEST_GROUP + 1) if model.num_layers % n == 0)
-    every = of_first(model.num_layers, model)
-    groups = (replace(every, num_layers=size) for size in sizes)
+    groups = (replace(of_first(model.num_layers, model), num_layers=size) for size in sizes)
     found = given if fits(given) else least_recomputation(replace(model, recompute=given), fits)
     found = found or next(filter(fits, groups), None)
     return None if found is None else replace(candidate, recompute=found)

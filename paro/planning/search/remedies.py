@@ -16,13 +16,11 @@ from paro.planning.search.search_space import Candidate, Materialize, Workload
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried
+estimator_of = lru_cache(maxsize=64)(Estimator)  # changes of many candidates are the same workloads
 _SMALLER = {
     Materialize.GATHER: (Materialize.ROTATE, "--paro-materialize rotate"),
     Materialize.ROTATE: (Materialize.ROTATE_IN_PLACE, "--paro-rotate-in-place"),
 }
-
-
-estimator_of = lru_cache(maxsize=64)(Estimator)  # changes of many candidates are the same workloads
 
 
 class Change(NamedTuple):
