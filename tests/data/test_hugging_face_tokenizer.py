@@ -228,7 +228,7 @@ def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) ->
     write(tmp_path, "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["a.B", None]}})
     (tmp_path / "a.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass B: pass\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), "neither a tokenizer")
+    refused(lambda: hugging_face_tokenizer(str(tmp_path)), "needs code that comes with it")
     assert not (tmp_path / "ran").exists()
 
 
