@@ -39,7 +39,7 @@ QUICK = (
     ("Launch",),
     ("Plan a run", "How a step is simulated", "Is it worth it?"),
     ("Design",),
-    ("Long sequences: context parallelism", "The longest sequence"),
+    ("Long sequences: context parallelism", "The longest sequence", "Beside published figures"),
 )
 # Sections whose commands take minutes: `make verify` runs them.
 LONG = (
