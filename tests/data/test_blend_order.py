@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import blend_order
@@ -36,6 +36,7 @@ def as_pairs(indices: BlendIndices) -> list[tuple[int, int]]:
     return list(zip(*(index.tolist() for index in indices), strict=True))
 
 
+@settings(deadline=None)
 @given(
     weights=st.lists(
         st.one_of(st.floats(0.001, 100.0), st.integers(1, 4).map(float)), min_size=1, max_size=6
@@ -52,6 +53,7 @@ def test_many_lanes_give_what_one_loop_gives(
     assert found == sample_by_sample(shares, [np.inf] * len(shares), num_samples)
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 90), min_size=1, max_size=6).filter(any),
     stretch=st.integers(1, 60),
@@ -78,6 +80,7 @@ def test_a_wrong_beginning_is_run_again() -> None:
     assert found == sample_by_sample(shares, [np.inf] * 3, 200)
 
 
+@settings(deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
     num_samples=st.integers(0, 300),

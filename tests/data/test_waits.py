@@ -64,6 +64,9 @@ class DeadFiles:
             self.path.read_bytes()
         return np.arange(5)
 
+    def marks(self, number: int) -> None:
+        return None
+
 
 @pytest.mark.process
 def test_a_worker_on_a_dead_file_system_ends_in_one_line(

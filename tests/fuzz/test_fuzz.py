@@ -26,6 +26,7 @@ from tests.helpers.scripts import run_script
 
 # Where the files that a module reads are damaged: a target's name, or a test in one process.
 READERS = {
+    "data.answered": "tests/data/test_answered.py",
     "data.blend": "blend",
     "data.block_checksums": "checked corpus",
     "data.fingerprint": "fingerprint",
@@ -73,10 +74,11 @@ READERS = {
     "tools.preprocessing.partitions": "partitions",
     "tools.run_report.runs": "report",
 }
-# Programs whose flags are not damaged: they measure for minutes, make namespaces of the kernel, or
-# have torch's flags.
+# Programs whose flags are not damaged: they measure for minutes, make namespaces of the kernel,
+# have torch's flags, or need a package that tests do not install.
 OTHER_PROGRAMS = {
     *("bench_checkpoint.py", "bench_collectives.py", "emulated_cluster.py", "torchrun.py"),
+    "evaluate.py",
 }
 SAMPLE = cases(40, seed=1)
 

@@ -196,7 +196,7 @@ def _threads_for_processes(threads: _Threads) -> Iterator[None]:
             (dist, "get_backend", lambda _group: "nccl"),
             (dist, "new_group", threads.new_group),
             (dist, "destroy_process_group", lambda _group: None),
-            (groups, "_nccl_options", lambda *_: None),
+            (groups, "_nccl_options", lambda *_, **__: None),
         ):
             stack.enter_context(patch.object(owner, name, value))
         if threads.device.type == "cpu":

@@ -141,7 +141,7 @@ def lone_gpu(recorder: Recorder) -> Iterator[None]:
             monkeypatch.setattr(owner, name, noted(recorder, getattr(owner, name)))
         monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
         monkeypatch.setattr(dist, "destroy_process_group", lambda _group: None)
-        monkeypatch.setattr(groups, "_nccl_options", lambda *_: None)
+        monkeypatch.setattr(groups, "_nccl_options", lambda *_, **__: None)
         for chooses in (fusion, adamw, blocks):
             monkeypatch.setattr(chooses, "_compare", lambda *_: None)
         yield

@@ -7,17 +7,22 @@ import torch
 from torch import Tensor
 
 from model.attention import Documents, attend
+from model.kept import KeptAttention
 from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.probe import check_core
 from tests.helpers.refusals import refused
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def alone(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
+) -> Tensor:
     lengths = (5, q.shape[1] - 5)
     return attend(q, k, v, "auto", None if documents is None else Documents(lengths))
 
 
-def broken(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def broken(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
+) -> Tensor:
     return attend(q, k, v, "auto", documents) * torch.nan
 
 
@@ -38,5 +43,7 @@ def test_values_that_are_none_end_it_too() -> None:
     refused(lambda: check_core(broken, layout, 0, head, "auto", apart=True), "nan", status=1)
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def attend_whole(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
+) -> Tensor:
     return attend(q, k, v, "auto", documents)
