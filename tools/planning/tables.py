@@ -10,7 +10,7 @@ from model.units import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
-from paro.planning.search.planner import TIE, SearchResult, best_that_fits
+from paro.planning.search.planner import MEMORY_TIE, SearchResult, best_that_fits
 from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import count_text, ranks_text
@@ -125,8 +125,9 @@ def front_table(found: SearchResult) -> str:
 def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     """The speed-up from more memory, or from more bandwidth between or inside groups.
 
-    More memory: the same search with another limit. More bandwidth: a search with the micro-batch
-    size and the recomputation of the best candidate.
+    More memory: the same candidates under another limit. More bandwidth: a search with the
+    micro-batch size and the recomputation of the best candidate. A gain of at most 1% is none, as
+    where the best is chosen.
     """
     bought = []
     for factor in (1.25, 1.5, 2.0):
@@ -145,7 +146,8 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     if machine.intra is not None:
         faster["intra"] = replace(machine, intra=_doubled(machine.intra))
     for name, other in faster.items():
-        best = best_that_fits(replace(workload, machine=other), search_space, found.best.seconds)
+        enough = found.best.seconds / (1 + MEMORY_TIE)
+        best = best_that_fits(replace(workload, machine=other), search_space, enough)
         bought.append(_purchase(f"{name} bandwidth x 2", best))
     return _gains(bought, found)
 
@@ -168,7 +170,7 @@ def _gains(bought: list[dict[str, Any]], found: SearchResult) -> list[dict[str, 
     for row in bought:
         better = row["step_seconds"]
         row["speedup"] = None if best is None or better is None else best.seconds / better
-        if best is not None and (better is None or row["speedup"] <= 1 + TIE):
+        if best is not None and (better is None or row["speedup"] <= 1 + MEMORY_TIE):
             row.update(_purchase(row["what"], best), speedup=1.0)
     return bought
 

@@ -54,7 +54,7 @@ class SearchResult:
     searched: str  # what the candidates differ in
     limit_text: str  # of memory
     other_bits: Estimate | None = None  # the best with 16 bits instead of codes, or the reverse
-    with_memory: Callable[[int], Estimate | None]  # the best with so many bytes to take
+    with_memory: Callable[[int], Estimate | None]  # the fastest to 1% with so many bytes to take
 
 
 def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
@@ -164,9 +164,11 @@ class _Search:
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
         """The best with 16 bits, or where codes save enough, the best with codes."""
-        coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
-        full = [row for row in rows if row.candidate.inter_bits != FEWEST_BITS]
-        return faster_bits(self._best(full), self._best(coded))
+        return faster_bits(*map(self._best, _by_bits(rows)))
+
+    def about_fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
+        """The same, but at most `MEMORY_TIE` slower, whatever it needs and sends."""
+        return faster_bits(*(self._fastest(part, MEMORY_TIE) for part in _by_bits(rows)))
 
     def other_bits(self, best: Estimate | None) -> Estimate | None:
         other = None if best is None else self._estimator.with_other_bits(best.candidate)
@@ -187,10 +189,10 @@ class _Search:
                 return found
         return None
 
-    def _fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
+    def _fastest(self, rows: Sequence[_Bounded], resolution: float = RESOLUTION) -> Estimate | None:
         found: Estimate | None = None
         for row in sorted(rows, key=lambda row: (row.least_seconds, row.memory_bytes)):
-            if found and row.least_seconds >= found.seconds * (1 - RESOLUTION):
+            if found and row.least_seconds >= found.seconds * (1 - resolution):
                 break
             own = self.estimate(row)
             if own and (found is None or own.seconds < found.seconds):
@@ -244,6 +246,12 @@ class _Search:
         return tuple(reversed(found))
 
 
+def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
+    """Those with 16 bits, and those with codes."""
+    coded = [row for row in rows if row.candidate.inter_bits == FEWEST_BITS]
+    return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], coded
+
+
 def best_that_fits(workload: Workload, space: SearchSpace, enough: float = _ANY) -> Estimate | None:
     """The best candidate of `plan`, if it may take no longer than `enough` seconds."""
     search = _Search(workload, space, enough)
@@ -269,5 +277,5 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
         searched=search_space.describe(),
         limit_text=workload.choice_text,
         other_bits=search.other_bits(best),
-        with_memory=lambda limit: search.best(search.within(limit)),
+        with_memory=lambda limit: search.about_fastest(search.within(limit)),
     )
