@@ -38,11 +38,25 @@ def interpreter() -> Iterator[None]:
         patch.setattr(fusion, "DEVICES", {"cpu"})
         patch.setattr(adamw, "TRITON_DEVICES", {"cpu"})
         patch.setattr(blocks, "DEVICES", {"cpu"})
+        _let_scalars_be_indices(patch)
         forget_choices()
         try:
             yield
         finally:
             forget_choices()
+
+
+def _let_scalars_be_indices(patch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6, with torch 2.11, takes int() of an array of one, which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    as_it_is = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        as_it_is(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @contextmanager
