@@ -65,23 +65,28 @@ def initial_values(
         return torch.full((stop - start,), spec.constant, dtype=torch.float32, device="cpu")
     values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
 
-    def fill(block: int) -> None:
-        begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
-        drawn = _draw(seed, spec.name, block, end - begin, uniform=spec.bound is not None)
-        low, high = max(start, begin), min(stop, end)
-        values[low - start : high - start] = drawn[low - begin : high - begin]
+    def fill(blocks: range) -> None:
+        for block in blocks:
+            begin, end = block * BLOCK, min((block + 1) * BLOCK, spec.numel)
+            low, high = max(start, begin), min(stop, end)
+            own = values[low - start : high - start]
+            if high - low == end - begin:
+                _draw(own, seed, spec, block)
+            else:
+                own.copy_(_whole_block(seed, spec, block, end - begin)[low - begin : high - begin])
+            if spec.bound is not None:
+                own.mul_(2 * spec.bound).sub_(spec.bound)
+            elif spec.std is not None:
+                own.mul_(spec.std)
 
     blocks = range(start // BLOCK, -(-stop // BLOCK))
-    if min(num_threads, len(blocks)) > 1:
-        with ThreadPoolExecutor(num_threads) as pool:  # torch draws without holding the GIL
-            list(pool.map(fill, blocks))
+    parts = [blocks[first::num_threads] for first in range(min(num_threads, len(blocks)))]
+    if len(parts) > 1:
+        with ThreadPoolExecutor(len(parts)) as pool:  # torch draws without holding the GIL
+            list(pool.map(fill, parts))
     else:
-        for block in blocks:
-            fill(block)
-    if spec.bound is not None:
-        return values.mul_(2 * spec.bound).sub_(spec.bound)
-    assert spec.std is not None, "checked above"
-    return values.mul_(spec.std)
+        fill(blocks)
+    return values
 
 
 @torch.no_grad()
@@ -97,10 +102,20 @@ def initialize_whole(
 
 
 @lru_cache(maxsize=1)  # a rank with a column shard requests the same block row by row
-def _draw(seed: int, name: str, block: int, numel: int, *, uniform: bool) -> Tensor:
+def _whole_block(seed: int, spec: ParameterInit, block: int, numel: int) -> Tensor:
     """All of a block, since a generator's n-th number may depend on how many are drawn."""
-    draw = torch.rand if uniform else torch.randn
-    return draw(numel, generator=_generator(seed, name, block), device="cpu")
+    values = torch.empty(numel, dtype=torch.float32, device="cpu")
+    _draw(values, seed, spec, block)
+    return values
+
+
+def _draw(values: Tensor, seed: int, spec: ParameterInit, block: int) -> None:
+    """Fills it with standard normal numbers, or with those of [0, 1)."""
+    generator = _generator(seed, spec.name, block)
+    if spec.bound is None:
+        values.normal_(generator=generator)
+    else:
+        values.uniform_(generator=generator)
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:
