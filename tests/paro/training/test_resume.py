@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data.fingerprint import Fingerprint
 from model import initialization
+from model.initialization import ParameterInit
 from paro.checkpoint.directory import begin_checkpoint, candidates, finish_checkpoint
 from tests.end_to_end.test_checkpoint_flags import nodes, on_nodes
 from tests.end_to_end.test_training import MODEL, RUN, SCRIPT, launch, run
@@ -177,9 +178,9 @@ def test_no_initial_value_is_drawn_for_what_is_loaded(
     drawn = []
     draw = initialization._draw
 
-    def counted(seed: int, name: str, block: int, numel: int, *, uniform: bool) -> Tensor:
-        drawn.append(name)
-        return draw(seed, name, block, numel, uniform=uniform)
+    def counted(values: Tensor, seed: int, spec: ParameterInit, block: int) -> None:
+        drawn.append(spec.name)
+        draw(values, seed, spec, block)
 
     monkeypatch.setattr(initialization, "_draw", counted)
     flags = f"--train-iters 4 --exit-interval 2 --load {tmp_path}"
