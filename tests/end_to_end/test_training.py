@@ -121,7 +121,14 @@ def test_ranks_choose_alike_how_they_share_samples_and_keep_to_it(tmp_path: Path
     """With memory for a quarter of a sample all four share it, and later with more memory too."""
     own = machine(world_size=4, group_size=2, device=replace(DEVICE, memory_bytes=1_200_000))
     (tmp_path / "own.json").write_text(machine_to_json(own))
-    auto = [*RUN, "--context-parallel-size", "auto", "--cp-comm-type", "auto", "--train-iters"]
+    auto: list[object] = [
+        *RUN,
+        "--context-parallel-size",
+        "auto",
+        "--cp-comm-type",
+        "auto",
+        "--train-iters",
+    ]
     auto += ["4", "--seq-length", "512", "--max-position-embeddings", "512"]
     auto += ["--paro-group-size", "2", "--save", tmp_path, "--load", tmp_path, "--paro-machine"]
     begun = on_ranks([*auto, tmp_path / "own.json", "--exit-interval", "2"], 4)
@@ -166,7 +173,16 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
 @pytest.mark.parametrize("sender", ["IIG", "IIG --paro-materialize rotate"])
 def test_skip_train_evaluates_what_was_computed_with(tmp_path: Path, sender: str) -> None:
     """Updates that are sent as codes leave a part of the masters behind."""
-    flags = [*RUN, "--train-iters", "4", "--eval-iters", "2", "--eval-interval", "4", "--bf16"]
+    flags: list[object] = [
+        *RUN,
+        "--train-iters",
+        "4",
+        "--eval-iters",
+        "2",
+        "--eval-interval",
+        "4",
+        "--bf16",
+    ]
     flags += ["--hidden-size", "64", "--ffn-hidden-size", "152", "--paro-group-size", "2"]
     flags += ["--paro-inter-param-bits", "4", "--paro-inter-bits-warmup-iters", "0"]
     flags += ["--paro-strategy", *sender.split(), "--load", tmp_path]

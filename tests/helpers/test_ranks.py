@@ -6,11 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -71,3 +74,20 @@ def test_processes_are_used_again() -> None:
     assert run_ranks(os.getpid, 8) == first
     assert run_ranks(os.getpid, 2) == first[:2]
     assert len({os.getpid(), *first}) == 9
+
+
+def _threads_of_gloo() -> int:
+    found = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            found += "gloo" in (task / "comm").read_text()
+    return found
+
+
+def test_workers_end_the_threads_of_trainings() -> None:
+    """A script leaves them to the end of its process, and a worker goes on."""
+    words = [*RUN, "--train-iters", 2, "--paro-strategy", "IIG", "--paro-group-size", 2]
+    ended = run_ranks(run_main, 4, [str(word) for word in words], init=False)
+    assert ended[0].mistake is None
+
+    assert run_ranks(_threads_of_gloo, 4, init=False) == [0] * 4

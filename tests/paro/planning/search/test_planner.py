@@ -68,6 +68,12 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     as_fast = [e for e in fitting if e.seconds <= fastest * (1 + TIE)]
     assert found.best.sent.inter <= min(e.sent.inter for e in as_fast)
     assert found.num_candidates == len(everything)
+    limit = round(1.5 * gigabytes * 1e9)
+    bought = found.with_memory(limit)
+    assert bought is not None
+    assert bought.memory_bytes <= limit
+    with_more = min(e.seconds for e in everything if e.memory_bytes <= limit)
+    assert bought.seconds <= with_more / (1 - MEMORY_TIE)
     for better, worse in zip(found.front, found.front[1:], strict=False):
         assert better.seconds < worse.seconds
         assert better.memory_bytes > worse.memory_bytes
