@@ -154,15 +154,8 @@ def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
     )
 
 
-class _Computed(NamedTuple):
-    """Seconds that the planner computes."""
-
-    micro_batch: float
-    update: float
-
-
-def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Computed:
-    """What a rank alone would take with these rates."""
+def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> PartsOfStep:
+    """What the planner computes that a rank alone would take with these rates."""
     fast = 1e30
     device = Device(
         name="",
@@ -183,7 +176,7 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> _Compu
     trained = sum(unit.trainable_numel for unit in units)
     taking = computing.collect_seconds(config.strategy, config.precision, trained)
     updating = computing.update_seconds(config.strategy, config.precision, trained)
-    return _Computed(computing.seconds + taking, updating)
+    return PartsOfStep(computing.seconds + taking, updating)
 
 
 def with_layers(config: RunConfig, number: float) -> RunConfig:
@@ -215,13 +208,21 @@ def _whole(
     return (config, micro_batch + missing * block) if block > 0 else (timed, micro_batch)
 
 
-def micro_batch_seconds(config: RunConfig, control: Control) -> float:
-    """About how long a micro-batch of a training takes, without care; collective."""
+class PartsOfStep(NamedTuple):
+    """Seconds of a step of one micro-batch: of the micro-batch, and of the update."""
+
+    micro_batch: float
+    update: float
+
+
+def parts_of_step(config: RunConfig, control: Control) -> PartsOfStep:
+    """About how long they take on the slowest rank, without care; collective."""
     clock = _Clock(control=control, cores=None, effort=Effort(warmup=1, steps=1))
     training = alone(config, control.device)
-    seconds = _step_seconds(training, config, clock, 1)
+    step = _step_seconds(training, config, clock, 1)
+    update = clock.median(lambda: _update(training))
     training.close()
-    return seconds
+    return PartsOfStep(micro_batch=max(step - update, 1e-9), update=update)
 
 
 def alone(config: RunConfig, device: torch.device) -> Training:

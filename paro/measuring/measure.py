@@ -16,9 +16,10 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.measuring.device import (
     Effort,
+    PartsOfStep,
     measure_device,
     memory_of_rank,
-    micro_batch_seconds,
+    parts_of_step,
     with_layers,
 )
 from paro.measuring.links import time_links, with_measured
@@ -38,11 +39,15 @@ SECONDS = 60.0  # of a measurement, at most
 _LINKS = 25.0  # of them for links, or what is left
 _LEAST_FOR_LINKS = 20.0  # two sizes that take no time say little of large buffers
 _MICRO_BATCH = 0.4  # seconds; longer ones are cut
+_GROWTH = 4  # of the tokens of the next trial: attention makes its time grow by more
+_STEP = 1.0  # seconds, of as many layers as are timed: the device has 30 of the 60
+_MOST_STEP = 4.0  # of one layer
 _LEAST_LENGTH = 64
 _MULTIPLE = 16  # of a sequence that is cut, for matmuls in fp8
 _MOST_LAYERS = 4
 _MOST_MEMORY = 0.6  # of the device, for model states
 _EFFORT = Effort(warmup=2, steps=3, micro_batches=2, seconds=1.5)
+_LEAST_EFFORT = Effort(warmup=1, steps=1, micro_batches=1)  # where one layer takes over _STEP
 
 
 def measure_machine(
@@ -91,15 +96,42 @@ def algorithms_of(config: RunConfig) -> tuple[str, ...]:
 def _device(config: RunConfig, control: Control) -> Device:
     """The device, timed with a few layers of the model at the run's micro-batch."""
     lone = one_rank(config)
-    layers = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
-    seconds = max(control.gather(micro_batch_seconds(with_layers(lone, layers), control)))
-    effort = replace(_EFFORT, num_layers=layers, slices=config.sharding.materialize == "rotate")
-    return measure_device(
-        shortened(lone, _MICRO_BATCH / seconds),
-        control,
-        group_size=config.world.group_size,
-        effort=effort,
-    )
+    fitting = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
+    timed, effort = affordable(lone, fitting, lambda trial: parts_of_step(trial, control))
+    effort = replace(effort, slices=config.sharding.materialize == "rotate")
+    return measure_device(timed, control, group_size=config.world.group_size, effort=effort)
+
+
+def affordable(
+    config: RunConfig, most_layers: int, parts_of_step: Callable[[RunConfig], PartsOfStep]
+) -> tuple[RunConfig, Effort]:
+    """The training with micro-batches that are timed, and how long.
+
+    The first trial is of one layer and few tokens: all of a large model may take minutes. Where
+    even that takes too long, `UserError`.
+    """
+    trial = shortened(with_layers(config, 1), 0.0)
+    took = parts_of_step(trial)
+    step = took.micro_batch + took.update
+    if step > _MOST_STEP:
+        raise UserError(
+            f"a step of one block and {trial.data.seq_length} tokens takes {step:.0f} s on this "
+            f"machine, too long to measure it in {SECONDS:.0f} s: give --paro-machine, a shipped "
+            "name or a file"
+        )
+    layers = max(1, min(most_layers, int(_STEP / step)))
+    effort = _EFFORT if step <= _STEP else _LEAST_EFFORT
+    share, seconds = _share(trial, config), layers * took.micro_batch
+    while share < 1 and seconds < _MICRO_BATCH / _GROWTH:
+        trial = shortened(with_layers(config, layers), _GROWTH * share)
+        share, seconds = _share(trial, config), parts_of_step(trial).micro_batch
+    return shortened(config, share * _MICRO_BATCH / seconds), replace(effort, num_layers=layers)
+
+
+def _share(trial: RunConfig, config: RunConfig) -> float:
+    """The tokens of a micro-batch as a part of those of another configuration."""
+    cut, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (trial, config))
+    return cut / whole
 
 
 def one_rank(config: RunConfig) -> RunConfig:

@@ -13,8 +13,15 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
 from paro.measuring import race as racing
+from paro.measuring.device import PartsOfStep
 from paro.measuring.links import SIZES, time_links, with_measured
-from paro.measuring.measure import algorithms_of, layers_that_fit, one_rank, shortened
+from paro.measuring.measure import (
+    affordable,
+    algorithms_of,
+    layers_that_fit,
+    one_rank,
+    shortened,
+)
 from paro.measuring.race import Race, Turn
 from paro.measuring.trial import Trial
 from paro.planning.machine.machine import Machine
@@ -67,6 +74,35 @@ def test_as_many_layers_are_timed_as_fit_a_rank() -> None:
     assert 1 <= layers_that_fit(lone, 3_000_000) < 4
     told = refused(lambda: layers_that_fit(lone, 10**5), "one block ... give --paro-machine")
     assert "100.0 kB" in told
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "of_token", "layers", "left", "warmup"),
+    [
+        (1e-3, 1e-7, 4, (4, 4096), 2),  # all of it is fast
+        (1e-3, 1e-5, 4, (2, 4096), 2),
+        (0.4, 1e-5, 2, (4, 4096), 2),  # an update takes long: fewer layers
+        (3.0, 1e-4, 1, (1, 4000), 1),  # of one layer too: fewer steps
+        (1e-3, 1e-2, 1, (1, 64), 2),
+    ],
+)
+def test_what_is_timed_takes_no_minutes(
+    of_layer: float, of_token: float, layers: int, left: tuple[int, int], warmup: int
+) -> None:
+    flags = "--micro-batch-size 4 --seq-length 4096 --max-position-embeddings 4096 --num-layers 9"
+    tried: list[float] = []
+
+    def took(trial: RunConfig) -> PartsOfStep:
+        size, length = tokens(trial)
+        tried.append(trial.model.num_layers * of_token * size * length)
+        return PartsOfStep(micro_batch=tried[-1], update=trial.model.num_layers * of_layer)
+
+    lone = one_rank(configure(f"{AUTO} {flags}"))
+    timed, effort = affordable(lone, 4, took)
+    assert (effort.num_layers, tokens(timed), effort.warmup) == (layers, left, warmup)
+    assert max(tried[1:], default=0.0) <= 0.4  # the first is as short as any can be
+    slow = PartsOfStep(micro_batch=1.0, update=4.0)
+    refused(lambda: affordable(lone, 4, lambda _: slow), "one block ... give --paro-machine")
 
 
 @pytest.mark.parametrize(
