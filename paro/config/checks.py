@@ -6,6 +6,8 @@ import importlib.util
 import math
 import tempfile
 from argparse import Namespace
+from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 from data.config import DataConfig
@@ -14,6 +16,8 @@ from model.units import parameter_shapes
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.plan import check_survival
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -42,7 +46,7 @@ def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
 
 
 def check_fp8(
-    model: LlamaConfig, data: DataConfig, micro_batch_size: int, sharding: ShardingConfig
+    model: LlamaConfig, data: DataConfig, batches: BatchSchedule, sharding: ShardingConfig
 ) -> None:
     """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
     if model.fp8_format is None:
@@ -55,7 +59,7 @@ def check_fp8(
         ("--ffn-hidden-size", model.ffn_hidden_size),
         ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
         ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
-        (tokens, micro_batch_size * data.seq_length // sharing),
+        (tokens, batches.micro_batch_size * data.seq_length // sharing),
     ):
         if size % _FP8_MULTIPLE != 0:
             raise UserError(
@@ -325,3 +329,25 @@ def _check_writable(flag: str, place: str) -> None:
         missing = isinstance(error, FileNotFoundError)
         reason = "files cannot be created there" if missing else error.strerror
         raise UserError(f"{flag} {place} cannot be written: {folder}: {reason}") from error
+
+
+# Between fields of a RunConfig, each of which a check names as its parameter.
+CHECKS: tuple[Callable[..., None], ...] = (
+    check_collective,
+    check_copy_engine,
+    check_rotation,
+    check_survival,
+    check_sequence,
+    check_context,
+    check_compile,
+    check_moments,
+    check_muon,
+    check_fp8,
+    check_intervals,
+    check_profile,
+)
+
+
+def needs_of(check: Callable[..., None]) -> tuple[str, ...]:
+    """The fields of a RunConfig that a check needs."""
+    return tuple(signature(check).parameters)

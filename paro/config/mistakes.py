@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from math import gcd
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TOKENIZER_TYPES
@@ -16,16 +16,7 @@ from paro.arguments.parser import WrongValues, build_parser
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import resumed_samples
-from paro.config.checks import (
-    check_collective,
-    check_compile,
-    check_context,
-    check_fp8,
-    check_intervals,
-    check_local_copies,
-    check_profile,
-    check_sequence,
-)
+from paro.config.checks import CHECKS, check_local_copies, needs_of
 from paro.config.context_parallel import sharing
 from paro.config.model import take_model
 from paro.config.parts import (
@@ -53,7 +44,17 @@ from paro.report.watchdog import WatchConfig
 Part = TypeVar("Part")
 _PLACES = ("FILE", "DIR", "PREFIX")  # as --help calls values that are files and folders
 _MOST = 10**6  # samples in a batch, for which others are looked for
-_ALONE = (Fusions, OptimConfig, MuonConfig, StepChecksConfig, WatchConfig)
+# Parts that are filled from the flags of the same names, by the fields of RunConfig.
+_FILLED: Mapping[str, type[Any]] = {
+    "checkpoint": CheckpointConfig,
+    "fusions": Fusions,
+    "optim": OptimConfig,
+    "muon": MuonConfig,
+    "checks": StepChecksConfig,
+    "report": ReportConfig,
+    "watch": WatchConfig,
+    "runtime": RuntimeConfig,
+}
 
 
 def wrong_values(args: Namespace) -> WrongValues:
@@ -140,7 +141,7 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     """A line for each part of the configuration that cannot be made, as far as it is known."""
-    found: list[str] = []
+    wrong: list[str] = []
 
     def part(make: Callable[..., Part], *needs: object) -> Part | None:
         if any(need is None for need in needs):
@@ -148,10 +149,10 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
         try:
             return make(*needs)
         except UserError as error:
-            found.extend(error.args)
+            wrong.extend(error.args)
             return None
 
-    checkpoint = part(partial(take, CheckpointConfig), args)
+    found = {name: part(partial(take, kind), args) for name, kind in _FILLED.items()}
     world = part(sharing, world, args.context_parallel_size) or world
     batches = part(take_batches, args, world)
     if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
@@ -159,32 +160,23 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     if batches is None:  # which others need
         better = _with(args, _fitting_batches(args, world.data_parallel_size))
         batches = part(take_batches, better, world)
-    part(_check_sizes, batches, checkpoint)
+    part(_check_sizes, batches, found["checkpoint"])
     train, data = part(take_train, args, batches), part(take_data, args)
     built = part(build_tokenizer, part(take_tokenizer, args))
-    model = sharding = None
+    model = sharding = strategy = None
     if built is not None and data is not None and not missing_sizes(args):
         model = part(take_model, args, built.vocab_size)
-        sharding, *_ = part(take_sharding, args, world, model) or (None,)
+        sharding, strategy, *_ = part(take_sharding, args, world, model) or (None, None)
     part(lambda sizes, whole: take_schedule(args, sizes, whole, None), batches, train)
-    precision, profile = part(take_precision, args), part(take_profile, args)
     part(take_loss_scale, args)
-    runtime, report = (
-        part(partial(take, RuntimeConfig), args),
-        part(partial(take, ReportConfig), args),
-    )
-    for config_type in _ALONE:
-        part(partial(take, config_type), args)
-    part(check_sequence, model, data)
-    part(check_compile, model)
-    part(check_fp8, model, data, batches and batches.micro_batch_size, sharding)
-    part(check_context, sharding, model, data)
-    part(lambda whole: Trainable.of_flag(args.trainable).names(whole), model)
-    part(check_intervals, train, checkpoint)
-    part(check_local_copies, checkpoint, sharding, precision)
-    part(check_collective, sharding, runtime)
-    part(check_profile, profile, report, checkpoint)
-    return distinct(found)
+    trainable = part(Trainable.of_flag, args.trainable)
+    part(lambda kind, whole: kind.names(whole), trainable, model)
+    found |= {"batches": batches, "train": train, "data": data, "model": model}
+    found |= {"sharding": sharding, "strategy": strategy, "trainable": trainable}
+    found |= {"precision": part(take_precision, args), "profile": part(take_profile, args)}
+    for check in (*CHECKS, check_local_copies):
+        part(check, *(found[name] for name in needs_of(check)))
+    return distinct(wrong)
 
 
 def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]:

@@ -25,22 +25,13 @@ from paro.config.checkpoint import (
     with_checkpoint_args,
 )
 from paro.config.checks import (
-    check_collective,
-    check_compile,
-    check_context,
-    check_copy_engine,
-    check_fp8,
-    check_intervals,
+    CHECKS,
     check_load,
     check_local_copies,
-    check_moments,
-    check_muon,
-    check_profile,
-    check_rotation,
     check_save,
-    check_sequence,
     check_trackers,
     flags_without_effect,
+    needs_of,
 )
 from paro.config.context_choice import with_context
 from paro.config.context_parallel import ContextParallelConfig, sharing
@@ -57,7 +48,7 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, check_survival, take_sharding, take_states
+from paro.config.plan import RankDevice, take_sharding, take_states
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -206,21 +197,11 @@ class RunConfig:
 
     def check(self) -> None:
         """`UserError` for fields that contradict each other, the model or this machine."""
-        check_collective(self.sharding, self.runtime)
-        check_copy_engine(self.sharding, self.strategy, self.runtime)
-        check_rotation(self.sharding, self.strategy, self.model)
-        check_survival(self.sharding, self.strategy, self.model, self.trainable, self.precision)
+        for check in CHECKS:
+            check(*(getattr(self, name) for name in needs_of(check)))
         if self.batches.changes and (self.launch.dry_run or self.local_copies_interval is None):
             # Else the run may continue from local copies, and checks it when it knows where.
             self.batches.check_from(resumed_samples(self.checkpoint))
-        check_sequence(self.model, self.data)
-        check_context(self.sharding, self.model, self.data)
-        check_compile(self.model)
-        check_moments(self.optim, self.precision)
-        check_muon(self.precision, self.sharding, self.trainable, self.model)
-        check_fp8(self.model, self.data, self.batches.micro_batch_size, self.sharding)
-        check_intervals(self.train, self.checkpoint)
-        check_profile(self.profile, self.report, self.checkpoint)
         if not self.launch.dry_run:  # they concern the machine that trains
             check_load(self.checkpoint)
             check_save(self.checkpoint, self.train)

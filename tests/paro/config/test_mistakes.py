@@ -64,6 +64,32 @@ def test_values_alone_are_told_together_too() -> None:
     assert len(caught.value.args) == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--optimizer muon --trainable names:*norm*", "--optimizer muon updates matrices"),
+        ("--optimizer muon --paro-strategy III --paro-materialize rotate", "--optimizer muon"),
+        ("--adam-implementation apex --exp-avg-dtype bf16", "--adam-implementation apex keeps"),
+        ("--paro-strategy IIG --paro-survive 1", "--paro-survive 1: under"),
+        ("--paro-strategy NIG --paro-nccl-copy-engine", "--paro-nccl-copy-engine is for"),
+        ("--paro-strategy NIG --paro-materialize rotate", "--paro-materialize rotate"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
+    batch = "--micro-batch-size 2 --global-batch-size 12 --train-iters 9"
+    args = parse_args(f"{SMALL} --world-size 8 --ranks-per-node 4 {batch} {words}".split())
+    with pytest.raises(UserError) as caught:
+        RunConfig.from_args(args, take_world(args))
+    assert [line.startswith("--global-batch-size 12") for line in caught.value.args] == [
+        True,
+        False,
+    ]
+    assert caught.value.args[1].startswith(told)
+
+
 @pytest.mark.parametrize("missing", ["seq-length", "lr", "vocab-size", "hidden-size", "mock-data"])
 def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
     words = f"{SMALL} --world-size 8 --micro-batch-size 2 --global-batch-size 12 --train-iters 9"
