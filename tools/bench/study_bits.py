@@ -7,10 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,9 +18,9 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.errors import UserError
+from tools.bench.shared.trainings import Found, Losses, run_missing
 from tools.bench.shared.turns import ROOT
 from tools.shared.command_line import Parser, status_of
-from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -98,60 +94,29 @@ def key_of(job: Job) -> str:
     return f"{variant.name}, {iterations} iterations, seed {seed}"
 
 
-def train(job: Job, data: Path, folder: Path) -> dict[str, object]:
-    """Trains once; the losses in training and on held-out text, by iteration."""
+def flags_of(job: Job, data: Path) -> list[str]:
+    """The script of a training, and its flags."""
     variant, iterations, seed = job
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    metrics = folder / "metrics.jsonl"
     script = [ABLATED, variant.without] if variant.without else ["pretrain_llama.py"]
-    words = [
-        *("bash", "examples/one_machine.sh", "--nproc-per-node", "4", *script),
-        *(*FLAGS.split(), *variant.flags, "--seed", str(seed), "--train-iters", str(iterations)),
-        *("--data-path", str(data / "corpus_text_document"), "--metrics-file", str(metrics)),
+    return [
+        *(*script, *FLAGS.split(), *variant.flags, "--seed", str(seed)),
+        *("--train-iters", str(iterations), "--eval-interval", str(iterations // 4)),
+        *("--data-path", str(data / "corpus_text_document")),
         *("--tokenizer-model", str(data / "tokenizer.model")),
-        *("--eval-interval", str(iterations // 4)),
     ]
-    begin = time.monotonic()
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    if done.returncode != 0:
-        tail = (folder / "log").read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"{key_of(job)} failed: {tail}")
-    record = json.loads(Path(f"{metrics}.run.json").read_text())
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {
-        "loss": [[line["iteration"], line["lm_loss"]] for line in lines],
-        "held_out": [[found["iteration"], found["lm_loss"]] for found in record["validations"]],
-        "seconds": time.monotonic() - begin,
-    }
 
 
-def last(found: dict[str, object]) -> float:
-    """The loss on held-out text after training."""
-    held_out = found["held_out"]
-    assert isinstance(held_out, list), "as `train` has it"
-    return float(held_out[-1][1])
-
-
-def early(found: dict[str, object], base: dict[str, object]) -> float:
+def early(found: Losses, base: Losses) -> float:
     """The loss in training above that of `base`, in the mean from the warm-up's end to half-way.
 
     There, variants differ most: later all of them converge to much the same loss.
     """
-    own, other = dict(found["loss"]), dict(base["loss"])  # type: ignore[call-overload]
+    own, other = dict(found.loss), dict(base.loss)
     end = max(own)
     return mean(own[at] - other[at] for at in own if 0.1 * end < at <= 0.5 * end)
 
 
-def table(found: dict[str, dict[str, object]]) -> str:
+def table(found: Found) -> str:
     """Markdown: the losses of every variant, and their differences to 16/16 by seed."""
     lines = [
         "| gradients/updates | iterations | seeds | held-out loss, mean | more than 16/16: mean, "
@@ -166,8 +131,8 @@ def table(found: dict[str, dict[str, object]]) -> str:
                 own = found.get(key_of((variant, iterations, seed)))
                 base = found.get(key_of((plain, iterations, seed)))
                 if own is not None:
-                    losses.append(last(own))
-                    more += [] if base is None else [last(own) - last(base)]
+                    losses.append(own.last)
+                    more += [] if base is None else [own.last - base.last]
                     sooner += [] if base is None else [early(own, base)]
             if losses:
                 lines.append(
@@ -182,7 +147,7 @@ def _all_of(differences: Sequence[float]) -> str:
     return f"{mean(differences):+.4f}: {each}" if differences else ""
 
 
-def plot(found: dict[str, dict[str, object]], path: Path) -> None:
+def plot(found: Found, path: Path) -> None:
     """Draws losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
     with drawing(path, 1, 3, size=(13, 4.5)) as (figure, ((training, held_out, long),)):
         for color, variant in enumerate(VARIANTS[1:]):
@@ -191,9 +156,11 @@ def plot(found: dict[str, dict[str, object]], path: Path) -> None:
                 keys = [[key_of((v, iterations, s)) for v in (variant, VARIANTS[0])] for s in seeds]
                 pairs = [[found[key] for key in both] for both in keys if {*both} <= {*found}]
                 for pair in pairs:
-                    panel.plot(*_above(pair, "held_out"), **style)
+                    panel.plot(*_above(*(dict(one.held_out) for one in pair)), **style)
                 if pairs and iterations == SHORT:
-                    (at, *_), losses = zip(*(_above(pair, "loss") for pair in pairs), strict=True)
+                    (at, *_), losses = zip(
+                        *(_above(*(dict(one.loss) for one in pair)) for pair in pairs), strict=True
+                    )
                     means = [mean(each) for each in zip(*losses, strict=True)]
                     training.plot(at, means, label=variant.name, **style)
         panels = {
@@ -208,10 +175,8 @@ def plot(found: dict[str, dict[str, object]], path: Path) -> None:
         figure.legend(loc="outside right", fontsize="small", title="bits of gradients/updates")
 
 
-def _above(pair: Sequence[dict[str, object]], kind: str) -> tuple[list[int], list[float]]:
+def _above(own: dict[int, float], base: dict[int, float]) -> tuple[list[int], list[float]]:
     """Iterations, and by how much the first one's losses are above the second one's."""
-    # The last iteration is evaluated twice, on other samples: the second counts.
-    own, base = (dict(found[kind]) for found in pair)  # type: ignore[call-overload]
     return list(own), [own[at] - base[at] for at in own]
 
 
@@ -220,13 +185,13 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError(f"--data {args.data} holds no corpus: run make quickstart first")
     if args.plot is not None:
         check_can_draw(args.plot)
-    found = json.loads(args.json.read_text()) if args.json.exists() else {}
-    deadline = time.monotonic() + 60.0 * args.minutes
-    for job in JOBS:
-        if key_of(job) not in found and time.monotonic() < deadline:
-            found[key_of(job)] = train(job, args.data.resolve(), args.folder)
-            write_json(args.json, found)
-            print(f"{key_of(job)}: {last(found[key_of(job)]):.4f}", flush=True)
+    found = run_missing(
+        ("bash", "examples/one_machine.sh", "--nproc-per-node", "4"),
+        {key_of(job): flags_of(job, args.data.resolve()) for job in JOBS},
+        args.json,
+        args.folder,
+        deadline=time.monotonic() + 60.0 * args.minutes,
+    )
     print(table(found))
     if args.plot is not None:
         plot(found, args.plot)
@@ -237,7 +202,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="study_bits.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
-    add("--folder", type=Path, required=True, metavar="DIR", help="of a training; is emptied")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of trainings; is emptied")
     add("--data", type=Path, default=ROOT / "runs/quickstart", metavar="DIR", help="quickstart's")
     add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")

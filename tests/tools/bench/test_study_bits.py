@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paro.arguments.parser import parse_args
 from tests.helpers.refusals import refused
+from tools.bench.shared.trainings import Found, Losses
 from tools.bench.study_bits import (
     FLAGS,
     JOBS,
@@ -20,17 +21,18 @@ from tools.bench.study_bits import (
 )
 
 
-def found_of(above: float) -> dict[str, dict[str, object]]:
+def found_of(above: float) -> Found:
     """Results in which fewer bits lose `above` at the end and twice that in the first half."""
-    found: dict[str, dict[str, object]] = {}
+    found: Found = {}
     for variant, iterations, seed in JOBS:
         more = above * (variant.grads < 16)
         quarter = iterations // 4
-        found[key_of((variant, iterations, seed))] = {
+        found[key_of((variant, iterations, seed))] = Losses(
             # The first is within the warm-up, the last beyond the first half.
-            "loss": [[1, 9.0 + more], [quarter, 6.0 + 2 * more], [iterations, 4.0 + 9 * more]],
-            "held_out": [[10, 5.0], [iterations, 4.0 + seed / 100 + more]],
-        }
+            loss=[(1, 9.0 + more), (quarter, 6.0 + 2 * more), (iterations, 4.0 + 9 * more)],
+            held_out=[(10, 5.0), (iterations, 4.0 + seed / 100 + more)],
+            seconds=1.0,
+        )
     return found
 
 

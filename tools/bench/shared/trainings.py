@@ -1,0 +1,121 @@
+"""Trainings of a study: each is a process, and its losses are kept, so that it runs once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paro.errors import RunError, UserError
+from paro.report.log import print_line
+from paro.untrusted.schema import read_json
+from tools.bench.shared.turns import ROOT
+from tools.run_report.runs import read_runs
+from tools.shared.output import write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What a training found: pairs of iteration and loss."""
+
+    loss: list[tuple[int, float]]  # in training
+    held_out: list[tuple[int, float]]  # of the last iteration twice, if an evaluation was due then
+    seconds: float  # by the clock
+    flags: str = ""  # with which it was started
+
+    @property
+    def last(self) -> float:
+        """The loss on held-out text after training."""
+        return self.held_out[-1][1]
+
+
+Found = dict[str, Losses]  # by the name of the training
+
+
+def read_found(file: Path) -> Found:
+    """The trainings that a file of `run_missing` holds; none if it does not exist."""
+    found: Found = read_json(file, dict[str, Losses]) if file.exists() else {}
+    return found
+
+
+def run_missing(
+    launch: Sequence[str],
+    flags: Mapping[str, Sequence[str]],
+    file: Path,
+    folder: Path,
+    *,
+    at_once: int = 1,
+    deadline: float = float("inf"),
+) -> Found:
+    """Runs the trainings that the file lacks, `at_once` side by side, and adds each to it.
+
+    `launch` with the `flags` of a training starts it; with none of them after `deadline`, by
+    `time.monotonic`. `UserError` if the file holds one of the same name with other flags.
+    """
+    found = read_found(file)
+    for name, words in flags.items():
+        if name in found and found[name].flags not in ("", shlex.join(words)):
+            raise UserError(f"{file} holds {name} with other flags: give another file or folder")
+    missing = [name for name in flags if name not in found]
+    failures: list[RunError] = []
+
+    def work(name: str) -> Losses | None:
+        if failures or time.monotonic() > deadline:
+            return None
+        try:
+            return train(name, launch, flags[name], folder / str(missing.index(name)))
+        except RunError as failure:  # those that are under way are kept
+            failures.append(failure)
+            return None
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        working = {pool.submit(work, name): name for name in missing}
+        for number, done in enumerate(as_completed(working), start=1):
+            name, losses = working[done], done.result()
+            if losses is not None:
+                found[name] = losses
+                write_json(file, {each: asdict(kept) for each, kept in found.items()})
+                print_line(
+                    f"{number} of {len(missing)}: {name}: {losses.last:.4f} on held-out text, "
+                    f"{losses.seconds:.0f} s"
+                )
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failures:
+        raise failures[0]
+    return found
+
+
+def train(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path) -> Losses:
+    """Trains once, in a folder that is emptied, with a thread a rank; `RunError` if it fails."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    metrics, log = folder / "metrics.jsonl", folder / "log"
+    begin = time.monotonic()
+    with log.open("w") as stream:
+        done = subprocess.run(
+            [*launch, *flags, "--metrics-file", str(metrics.absolute())],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode != 0:
+        last = (log.read_text(errors="replace").splitlines() or ["no output"])[-1]
+        raise RunError(f"{name} failed, {log} says why: {last}")
+    (run,) = read_runs([metrics], [name])
+    iterations, losses = run.series("lm_loss")
+    return Losses(
+        loss=list(zip(map(int, iterations), losses, strict=True)),
+        held_out=[(at["iteration"], at["lm_loss"]) for at in run.evaluations],
+        seconds=time.monotonic() - begin,
+        flags=shlex.join(flags),
+    )

@@ -1,0 +1,302 @@
+"""Trains a small model with AdamW and Muon, learning rates swept, and compares held-out losses."""
+
+# One process a training, in fp32: what differs are the optimizer, its learning rate and the seed,
+# which decides initial values and the order of samples. All held-out samples are read by every
+# evaluation, so losses of one iteration differ by training alone.
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from data.tokenizer_config import TOKENIZER_TYPES
+from paro.errors import UserError
+from paro.report.log import print_line
+from tools.bench.shared.trainings import Found, Losses, read_found, run_missing
+from tools.bench.shared.turns import ROOT
+from tools.shared.command_line import Parser, status_of
+from tools.shared.output import write_text
+from tools.shared.picture import check_can_draw, drawing
+
+DESCRIPTION = """\
+Sweeps the learning rate of AdamW and of Muon, trains three seeds with the best one of each, Muon
+also on a schedule of three quarters of the iterations, and AdamW with moments in bf16. The text is
+the quickstart's (make quickstart), or that of --data-path. --folder gets runs.json, to which every
+training is added, so that a study can be stopped and continued, report.md and curves.png.
+
+  python tools/bench/study_optimizers.py --folder runs/optimizers
+"""
+FLAGS = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 8 --global-batch-size 8 "
+    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 "
+    "--split 98,2,0 --full-validation --num-workers 0 --log-interval 10 --peak-tflops 1 "
+    "--distributed-backend gloo"
+)
+RATES = tuple(5e-4 * 2**step for step in range(-2, 7))
+FIRST = RATES[2:-2]  # to sweep; where the best one is at an edge, its neighbour is tried too
+LEAST_RATE = 0.1  # of the schedule, relative to its highest
+SEEDS = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An optimizer with its flags, and its part of the iterations."""
+
+    name: str
+    flags: str = ""
+    part: float = 1.0
+
+
+ADAMW = Variant("AdamW")
+MUON = Variant("Muon", "--optimizer muon --muon-extra-scale-factor 0.2")
+SHORTER = Variant("Muon, 3/4 of the iterations", MUON.flags, 0.75)
+ROUNDED = Variant("AdamW, moments in bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")
+SWEPT = (ADAMW, MUON)
+LIKE = {ADAMW: ADAMW, MUON: MUON, SHORTER: MUON, ROUNDED: ADAMW}  # whose learning rate they take
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A training."""
+
+    variant: Variant
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.name}, learning rate {self.lr:g}, seed {self.seed}"
+
+    def flags(self, iterations: int, interval: int) -> list[str]:
+        own = f"--lr {self.lr:g} --min-lr {LEAST_RATE * self.lr:g} --seed {self.seed}"
+        own += f" --train-iters {round(self.variant.part * iterations)} --eval-interval {interval}"
+        return [*FLAGS.split(), *self.variant.flags.split(), *own.split()]
+
+
+def sweep(variant: Variant, found: Found) -> dict[float, float]:
+    """The held-out losses of the first seed, by learning rate."""
+    names = {rate: Job(variant, rate, SEEDS[0]).name for rate in RATES}
+    return {rate: found[name].last for rate, name in names.items() if name in found}
+
+
+def best_rate(variant: Variant, found: Found) -> float:
+    losses = sweep(LIKE[variant], found)
+    return min(losses, key=losses.__getitem__)
+
+
+def jobs_for(found: Found) -> list[Job]:
+    """What has been trained and what is to be trained next; only the former at the end."""
+    jobs = [Job(variant, rate, SEEDS[0]) for rate in FIRST for variant in SWEPT]
+    if any(job.name not in found for job in jobs):
+        return jobs
+    for variant in SWEPT:
+        tried = sweep(variant, found)
+        at = RATES.index(best_rate(variant, found))
+        beside = {*tried, *RATES[max(0, at - 1) : at + 2]}
+        jobs += [Job(variant, rate, SEEDS[0]) for rate in RATES if rate in beside]
+    if any(job.name not in found for job in jobs):
+        return jobs
+    jobs += [Job(variant, best_rate(variant, found), seed) for variant in LIKE for seed in SEEDS]
+    return list(dict.fromkeys(jobs))
+
+
+def steps_to(loss: float, held_out: Sequence[tuple[int, float]]) -> float | None:
+    """The iteration at which a held-out loss is reached, between evaluations by interpolation."""
+    before: tuple[int, float] | None = None
+    for at, value in held_out:
+        if value <= loss:
+            if before is None:
+                return at
+            began, above = before
+            return began + (at - began) * (above - loss) / (above - value)
+        before = at, value
+    return None
+
+
+def of_seeds(variant: Variant, found: Found) -> dict[int, Losses]:
+    """The trainings with the best learning rate, by seed, as far as they are done."""
+    rate = best_rate(variant, found)
+    names = {seed: Job(variant, rate, seed).name for seed in SEEDS}
+    return {seed: found[name] for seed, name in names.items() if name in found}
+
+
+# Text #
+
+
+def report(found: Found) -> str:
+    """Markdown: the sweep, the losses of all seeds, and what they say; of what is found so far."""
+    return "\n".join([*_sweep_lines(found), "", *_seed_lines(found), "", *_findings(found)]) + "\n"
+
+
+def _sweep_lines(found: Found) -> list[str]:
+    """Held-out losses of the first seed; the best ones are bold."""
+    swept = [sweep(variant, found) for variant in SWEPT]
+    best = [min(losses.values(), default=None) for losses in swept]
+    lines = [
+        f"| learning rate | {' | '.join(variant.name for variant in SWEPT)} |",
+        "|---|---|---|",
+    ]
+    for rate in RATES:
+        losses = [tried.get(rate) for tried in swept]
+        if losses != [None, None]:
+            cells = (_bold(loss, least) for loss, least in zip(losses, best, strict=True))
+            lines.append(f"| {rate:g} | {' | '.join(cells)} |")
+    return lines
+
+
+def _bold(loss: float | None, least: float | None) -> str:
+    text = "" if loss is None else f"{loss:.4f}"
+    return f"**{text}**" if text and loss == least else text
+
+
+def _seed_lines(found: Found) -> list[str]:
+    lines = [
+        "| trained with | learning rate | held-out loss by seed | mean | most - least "
+        "| beside AdamW, by seed | mean |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for variant, like in LIKE.items():
+        if not sweep(like, found) or not (runs := of_seeds(variant, found)):
+            continue
+        losses = [run.last for run in runs.values()]
+        apart = _beside_adamw(runs, found)
+        cells = [
+            *(variant.name, f"{best_rate(variant, found):g}", _listed(losses, ".4f")),
+            *(f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}"),
+            *(_listed(apart, "+.4f"), f"{mean(apart):+.4f}" if apart else ""),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _beside_adamw(runs: Mapping[int, Losses], found: Found) -> list[float]:
+    """Held-out losses less those of AdamW with the same seed."""
+    base = of_seeds(ADAMW, found)
+    return [run.last - base[seed].last for seed, run in runs.items() if seed in base]
+
+
+def _findings(found: Found) -> list[str]:
+    """How many steps Muon needs to AdamW's loss."""
+    if not all(sweep(variant, found) for variant in SWEPT):
+        return []
+    base, parts = of_seeds(ADAMW, found), []
+    for seed, run in of_seeds(MUON, found).items():
+        if seed in base:
+            steps = steps_to(base[seed].last, run.held_out)
+            parts.append(None if steps is None else steps / base[seed].held_out[-1][0])
+    shown = ", ".join("never" if part is None else f"{part:.3f}" for part in parts)
+    line = f"Muon comes to AdamW's last held-out loss after these parts of its steps: {shown}"
+    reached = [part for part in parts if part is not None]
+    if reached and len(reached) == len(parts):
+        line += f"; mean {mean(reached):.3f}, most - least {max(reached) - min(reached):.3f}"
+    return [line]
+
+
+def _listed(values: Iterable[float], form: str) -> str:
+    return ", ".join(f"{value:{form}}" for value in values)
+
+
+def plot(found: Found, path: Path) -> None:
+    """Draws the sweep, and held-out losses by iteration, every seed."""
+    with drawing(path, 1, 2, size=(11, 4.5)) as (_, ((swept, curves),)):
+        for color, (variant, like) in enumerate(LIKE.items()):
+            style = {"color": f"C{color}", "marker": "."}
+            if variant in SWEPT:
+                losses = sweep(variant, found)
+                swept.plot(list(losses), list(losses.values()), label=variant.name, **style)
+            runs = of_seeds(variant, found) if sweep(like, found) else {}
+            for seed, run in runs.items():
+                label = variant.name if seed == SEEDS[0] else None
+                curves.plot(*zip(*run.held_out, strict=True), label=label, **style)
+        swept.set(xscale="log", xlabel="learning rate", ylabel="nat", title="after training")
+        curves.set(xlabel="iteration", ylabel="nat", title="with the best rate, every seed")
+        for panel in (swept, curves):
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize="small")
+
+
+def execute(args: argparse.Namespace) -> int:
+    counts = {"--train-iters": args.train_iters, "--eval-interval": args.eval_interval}
+    for flag, value in (counts | {"--at-once": args.at_once}).items():
+        if value < 1:
+            raise UserError(f"{flag} {value} must be at least 1")
+    if not Path(f"{args.data_path}.bin").is_file():
+        raise UserError(
+            f"--data-path {args.data_path}: there is no .bin: run make quickstart first"
+        )
+    picture = args.folder / "curves.png"
+    check_can_draw(picture, "--folder")
+    data = ["--data-path", os.path.abspath(args.data_path), "--tokenizer-type", args.tokenizer_type]
+    data += ["--tokenizer-model", os.path.abspath(args.tokenizer_model)]
+    file, deadline = args.folder / "runs.json", time.monotonic() + 60.0 * args.minutes
+    found = read_found(file)
+    while True:
+        jobs = jobs_for(found)
+        flags = {
+            job.name: [*job.flags(args.train_iters, args.eval_interval), *data] for job in jobs
+        }
+        found = run_missing(
+            (sys.executable, "pretrain_llama.py"),
+            flags,
+            file,
+            args.folder,
+            at_once=args.at_once,
+            deadline=deadline,
+        )
+        if time.monotonic() > deadline or all(job.name in found for job in jobs_for(found)):
+            break
+    text = report(found)
+    write_text(args.folder / "report.md", text)
+    plot(found, picture)
+    print_line(text)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="study_optimizers.py", description=DESCRIPTION)
+    add = parser.add_argument
+    quickstart = ROOT / "runs/quickstart"
+    add("--folder", type=Path, required=True, metavar="DIR", help="of trainings and results")
+    add("--train-iters", type=int, default=400, help="of a training, of 2,048 tokens; default 400")
+    add("--eval-interval", type=int, default=20, help="default 20")
+    add(
+        "--at-once",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="trainings side by side, each with one thread; default: as many as cores",
+    )
+    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
+    add(
+        "--data-path",
+        default=str(quickstart / "corpus_text_document"),
+        metavar="PREFIX",
+        help="of the corpus; default: the quickstart's",
+    )
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
+    add(
+        "--tokenizer-model",
+        default=str(quickstart / "tokenizer.model"),
+        metavar="FILE",
+        help="default: the quickstart's",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    return status_of("study_optimizers.py", lambda: execute(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
