@@ -5,15 +5,16 @@
 Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -hpz, and this
 project's strategies as paro:IIG, paro:4/4/8 or, with a collective named, paro:GGG@ho-ring; with
 rotating weights, out of place or in place, paro:IIG+rotate and paro:IIG+in-place; with 4 bits of
-gradients and updates between groups, paro:IIG+4-bit.
+gradients and updates between groups, paro:IIG+4-bit; with Muon for the matrices of blocks,
+paro:IIG+muon.
 fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept trade memory for speed: they keep parameters
 whole where they can. fsdp2-ahead and fsdp2-hybrid-ahead prefetch where there are no CUDA streams.
 
-All train the same model from the same weights on the same tokens, and must agree in losses and
-gradient norms. They take turns, in an order that rotates from round to round, each in its own
-processes; a ratio is the median over rounds, because a shared machine's speed drifts. What counts
-as model state is defined in tools/bench/peers/task.py; what counts as memory and as sent bytes, in
-tools/shared/meters.py.
+All train the same model from the same weights on the same tokens, and those of one optimizer must
+agree in losses and gradient norms. They take turns, in an order that rotates from round to round,
+each in its own processes; a ratio is the median over rounds, because a shared machine's speed
+drifts. What counts as model state is defined in tools/bench/peers/task.py; what counts as memory
+and as sent bytes, in tools/shared/meters.py.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed
 from tools.bench.peers.figures import (
     Rounds,
+    Turn,
     check_agreement,
     compare,
     ratio_table,
@@ -47,7 +49,7 @@ from tools.bench.peers.figures import (
     summary_table,
 )
 from tools.bench.peers.plot import plot
-from tools.bench.peers.registry import check_name, reason_to_leave_out
+from tools.bench.peers.registry import check_name, optimizer_of, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
 from tools.bench.shared.turns import order_of_round
@@ -206,13 +208,14 @@ def race(args: argparse.Namespace, task: Task, plan: Comparison, world: World) -
     """Runs all turns of all rounds; every rank returns the same figures."""
     rounds: Rounds = {name: [] for name in plan.names}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
-    reference = None
+    optimizers = {name: optimizer_of(task, name, world) for name in plan.names}
+    references: dict[str, Turn] = {}  # by optimizer
     number = 0
     for index in range(args.rounds):
         for name in order_of_round(plan.names, index):
             number += 1
             turn = in_own_process(partial(take_turn, task, name, world, number=number))
-            reference = reference or turn
+            reference = references.setdefault(optimizers[name], turn)
             if world.rank == 0:
                 print(
                     f"round {index + 1} {name}: {turn.seconds:.3f} s/step, losses "

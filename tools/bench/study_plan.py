@@ -27,7 +27,7 @@ from paro.planning.search.search_space import Workload
 from paro.strategy import legal_letters
 from paro.topology import Link
 from tools.bench.peers.own import parse_setting
-from tools.bench.planning.comparison import compare
+from tools.bench.planning.comparison import PREDICTED_WAYS, compare
 from tools.bench.planning.rounds import NODES, RANKS_PER_NODE, median_machine, rows_of
 from tools.bench.planning.steps_page import Chapter, draw, page
 from tools.bench.shared.turns import ROOT
@@ -181,6 +181,9 @@ def take_settings(text: str | None, part: StudyPart) -> list[str]:
         named = parse_setting(candidate)
         if not named.collective:
             raise UserError(f"--settings {candidate}: names no collective, as IIG@native does")
+        if named.way not in PREDICTED_WAYS:
+            ways = ", +".join(PREDICTED_WAYS[1:])
+            raise UserError(f"--settings {candidate}: +{named.way} is not predicted: give +{ways}")
         flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *named.flags]
         RunConfig.from_args(parse_args(flags), world)
     return settings

@@ -141,6 +141,7 @@ def test_a_failure_in_the_cluster_is_one_line(
     [
         ("IIG", "IIG: names no collective"),
         ("IIG@native+turn", "+turn is none of +rotate, +in-place, +4-bit"),
+        ("IIG@native+muon", "+muon is not predicted: give +rotate, +in-place, +4-bit"),
         ("IIG@native+rotate", "cannot cut --num-attention-heads 6"),  # of the wide model
         ("IIX@native", "--paro-strategy 'IIX' is unknown"),
     ],

@@ -32,6 +32,7 @@ WAYS = {
     "copy-engine": ["--paro-nccl-copy-engine"],
     "in-order": _IN_ORDER,
     "in-order-at-once": [*_IN_ORDER, *_AT_ONCE],
+    "muon": ["--optimizer", "muon", "--muon-extra-scale-factor", "0.2"],
 }
 
 

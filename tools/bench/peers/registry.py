@@ -29,8 +29,15 @@ def check_name(task: Task, name: str, world: World) -> None:
     elif name not in PEERS:
         raise UserError(
             f"--contenders knows {', '.join(PEERS)} and "
-            f"{own.PREFIX}STRATEGY[@COLLECTIVE][+ROTATION], not {name!r}"
+            f"{own.PREFIX}STRATEGY[@COLLECTIVE][+WAY], not {name!r}"
         )
+
+
+def optimizer_of(task: Task, name: str, world: World) -> str:
+    """The contender's optimizer; those of the same one train equally."""
+    if name.startswith(own.PREFIX):
+        return own.own_config(task, name, world).precision.optimizer
+    return "adam"
 
 
 def reason_to_leave_out(name: str) -> str | None:

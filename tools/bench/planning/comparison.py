@@ -31,6 +31,7 @@ ROTATIONS = {
     "rotate": Materialize.ROTATE,
     "in-place": Materialize.ROTATE_IN_PLACE,
 }
+PREDICTED_WAYS = ("", *ROTATIONS, "4-bit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
