@@ -12,6 +12,7 @@
 #   trainer-torch          the same without Triton's SwiGLU, rotary embedding and AdamW
 #   trainer-fp8            the same with --fp8-format hybrid
 #   trainer-fp8-compiled   the same with both
+#   trainer-muon           the trainer with Muon for the matrices of blocks
 #   transformers           LlamaForCausalLM and AdamW as a user gets them
 #   transformers-fused     the same with AdamW(fused=True)
 #   transformers-compiled  the same through torch.compile

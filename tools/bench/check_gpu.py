@@ -47,6 +47,7 @@ PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
     "f": ("profile of a step", lambda runner, _: measures.profile(runner)),
     "g": ("checkpoints", measures.checkpoint),
     "j": ("speed of variants", measures.variants),
+    "k": ("Muon beside AdamW", measures.muon),
     "h": ("collectives", lambda runner, _: measures.collectives(runner)),
     "i": ("strategies beside FSDP2", lambda runner, _: measures.peers(runner)),
 }
@@ -94,7 +95,7 @@ def parts_of(args: argparse.Namespace) -> list[str]:
     chosen = {letter.strip() for letter in args.parts.split(",")}
     for letter in sorted(chosen):
         if letter not in PARTS:
-            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to j")
+            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to k")
         if letter in OF_SEVERAL_GPUS and args.gpus == 1:
             raise UserError(f"--parts {args.parts}: part {letter} needs --gpus 2 or more")
     return [letter for letter in PARTS if letter in chosen]

@@ -34,7 +34,7 @@ def runner(folder: Path, *, rehearse: bool = False) -> Runner:
 @pytest.mark.parametrize(
     "letters",
     # Parts b and c are tests that `make verify` runs too; j differs from e in its contenders.
-    ["adefg", pytest.param("abcdefgj", marks=pytest.mark.verify)],
+    ["adefgk", pytest.param("abcdefgjk", marks=pytest.mark.verify)],
 )
 def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letters: str) -> None:
     folder = tmp_path / "gpu"
@@ -48,7 +48,7 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
     assert results["a"]["figures"]["skipped"]  # there is no GPU, and only a rehearsal may say so
     assert all(results[letter]["figures"]["passed"] > 0 for letter in "bc" if letter in letters)
     assert results["d"]["figures"]["bf16"]["predicted peak"] > 0
-    contenders = {"e": "trainer", "j": "trainer-fp8"}
+    contenders = {"e": "trainer", "j": "trainer-fp8", "k": "trainer-muon"}
     for letter in contenders.keys() & {*letters}:
         (row,) = results[letter]["figures"]["rows"]
         assert row["contender"] == contenders[letter]
@@ -116,8 +116,8 @@ def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> No
 @pytest.mark.parametrize(
     ("flags", "letters"),
     [
-        ("", "eabcdfgj"),
-        ("--gpus 2", "eabcdfgjhi"),
+        ("", "eabcdfgjk"),
+        ("--gpus 2", "eabcdfgjkhi"),
         ("--parts a,e", "ea"),
         ("--parts h --gpus 2", "h"),
     ],
@@ -130,7 +130,7 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--parts a,z", "--parts a,z: there is no part 'z', only a to j"),
+        ("--parts a,z", "--parts a,z: there is no part 'z', only a to k"),
         ("--parts i", "part i needs --gpus 2 or more"),
         ("--gpus 0", "--gpus 0 must be at least 1"),
         ("", "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"),

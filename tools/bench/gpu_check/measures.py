@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,26 @@ def speed(runner: Runner, machine: Machine) -> Outcome:
 def variants(runner: Runner, machine: Machine) -> Outcome:
     """The same of what changes one thing."""
     return _speed(runner, machine, ("trainer-fp8",) if runner.rehearse else VARIANTS, "variants")
+
+
+def muon(runner: Runner, machine: Machine) -> Outcome:
+    """Newton-Schulz of a 7B model's matrices, and Muon's step beside AdamW's."""
+    file = runner.folder / "newton-schulz.json"
+    file.unlink(missing_ok=True)
+    words = ["tools/bench/bench_newton_schulz.py", "--json", file]
+    words += ["--shapes", "64x64", "--rounds", 1] if runner.rehearse else []
+    ended = runner.python("newton-schulz", words)
+    if ended.failure or not file.exists():
+        return Outcome(passed=False, lines=(ended.failure or "no figures",))
+    figures = {"newton_schulz": json.loads(file.read_text(encoding="utf-8"))}
+    names = ("trainer-muon",) if runner.rehearse else ("trainer", "trainer-muon")
+    steps = _speed(runner, machine, names, "muon")
+    lines = [*filter(None, ended.output.splitlines()), *steps.lines]
+    rows = {row["contender"]: row for row in steps.figures.get("rows", ())}
+    speeds = [rows.get(name, {}).get("tokens_per_second") for name in names]
+    if None not in speeds and len(speeds) == 2:
+        lines.append(f"a step takes {speeds[0] / speeds[1]:.3f} times as long as with AdamW")
+    return replace(steps, lines=tuple(lines), figures={**steps.figures, **figures})
 
 
 def _speed(runner: Runner, machine: Machine, names: Sequence[str], title: str) -> Outcome:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tools.bench.shared.turns import ROOT, torchrun
 
@@ -28,7 +29,7 @@ class Outcome:
 
     passed: bool
     lines: tuple[str, ...]
-    figures: Mapping[str, object] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
     pictures: tuple[str, ...] = ()  # file names in the folder
 
 

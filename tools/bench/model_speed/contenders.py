@@ -178,6 +178,7 @@ _WITHOUT_TRITON = (
 )
 _FP8 = ("--fp8-format", "hybrid")
 _COMPILED = ("--torch-compile", "inductor")
+_MUON = ("--optimizer", "muon", "--muon-extra-scale-factor", "0.2")
 REFERENCES: dict[str, Callable[[Task], Step]] = {
     "transformers": make_transformers,
     "transformers-fused": lambda task: make_transformers(task, fused=True),
@@ -191,6 +192,7 @@ CONTENDERS: dict[str, Callable[[Task], Step]] = {
     "trainer-torch": lambda task: make_trainer(task, *_WITHOUT_TRITON),
     "trainer-fp8": lambda task: make_trainer(task, *_FP8),
     "trainer-fp8-compiled": lambda task: make_trainer(task, *_FP8, *_COMPILED),
+    "trainer-muon": lambda task: make_trainer(task, *_MUON),
     **REFERENCES,
 }
 DEFAULT = ("ours", "trainer", "transformers", "transformers-fused")

@@ -1,0 +1,166 @@
+"""Times Newton-Schulz of matrices as Muon's step runs it, one after the other and as a batch."""
+
+# A rank of a sharded optimizer state has one matrix at a time; a batch is what it could do with
+# several of equal shape. Both are timed in turns.
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from paro.distributed.control import Control
+from paro.distributed.world import World
+from paro.errors import UserError
+from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
+from paro.optim.matrices import newton_schulz
+from paro.optim.muon_config import MuonConfig
+from paro.report.flops import find_peak
+from paro.report.log import print_line
+from tools.bench.shared.turns import median_ratio
+from tools.shared.command_line import Parser, status_of
+from tools.shared.device import device_of
+from tools.shared.output import write_json
+from tools.shared.picture import check_outputs
+
+DESCRIPTION = """\
+Times Newton-Schulz, with its FLOP/s and their part of the device's peak in bf16. The default
+shapes are those of LLaMA 7B.
+
+  python tools/bench/bench_newton_schulz.py --shapes 256x256,688x256 --batch 4 --threads 1
+"""
+SHAPES = "4096x4096,11008x4096"
+CONFIG = MuonConfig()
+
+Row = dict[str, Any]
+
+
+def batched(matrices: Tensor) -> Tensor:
+    """Newton-Schulz of equal matrices [number, rows, columns] by one product for all of them."""
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True)
+    for a, b, c in CONFIG.coefficients():
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    found = []
+    for word in text.split(","):
+        rows, _, columns = word.partition("x")
+        if not (rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+            raise UserError(f"--shapes {text}: {word!r} is no ROWSxCOLUMNS such as 4096x4096")
+        found.append((int(rows), int(columns)))
+    return found
+
+
+def flops_of(rows: int, columns: int) -> int:
+    matrix = Matrix(unit=0, unit_numel=rows * columns, start=0, rows=rows, columns=columns)
+    _, total = newton_schulz_flops([(Dealt(matrix, 0),)], CONFIG.muon_num_ns_steps)
+    return total
+
+
+def timed(
+    ways: Sequence[Callable[[], object]], device: torch.device, rounds: int
+) -> list[list[float]]:
+    """Seconds of every way, round by round, after one that does not count."""
+    found: list[list[float]] = [[] for _ in ways]
+    for number in range(rounds + 1):
+        for way, seconds in zip(ways, found, strict=True):
+            _wait(device)
+            begin = time.perf_counter()
+            way()
+            _wait(device)
+            if number:
+                seconds.append(time.perf_counter() - begin)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Row:
+    """The figures of one shape; the part of a peak comes later."""
+    generator = torch.Generator(device).manual_seed(1234)
+    matrices = torch.randn((args.batch, *shape), device=device, generator=generator)
+
+    def apart() -> list[Tensor]:
+        return [newton_schulz(matrix, CONFIG.coefficients()) for matrix in matrices]
+
+    one, other = torch.stack(apart()), batched(matrices)
+    if torch.linalg.vector_norm(one - other) > 0.1 * torch.linalg.vector_norm(one):
+        raise RuntimeError(f"{shape}: batched products have another result")
+    each, together = timed((apart, lambda: batched(matrices)), device, args.rounds)
+    return {
+        "shape": list(shape),
+        "seconds": median(each) / args.batch,
+        "flops_per_second": args.batch * flops_of(*shape) / median(each),
+        "apart_over_batched": median_ratio(each, together),
+    }
+
+
+def execute(args: argparse.Namespace) -> int:
+    for flag in ("rounds", "batch", "threads"):
+        if getattr(args, flag) < 1:
+            raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
+    shapes = shapes_of(args.shapes)
+    check_outputs(args, "--json")
+    torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision(CONFIG.muon_fp32_matmul_prec)
+    device = device_of(args.device)
+    peak = None
+    if device.type == "cuda" or args.peak_tflops is not None:
+        control = Control(World(), device)
+        found = find_peak(device, compute="bf16", peak_tflops=args.peak_tflops, control=control)
+        peak = found.flops_per_second
+    rows = []
+    for shape in shapes:
+        row = measure(shape, args, device)
+        line = f"{shape[0]} x {shape[1]}: {1e3 * row['seconds']:.2f} ms a matrix, "
+        line += f"{row['flops_per_second'] / 1e12:.3g} TFLOP/s"
+        if peak is not None:
+            row["part_of_peak"] = row["flops_per_second"] / peak
+            line += f", {row['part_of_peak']:.1%} of the peak in bf16"
+        if args.batch > 1:
+            line += f"; {args.batch} as a batch {row['apart_over_batched']:.2f} times as fast"
+        print_line(line)
+        rows.append(row)
+    if args.json is not None:
+        write_json(args.json, {"batch": args.batch, "rows": rows})
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="bench_newton_schulz.py", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--shapes", default=SHAPES, metavar="ROWSxCOLUMNS,...", help=f"default {SHAPES}")
+    add("--batch", type=int, default=1, metavar="N", help="equal matrices; default 1")
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:1; default: a GPU if there is one")
+    add("--threads", type=int, default=2, help="on a CPU; default 2")
+    add("--rounds", type=int, default=9, help="default 9")
+    add("--peak-tflops", type=float, help="of the device; on known GPUs from a table")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    return status_of("bench_newton_schulz.py", lambda: execute(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
