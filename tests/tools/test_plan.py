@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,15 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     assert counts
     assert int(counts[1]) == 19840
     assert int(counts[2]) <= 19840 // 60
+
+
+def test_newton_schulz_has_a_column_and_a_field() -> None:
+    adamw, muon = workload(), workload(precision=replace(BF16, optimizer="muon"))
+    for case, has_column in ((adamw, False), (muon, True)):
+        rows = letter_rows(case)
+        assert ("Muon s" in rows_table(case, rows).splitlines()[0]) is has_column
+        by_name = {row.candidate.name: as_json(case, row)["muon_seconds"] for row in rows}
+        assert (by_name["NNN"] > by_name["GGG"] > 0) is has_column  # every rank repeats all of it
 
 
 def test_codes_have_a_column_and_fields() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import Any
 
 from model.units import num_parameters
@@ -16,11 +17,14 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import count_text, ranks_text
 from tools.shared.table import align
 
-PACKING = "packing s"
 HEADS = (
     "strategy", "GB", "states GB", "nodes", "s/step", "tokens/s", "MFU", "intra GB", "inter GB",
-    PACKING, "waits",
 )  # fmt: skip
+# Columns that are there only if any row has a figure.
+SECONDS = {
+    "packing s": attrgetter("coding_seconds"),
+    "Muon s": attrgetter("muon_seconds"),
+}
 
 
 def title(workload: Workload) -> str:
@@ -48,10 +52,10 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
     """One row per strategy: memory, step time, traffic and exposed communication of a rank.
 
     Under "nodes" are those that may be lost at once with every state still held. What codes between
-    groups take to encode and decode has a column if there are any.
+    groups take to encode and decode has a column if there are any, and so has Newton-Schulz.
     """
-    codes = any(row.coding_seconds for row in rows)
-    cells = [HEADS if codes else tuple(head for head in HEADS if head != PACKING)]
+    seconds = {head: of for head, of in SECONDS.items() if any(map(of, rows))}
+    cells = [(*HEADS, *seconds, "waits")]
     for name, row in _alike(rows):
         states = row.memory.allocations.states / 1e9
         cells.append(
@@ -65,7 +69,7 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
                 f"{row.mfu:.1%}",
                 f"{row.sent.intra / 1e9:.2f}",
                 f"{row.sent.inter / 1e9:.2f}",
-                *((f"{row.coding_seconds:.3f}",) if codes else ()),
+                *(f"{of(row):.3f}" for of in seconds.values()),
                 exposed_text(row),
             )
         )
@@ -223,4 +227,5 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "inter_grad_bits": estimate.precision.inter_grad_bits,
         "inter_param_bits": estimate.precision.inter_param_bits,
         "packing_seconds": estimate.coding_seconds,
+        "muon_seconds": estimate.muon_seconds,
     }

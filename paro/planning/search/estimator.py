@@ -39,6 +39,7 @@ class Estimate:
     sent: Sent
     precision: PrecisionConfig
     coding_seconds: float  # a rank's time for codes in a step, exposed or not
+    muon_seconds: float  # of Newton-Schulz in a step, with what it waits for
 
     @property
     def seconds(self) -> float:
@@ -192,6 +193,7 @@ class Estimator:
             sent=self.sent(candidate),
             precision=candidate.precision(workload),
             coding_seconds=costs.coding_seconds,
+            muon_seconds=costs.muon_seconds,
         )
 
     def has_codes(self, candidate: Candidate) -> bool:
