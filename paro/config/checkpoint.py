@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
+from paro.optim.muon_config import MuonConfig
 from paro.planning.machine.files import MEASURE
 from paro.quantization.formats import FULL_BITS
 from paro.untrusted.schema import conform
@@ -103,6 +105,19 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
         saved = saved_tokenizer(common)
         taken |= {name: value for name, value in saved.items() if value is not None}
     return Namespace(**(vars(args) | taken))
+
+
+def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
+    """The flags with Muon, and its settings that none gives, where its states are continued."""
+    saved = resumed_arguments(checkpoint)
+    continues = not checkpoint.no_load_optim and saved.get("lora_rank") == args.lora_rank
+    if saved.get("optimizer") != "muon" or not continues:
+        return args
+    plain = asdict(MuonConfig())
+    known = {name: saved[name] for name in plain if name in saved}
+    kept = asdict(conform(known, MuonConfig, f"--load {checkpoint.load}: arguments"))
+    taken = {name: kept[name] for name, value in plain.items() if getattr(args, name) == value}
+    return Namespace(**(vars(args) | taken | {"optimizer": "muon"}))
 
 
 def with_checkpoint_schedule(schedule: ScheduleConfig, common: dict[str, Any]) -> ScheduleConfig:

@@ -23,6 +23,7 @@ from paro.config.checkpoint import (
     resumed_samples,
     saved_common,
     with_checkpoint_args,
+    with_saved_muon,
 )
 from paro.config.checks import (
     CHECKS,
@@ -140,7 +141,7 @@ class RunConfig:
         checkpoint = take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
-            args, lines = _with_saved_args(args, common)
+            args, lines = _with_saved_args(args, checkpoint, common)
             notices += lines
         args, lines = keeping_choice(args, world, checkpoint)
         notices += lines
@@ -231,14 +232,14 @@ def take_watch(args: Namespace) -> tuple[WatchConfig, RuntimeConfig]:
 
 
 def _with_saved_args(
-    args: Namespace, common: dict[str, Any] | None
+    args: Namespace, checkpoint: CheckpointConfig, common: dict[str, Any] | None
 ) -> tuple[Namespace, tuple[str, ...]]:
     """The flags under --use-checkpoint-args, and a log line if there is no checkpoint."""
     lines: tuple[str, ...] = ()
     if common is None:
         lines = (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
     else:
-        args = with_checkpoint_args(args, common)
+        args = with_saved_muon(with_checkpoint_args(args, common), checkpoint)
     if missing := missing_flags(args, loaded=True):
         raise UserError(*missing)
     return args, lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,33 @@ def test_the_longest_sequence_is_the_checkpoints_whatever_the_flag_says() -> Non
     args.seq_length = 64
     told = "--seq-length 64 is above --max-position-embeddings 32, which --use-checkpoint-args"
     refused(lambda: with_checkpoint_args(args, common), told)
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer", "momentum"),
+    [
+        ("", "muon", 0.95),
+        ("--muon-momentum 0.8", "muon", 0.8),
+        ("--no-load-optim", "adam", 0.9),
+        ("--finetune", "adam", 0.9),
+        ("--lora-rank 2", "adam", 0.9),
+    ],
+)
+def test_muon_is_the_checkpoints_where_its_states_are_continued(
+    words: str, optimizer: str, momentum: float, tmp_path: Path
+) -> None:
+    saved = {"optimizer": "muon", "muon_momentum": 0.95, "lora_rank": None}
+    common = {"model": asdict(configure(SMALL).model), "arguments": saved}
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, common)
+    found = configure(f"{SMALL} --load {tmp_path} --use-checkpoint-args {words}")
+    assert (found.precision.optimizer, found.muon.muon_momentum) == (optimizer, momentum)
+    assert found.given["optimizer"] == optimizer
+    assert configure(f"{SMALL} --load {tmp_path}").precision.optimizer == "adam"
+
+
+def test_muon_s_settings_in_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
+    saved = {"optimizer": "muon", "muon_momentum": "much", "lora_rank": None}
+    common = {"model": asdict(configure(SMALL).model), "arguments": saved}
+    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, common)
+    words = f"{SMALL} --load {tmp_path} --use-checkpoint-args"
+    refused(lambda: configure(words), f"--load {tmp_path}: arguments: muon_momentum: 'much'")

@@ -1,0 +1,35 @@
+"""The timing of Newton-Schulz: a batch has the results of its matrices, and mistakes are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paro.optim.matrices import newton_schulz
+from tests.helpers.refusals import refused
+from tools.bench.bench_newton_schulz import CONFIG, batched, flops_of, main
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)])
+def test_a_batch_has_the_results_of_its_matrices(shape: tuple[int, int]) -> None:
+    matrices = torch.randn((3, *shape), generator=torch.Generator().manual_seed(1))
+    expected = [newton_schulz(matrix, CONFIG.coefficients()) for matrix in matrices]
+    torch.testing.assert_close(batched(matrices), torch.stack(expected))
+
+
+def test_the_flops_are_those_of_three_products_a_step() -> None:
+    # X X^T and its square on the shorter side, and the result times X.
+    assert flops_of(12, 4) == flops_of(4, 12) == 5 * 2 * (4 * 12 * 4 + 4**3 + 4 * 4 * 12)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--shapes 4x", "'4x' is no ROWSxCOLUMNS"),
+        ("--shapes 0x4", "'0x4' is no ROWSxCOLUMNS"),
+        ("--batch 0", "--batch 0 must be at least 1"),
+        ("--json nowhere/x.json", "--json nowhere/x.json cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line(words: str, told: str) -> None:
+    refused(lambda: main(words.split()), told)
