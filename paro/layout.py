@@ -101,7 +101,9 @@ class UnitLayout:
     def num_decayed(self, start: int, stop: int) -> int:
         """Weight decay applies to the first this many of the elements [start, stop)."""
         length = self.numel // self.num_slices
-        assert start // length == (stop - 1) // length, f"[{start}, {stop}) of slices of {length}"
+        assert start // length == max(start, stop - 1) // length, (
+            f"[{start}, {stop}) of slices of {length}"
+        )
         return min(max(self.decayed_stop - start % length, 0), stop - start)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:

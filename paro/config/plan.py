@@ -16,7 +16,7 @@ from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.cost_model import merged, model_state_bytes
+from paro.planning.cost_model import in_buckets, merged, model_state_bytes
 from paro.planning.machine.files import MEASURE, find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
@@ -280,6 +280,7 @@ def nearest_surviving(
         units = trainable.units(
             model, world_size=world.size, rotated_over=degree, in_place=in_place
         )
+        units = in_buckets(units, strategy, precision)
         return model_state_bytes(strategy, merged(units), precision).total
 
     def distance(other: Strategy) -> tuple[float, int]:

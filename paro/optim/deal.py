@@ -1,4 +1,4 @@
-"""Deals the matrices that Muon updates to the ranks of an optimizer shard, in rounds."""
+"""Deals units to groups, and their matrices to ranks in rounds, for Muon to update."""
 
 # [Note: places and rounds]
 # The ranks that hold an optimizer shard together have places, in the order of their ranges of a
@@ -7,14 +7,26 @@
 # of the result back. Matrices of equal cost share a round, so places wait little for one another;
 # what is left at the end is dealt by falling cost. All ranks deal alike.
 
+# [Note: buckets]
+# Where parameters and gradients have one degree, and optimizer state a larger one, a matrix need
+# not be spread over all ranks of the larger one. As many units in a row as the ratio of the degrees
+# is, laid out alike, form a bucket. Its shards lie one after the other. The step reduce-scatter of
+# the bucket, and the all-gather of what is updated, are even as ever and send what those of its
+# units would. But an optimizer range of the bucket is the whole shard of one of its units: with IIG
+# a group updates whole units, whose matrices its ranks exchange inside. Units that are left over
+# have even ranges, and an exchange over the larger degree. So have all where parameters are whole
+# on every rank: a bucket would be as many units as there are ranks, and reduced after the last.
+
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from paro.layout import PlacedBox, UnitLayout
 from paro.optim.states import is_for_muon
+from paro.precision import PrecisionConfig
+from paro.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,29 @@ def muon_places(layout: UnitLayout) -> tuple[tuple[int, int, int], ...]:
         rows, columns = placed.box.extent
         found.append((placed.offset, rows, columns))
     return tuple(found)
+
+
+def places_to_deal_to(strategy: Strategy, precision: PrecisionConfig) -> int:
+    """How many units form a bucket (Note: buckets), if they are dealt; else 1."""
+    degree = strategy.params
+    may_be = precision.optimizer == "muon" and not precision.has_codes
+    return strategy.optim // degree if may_be and strategy.grads == degree > 1 else 1
+
+
+def first_of_buckets(kinds: Sequence[Hashable], places: int) -> list[int]:
+    """For every unit that trains: `places` if a bucket begins with it, 0 in one, 1 outside.
+
+    Units of equal kinds are laid out alike; those of kind None stay outside.
+    """
+    found = [1] * len(kinds)
+    begin = 0
+    while places > 1 and begin + places <= len(kinds):
+        if kinds[begin] is None or len({*kinds[begin : begin + places]}) > 1:
+            begin += 1
+            continue
+        found[begin : begin + places] = places, *[0] * (places - 1)
+        begin += places
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -48,14 +48,14 @@ class _Moving:
 
 
 class MuonStep:
-    """Updates the matrices of all units; every rank of the exchange must take the same steps.
+    """Updates the matrices of numbered units; the exchange's ranks must take the same steps.
 
     Matrices travel in `wire` there and back. While one round computes, the next one arrives.
     """
 
     def __init__(
         self,
-        ranges: Sequence[MuonRange],
+        ranges: Mapping[int, MuonRange],
         exchange: MatrixExchange,
         config: MuonConfig,
         exposure: Exposure,
@@ -69,7 +69,7 @@ class MuonStep:
         self._exposure = exposure
         self._wire = wire
         self._seed = seed
-        matrices = (matrix for i, part in enumerate(ranges) for matrix in part.matrices(i))
+        matrices = (matrix for i, part in ranges.items() for matrix in part.matrices(i))
         self.rounds = deal(tuple(matrices), exchange.num_places)
 
     def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
@@ -77,10 +77,9 @@ class MuonStep:
 
         Gradients, times `factor`, are undefined afterwards.
         """
-        left = [0] * len(self._ranges)
+        left = dict.fromkeys(self._ranges, 0)
         for dealt in (each for one in self.rounds for each in one):
             left[dealt.matrix.unit] += 1
-        yield from (number for number, count in enumerate(left) if not count)
         arriving = self._gather(self.rounds[0], factor, step) if self.rounds else None
         returning: list[_Moving] = []
         for index in range(len(self.rounds)):
@@ -144,7 +143,7 @@ class MuonStep:
         return back
 
     def _apply(
-        self, back: _Moving, lr: float, weight_decay: float, left: list[int]
+        self, back: _Moving, lr: float, weight_decay: float, left: dict[int, int]
     ) -> Iterator[int]:
         """Updates the masters of a round's matrices."""
         assert back.event is not None, "the all-to-all was not queued"

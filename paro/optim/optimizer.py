@@ -81,10 +81,9 @@ class UnitOptimizer:
         is_fp32 = unit.param_shard.dtype == torch.float32
         self.master_is_param = master_is_param(strategy, is_fp32=is_fp32)
         numel, layout = grad.numel(), unit.layout
-        muon_stop = 0
-        if precision.optimizer == "muon" and muon_boxes(layout):
-            muon_stop = layout.decayed_stop
-        by_muon, by_adamw = kept_numels(layout.numel, muon_stop, strategy.optim)
+        self.muon_boxes = muon_boxes(layout) if precision.optimizer == "muon" else ()
+        muon_stop = layout.decayed_stop if self.muon_boxes else 0
+        by_muon, by_adamw = kept_numels(layout.numel, muon_stop, numel)
         kept = {MASTER: 0 if self.master_is_param else numel}
         kept |= dict.fromkeys(adamw_states(precision)[1:], by_adamw)
         kept |= dict.fromkeys(muon_states(precision)[1:], by_muon)
@@ -174,7 +173,7 @@ class UnitOptimizer:
         """The states, each with the boxes that have it, where it begins, and its values."""
         unit, start, first = self.unit, self.unit.optim_start, self.num_muon
         yield PARAM, unit.layout, start, self.master
-        of_muon = muon_boxes(unit.layout) if self.states[MOMENTUM].numel() else ()
+        of_muon = self.muon_boxes
         others = tuple(placed for placed in unit.layout.boxes if placed not in of_muon)
         for name in MOMENTS if others else ():
             layout = replace(unit.layout, boxes=others)
@@ -212,17 +211,21 @@ class ParoOptimizer:
         self._parts = [
             UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
         ]
-        self.muon = None
-        exchange = model.context.matrix_exchange
-        if exchange is not None:
-            self.muon = MuonStep(
-                [part.muon_range for part in self._parts],
+        self.muons = [
+            MuonStep(
+                {
+                    number: part.muon_range
+                    for number, part in enumerate(self._parts)
+                    if part.muon_boxes and part.unit.optim_degree == degree and part.master.numel()
+                },
                 exchange,
                 muon,
                 model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 seed=seed,
             )
+            for degree, exchange in model.context.matrix_exchanges.items()
+        ]
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
@@ -294,14 +297,14 @@ class ParoOptimizer:
     def _in_order(
         self, *, lr: float, weight_decay: float, factor: float
     ) -> Iterator[UnitOptimizer]:
-        """The units, each after Muon has updated its matrices."""
-        if self.muon is None:
-            yield from self._parts
-            return
-        for number in self.muon.update(
-            lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps
-        ):
-            yield self._parts[number]
+        """The units, each bucket of them after Muon has updated this rank's matrices in it."""
+        yield from (part for part in self._parts if not part.muon_boxes)
+        of_unit = {part.unit: part for part in self._parts}
+        for muon in self.muons:
+            for number in muon.update(
+                lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps
+            ):
+                yield from (of_unit[unit] for unit in self._parts[number].unit.bucket)
 
     # Saving and loading #
 

@@ -46,25 +46,24 @@ def is_for_muon(name: str, shape: Shape) -> bool:
     return name.startswith("blocks.") and len(shape) > 1
 
 
-def kept_numels(numel: int, muon_stop: int, degree: int) -> tuple[int, int]:
+def kept_numels(numel: int, muon_stop: int, size: int) -> tuple[int, int]:
     """For how many elements of a unit a rank keeps Muon's states, and for how many AdamW's.
 
-    Muon updates the elements before `muon_stop` of the flat buffer of `numel`. A rank's range may
-    have less of either: all ranks take as much as the one that has most.
+    Muon updates the elements before `muon_stop` of the flat buffer of `numel`. A rank's range, of
+    `size`, may have less of either: all ranks take as much as the one that has most.
     """
-    size = numel // degree
     in_last = max(0, min(size, muon_stop - (numel - size)))
     return min(muon_stop, size), size - in_last
 
 
 def optimizer_bytes(
-    precision: PrecisionConfig, numel: int, muon_stop: int, degree: int, *, has_master: bool
+    precision: PrecisionConfig, numel: int, muon_stop: int, size: int, *, has_master: bool
 ) -> int:
-    """Bytes of a rank's optimizer states of a unit."""
-    by_muon, by_adamw = kept_numels(numel, muon_stop, degree)
+    """Bytes of a rank's optimizer states of a unit, of which it updates `size` elements."""
+    by_muon, by_adamw = kept_numels(numel, muon_stop, size)
     kept = by_muon * bytes_of(muon_states(precision)[1:])
     kept += by_adamw * bytes_of(adamw_states(precision)[1:])
-    return kept + has_master * (numel // degree) * bytes_of([MASTER])
+    return kept + has_master * size * bytes_of([MASTER])
 
 
 def bytes_of(states: Iterable[OptimState]) -> int:

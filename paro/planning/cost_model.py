@@ -15,7 +15,15 @@ from model.units import UnitSpec
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
-from paro.optim.deal import Matrix, Round, deal, moved_numels, muon_places
+from paro.optim.deal import (
+    Matrix,
+    Round,
+    deal,
+    first_of_buckets,
+    moved_numels,
+    muon_places,
+    places_to_deal_to,
+)
 from paro.optim.states import master_is_param, optimizer_bytes
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.formats import FULL_BITS
@@ -45,6 +53,7 @@ class UnitSize:
     matrix_stop: int = 0
     # The matrices that Muon would update: offset, rows and columns.
     matrices: tuple[tuple[int, int, int], ...] = ()
+    dealt: int = 1  # of a bucket: its number of units if it is the first of them, else 0
 
     @property
     def numel(self) -> int:
@@ -54,7 +63,8 @@ class UnitSize:
     def traffic_kind(self) -> tuple[int, ...]:
         """Units of equal kind send the same, as often."""
         often = self.gathers_per_micro_batch, self.reductions_per_micro_batch
-        return self.trainable_numel, self.frozen_numel, self.matrix_stop, self.replicated, *often
+        numels = self.trainable_numel, self.frozen_numel, self.matrix_stop
+        return *numels, self.replicated, self.dealt, *often
 
     @property
     def kind(self) -> UnitKind:
@@ -64,6 +74,7 @@ class UnitSize:
             trains=(True,) * bool(self.trainable_numel) + (False,) * bool(self.frozen_numel),
             borrows=self.borrows,
             backward_needs_weight=self.backward_needs_weight,
+            dealt=self.dealt,
         )
 
 
@@ -161,14 +172,28 @@ def muon_stop(unit: UnitSize, precision: PrecisionConfig) -> int:
     return unit.matrix_stop if unit.matrices and precision.optimizer == "muon" else 0
 
 
-def muon_rounds(units: Iterable[UnitSize], degree: int) -> tuple[Round, ...]:
-    """The rounds in which the matrices of these units are made whole at the optimizer's degree."""
-    found = (
-        Matrix(number, unit.trainable_numel, *place)
-        for number, unit in enumerate(units)
-        for place in unit.matrices
-    )
-    return deal(tuple(found), degree)
+def in_buckets(
+    units: Sequence[UnitSize], strategy: Strategy, precision: PrecisionConfig
+) -> tuple[UnitSize, ...]:
+    """The same units with the buckets in which they are dealt to places."""
+    places = places_to_deal_to(strategy, precision)
+    trained = [unit for unit in units if unit.trainable_numel]
+    kinds = [(unit.trainable_numel, unit.matrices) if unit.matrices else None for unit in trained]
+    dealt = iter(first_of_buckets(kinds, places))
+    return tuple(replace(one, dealt=next(dealt)) if one.trainable_numel else one for one in units)
+
+
+def muon_rounds(units: Iterable[UnitSize], strategy: Strategy) -> dict[int, tuple[Round, ...]]:
+    """A rank's rounds, by the number of ranks over which the matrices are spread.
+
+    Those of a bucket are all groups' alike: of the unit that each has.
+    """
+    found: dict[int, list[Matrix]] = {}
+    for number, unit in enumerate(units):
+        if unit.matrices and unit.dealt:
+            matrices = [Matrix(number, unit.trainable_numel, *place) for place in unit.matrices]
+            found.setdefault(strategy.optim // unit.dealt, []).extend(matrices)
+    return {degree: deal(tuple(matrices), degree) for degree, matrices in found.items()}
 
 
 def exchanged(
@@ -182,18 +207,20 @@ def exchanged(
 
     Ranks send different amounts: without `rank` it is their mean.
     """
-    sent = dict.fromkeys(Link, 0)
-    if precision.optimizer == "muon":
-        ranks = topology.in_order_of_shards(topology.axes_between(1, strategy.optim), rank or 0)
+    total = Sent()
+    by_degree = muon_rounds(units, strategy) if precision.optimizer == "muon" else {}
+    for degree, rounds in by_degree.items():
+        sent = dict.fromkeys(Link, 0)
+        ranks = topology.in_order_of_shards(topology.axes_between(1, degree), rank or 0)
         groups = [one // topology.group_size for one in ranks]
-        moved = moved_numels(muon_rounds(units, strategy.optim), len(ranks))
-        for (holder, owner), numel in moved.items():
+        for (holder, owner), numel in moved_numels(rounds, degree).items():
             link = Link.INTRA if groups[holder] == groups[owner] else Link.INTER
             times = 2 if rank is None else (ranks[holder] == rank) + (ranks[owner] == rank)
             sent[link] += times * numel * BYTES_OF[precision.matrix_wire]
         if rank is None:
-            sent = {link: num_bytes // len(ranks) for link, num_bytes in sent.items()}
-    return Sent(sent[Link.INTRA], sent[Link.INTER])
+            sent = {link: num_bytes // degree for link, num_bytes in sent.items()}
+        total += Sent(sent[Link.INTRA], sent[Link.INTER])
+    return total
 
 
 class Collective(NamedTuple):
@@ -223,13 +250,18 @@ def unit_collectives(
     plan = make_comm_plan(own, topology)
     compute, frozen = BYTES_OF[precision.compute], BYTES_OF[precision.frozen]
     wire, numel = BYTES_OF[precision.wire], unit.trainable_numel
-    updated, codes = (numel * compute, compute), codes_of(unit, own, topology, precision)
+    of_bucket = numel * unit.dealt
+    step_reduce, replicas, gather_updated = (
+        span if unit.dealt else ()
+        for span in (plan.step_reduce, plan.replicas, plan.gather_updated)
+    )
+    updated, codes = (of_bucket * compute, compute), codes_of(unit, own, topology, precision)
     if codes is not None:
         updated = codes.range_bytes * own.optim, 1
     gather, reduce = (Use.GATHER, Op.ALL_GATHER), (Use.REDUCE, Op.REDUCE_SCATTER)
     summed: tuple[Collective, ...] = (
-        Collective(*reduce, plan.step_reduce, numel * wire, wire),
-        Collective(Use.REDUCE, Op.ALL_REDUCE, plan.replicas, numel * wire, wire),
+        Collective(*reduce, step_reduce, of_bucket * wire, wire),
+        Collective(Use.REDUCE, Op.ALL_REDUCE, replicas, of_bucket * wire, wire),
     )
     codes = gradient_codes_of(unit, own, topology, precision)
     if codes is not None:
@@ -247,7 +279,7 @@ def unit_collectives(
         ),
         (Verb.REDUCE, True): (Collective(*reduce, plan.reduce, numel * wire, wire),),
         (Verb.STEP_REDUCE, True): summed,
-        (Verb.GATHER_UPDATED, True): (Collective(*gather, plan.gather_updated, *updated),),
+        (Verb.GATHER_UPDATED, True): (Collective(*gather, gather_updated, *updated),),
     }
 
 
@@ -344,7 +376,8 @@ def model_state_bytes(
         params += unit.frozen_numel // placed.params * BYTES_OF[precision.frozen]
         grads += unit.trainable_numel // placed.grads * BYTES_OF[precision.accumulate]
         numel, stop = unit.trainable_numel, muon_stop(unit, precision)
-        optim += optimizer_bytes(precision, numel, stop, placed.optim, has_master=has_master)
+        size = numel * unit.dealt // placed.optim
+        optim += optimizer_bytes(precision, numel, stop, size, has_master=has_master)
     return ModelStateBytes(params=params, grads=grads, optim=optim)
 
 
@@ -356,7 +389,7 @@ def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
     found: dict[tuple[object, ...], UnitSize] = {}
     for unit in units:
         # Where Muon updates a part of a unit, only equal units add up.
-        alike = (unit.trainable_numel, unit.matrices) if unit.matrices else ()
+        alike = (unit.trainable_numel, unit.matrices, unit.dealt) if unit.matrices else ()
         before = found.get((unit.replicated, alike))
         found[unit.replicated, alike] = replace(
             unit,
@@ -365,36 +398,3 @@ def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
             matrix_stop=unit.matrix_stop + (before.matrix_stop if before else 0),
         )
     return tuple(found.values())
-
-
-def describe_placement(
-    strategy: Strategy, topology: Topology, states: ModelStateBytes
-) -> tuple[str, ...]:
-    """A table of the states: degree, number of copies, ranks of each full copy, MB per rank."""
-    letters = {1: "N", topology.group_size: "I", topology.world_size: "G"}
-    rows = [("state", "level", "degree", "copies", "a full copy on ranks", "MB per rank")]
-    for state, degree in zip(("params", "grads", "optim"), strategy.degrees, strict=True):
-        rows.append(
-            (
-                "optimizer" if state == "optim" else state,
-                letters.get(degree, "-"),
-                str(degree),
-                str(topology.world_size // degree),
-                _copies(degree, topology.world_size),
-                f"{getattr(states, state) / 1e6:.2f}",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return tuple(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def _copies(degree: int, world_size: int) -> str:
-    """The ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
-    copies = [
-        f"{first}-{first + degree - 1}" if degree > 1 else str(first)
-        for first in range(0, world_size, degree)
-    ]
-    return " ".join(copies if len(copies) <= 4 else [*copies[:2], "..", copies[-1]])

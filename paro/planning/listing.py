@@ -62,6 +62,7 @@ _CODED = {
     ),
     Verb.GATHER_UPDATED: ("all-gather codes of updated {}",),
 }
+_OF_BUCKET = (Verb.STEP_REDUCE, Verb.GATHER_UPDATED)
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before what is alive
 _WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)
@@ -123,6 +124,8 @@ def step_lines(
         yield "    before the updates, Muon's rounds send " + (
             f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
         )
+    if any(unit.dealt > 1 for unit in tally.units):
+        yield "    of the blocks that it reduces in one step reduce-scatter it updates one"
     if not overlaps:
         yield "    nothing overlaps: every collective is waited for where it is queued"
     widths = [max(map(len, c)) for c in zip(*(cells for cells in lines if cells[1:]), strict=True)]
@@ -182,6 +185,7 @@ class _Follower:
         self._buffers = [
             (index, trains) for index, unit in enumerate(tally.units) for trains in unit.kind.trains
         ]
+        self._trained = [index for index, trains in self._buffers if trains]
         given = tally.strategy, topology, tally.precision
         self._collectives = [unit_collectives(unit, *given) for unit in tally.units]
         self._in_flight: set[tuple[Verb, int]] = set()
@@ -205,7 +209,11 @@ class _Follower:
             buffer, name = self.tally.computing(action)
             return self._buffers[buffer][0], name, True
         unit, trains = self._buffers[action[1]]
-        return unit, self.tally.units[unit].name + ("" if trains else " (frozen)"), trains
+        of_unit = self.tally.units[unit]
+        if action[0] in _OF_BUCKET and of_unit.dealt > 1:
+            last = self._trained[self._trained.index(unit) + of_unit.dealt - 1]
+            return unit, f"{of_unit.name} to {self.tally.units[last].name}", trains
+        return unit, of_unit.name + ("" if trains else " (frozen)"), trains
 
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
         verb, number = action[0], action[1]
@@ -285,7 +293,12 @@ class _Follower:
             )
             for both in plan.micro_batches
         )
-        trained = {self.tally.units[unit].name for unit, trains in self._buffers if trains}
+        trained = {self.tally.units[unit].name for unit in self._trained}
+        buckets = {
+            self._of((Verb.STEP_REDUCE, number))[1]
+            for number, (unit, trains) in enumerate(self._buffers)
+            if trains and self.tally.units[unit].dealt
+        }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):
             for how, found in (("also", sent - last), ("not", last - sent)):
@@ -295,6 +308,6 @@ class _Follower:
                         for (own, unit), count in found.items()
                         if own == words
                     ]
-                    all_of_them = {*units} == trained
+                    all_of_them = {*units} in (trained, buckets)
                     listed = "all that trains" if all_of_them else ", ".join(units)
                     yield f"  {name}, {how}: {words.format(listed)}"

@@ -133,7 +133,7 @@ class DistributedModel:
         Also removes the model's hooks: autograd keeps them alive, and they reference this object.
         """
         self.context.collectives.close()
-        for more in (self.context.coded_reduction, self.context.matrix_exchange):
+        for more in (self.context.coded_reduction, *self.context.matrix_exchanges.values()):
             if more is not None:
                 more.close()
         while self._handles:

@@ -12,7 +12,7 @@ from paro.distributed.timers import Timers
 from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.wrap import UnitModule
-from paro.step.actions import Action, StepShape, Verb, number_buffers
+from paro.step.actions import Action, Buckets, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -35,7 +35,8 @@ class ShardedModel(DistributedModel):
         units = [unit for module in modules for unit in module.own]
         kinds = [module.kind for module in modules]
         numbered = number_buffers(kinds)
-        updating = UpdatingPolicy([unit.needed for unit in numbered], updated_ahead)
+        needed = [unit.needed for unit in numbered]
+        updating = UpdatingPolicy(needed, updated_ahead, Buckets(numbered))
         super().__init__(model, units, MicroBatchState(), timers, updating)
         strategy = self.context.strategy
         self._policy = GatheringPolicy(

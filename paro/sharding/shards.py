@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from paro.quantization.formats import FULL_BITS
 from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
 from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
 from paro.strategy import CommPlan, Strategy
-from paro.topology import Topology, nested_range, split_by_link
+from paro.topology import AxisSpan, Topology, nested_range, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,8 @@ class ShardingContext:
     inter_grad_bits: int = FULL_BITS  # of gradients that cross groups once a step
     inter_grad_error_feedback: bool = False  # what their codes lose is added to later ones
     coded_reduction: CodedReduction | None = None  # if gradients have codes
-    matrix_exchange: MatrixExchange | None = None  # if Muon updates matrices
+    # If Muon updates matrices: by the number of ranks over which these are spread.
+    matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
     exposure: Exposure
 
@@ -69,6 +71,9 @@ class UnitShards:
             dtype=context.accumulate_dtype,
             device=device,
         )
+        # Units with one step reduce-scatter and all-gather of updated parameters, and their shards.
+        self.bucket: tuple[UnitShards, ...] = (self,)
+        self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
         self.coded_update = self._coded_update() if trainable else None
         self._grad_codes = self._codes_of_gradients() if trainable else None
         self.grad_errors = self._grad_errors()
@@ -148,7 +153,9 @@ class UnitShards:
     @property
     def optim_start(self) -> int:
         """Offset of the optimizer's range in the unit's flat buffer, in elements."""
-        return self._start_at(self.context.strategy.optim)
+        return (
+            self.param_start + self._own(self.param_shard, self.context.comm_plan.gather_updated)[0]
+        )
 
     def _start_at(self, degree: int) -> int:
         context = self.context
@@ -156,13 +163,32 @@ class UnitShards:
 
     @property
     def optim_param(self) -> Tensor:
-        """The optimizer's range of `param_shard`, as a view."""
-        return shard_in(self.param_shard, self.context.comm_plan.gather_updated, self.context.rank)
+        """The optimizer's range of `param_shard`, as a view; in a bucket all of it, or nothing."""
+        begin, end = self._own(self.param_shard, self.context.comm_plan.gather_updated)
+        return self.param_shard[begin:end]
 
     @property
     def optim_grad(self) -> Tensor:
-        """The optimizer's range of `grad_shard`, as a view."""
-        return shard_in(self.grad_shard, self.context.comm_plan.step_reduce, self.context.rank)
+        """The optimizer's range of `grad_shard`, as a view; in a bucket all of it, or nothing."""
+        begin, end = self._own(self.grad_shard, self.context.comm_plan.step_reduce)
+        return self.grad_shard[begin:end]
+
+    def _own(self, shard: Tensor, span: AxisSpan) -> tuple[int, int]:
+        """Where this rank's range of the bucket, at the span's fine degree, is in a shard."""
+        size, number = shard.numel(), self.bucket.index(self)
+        own = nested_range(span, self.context.rank, size * len(self.bucket))
+        begin, end = (min(max(0, at - number * size), size) for at in own)
+        return begin, end
+
+    @property
+    def dealt(self) -> int:
+        """The number of units of its bucket if it is the first, else 0."""
+        return len(self.bucket) if self.bucket[0] is self else 0
+
+    @property
+    def optim_degree(self) -> int:
+        """Over how many ranks its optimizer state is spread."""
+        return self.context.strategy.optim // len(self.bucket)
 
     # Communication once a step #
 
@@ -181,7 +207,9 @@ class UnitShards:
         span, collectives = self.context.comm_plan.gather_updated, self.context.collectives
         with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
             if not self._is_encoded:
-                self._updated = collectives.all_gather(self.param_shard, span)
+                updated = collectives.all_gather(self._params_of_bucket, span)
+                for unit in self.bucket:
+                    unit._updated = updated
                 return
             assert self.coded_update is not None, f"{self.name} has no codes"
             gathered = collectives.all_gather(self.coded_update.encoded, span)
@@ -193,10 +221,14 @@ class UnitShards:
         self._updated = DONE
 
     def step_reduce(self) -> None:
-        """Queues the step's gradient reductions, after those of the last micro-batch."""
+        """Queues the step's gradient reductions of a bucket, after those of the last micro-batch.
+
+        Backward ends with the bucket's first unit: its own stream has reduced the others before it.
+        """
         with self.context.exposure.submitting(WaitKind.REDUCE):
-            self._reduced = self._sum_over_world(self._reduced)
-        self._fresh = True
+            reduced = self._sum_over_world(self._reduced)
+        for unit in self.bucket:
+            unit._reduced, unit._fresh = reduced, True
 
     def _sum_over_world(self, event: Event) -> Event:
         """Queues, after `event`, the step's gradient reduce-scatter and replica all-reduce."""
@@ -214,14 +246,28 @@ class UnitShards:
                 errors=self.grad_errors,
             )
             return context.coded_reduction.reduce(gradients, self.optim_grad, after=event)
-        event = collectives.reduce_scatter(
-            self.grad_shard, comm_plan.step_reduce, comm_dtype, after=event
-        )
-        return collectives.all_reduce(self.optim_grad, comm_plan.replicas, comm_dtype, after=event)
+        span, grads = comm_plan.step_reduce, self._grads_of_bucket
+        event = collectives.reduce_scatter(grads, span, comm_dtype, after=event)
+        own = shard_in(grads, span, context.rank)
+        return collectives.all_reduce(own, comm_plan.replicas, comm_dtype, after=event)
 
     def wait_reduced(self) -> None:
         self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
         self._reduced = DONE
+
+    def lead(self, units: Sequence[UnitShards]) -> None:
+        """Makes one bucket of this unit and those that follow it, which are laid out alike.
+
+        There are as many as the step reduce-scatter has ranks: each updates one unit's shard.
+        """
+        bucket, size = (self, *units), self.grad_shard.numel()
+        params = torch.cat([unit.param_shard for unit in bucket])
+        grads = torch.cat([unit.grad_shard for unit in bucket])
+        assert params.numel() == grads.numel() == size * len(bucket), f"{self.name} leads others"
+        for number, unit in enumerate(bucket):
+            part = slice(number * size, (number + 1) * size)
+            unit.param_shard, unit.grad_shard = params[part], grads[part]
+            unit.bucket, unit._params_of_bucket, unit._grads_of_bucket = bucket, params, grads
 
 
 def param_dtype(context: ShardingContext, trainable: bool) -> torch.dtype:

@@ -25,12 +25,17 @@ class UnitModule:
 
 
 def make_unit_modules(
-    model: nn.Module, specs: Sequence[UnitSpec], context: ShardingContext
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    context: ShardingContext,
+    dealt: Mapping[str, int] | None = None,
 ) -> list[UnitModule]:
     """The unit modules of a model built on the meta device, with parameters bound to buffers.
 
-    Parameters keep their names and `requires_grad`; only the shards are allocated.
+    Parameters keep their names and `requires_grad`; only the shards are allocated. Units are
+    `dealt` in buckets (`Buckets`), or each is one.
     """
+    dealt = dealt or {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     own_units: dict[str, tuple[ShardedUnit, ...]] = {}
     seen: set[str] = set()
@@ -40,6 +45,10 @@ def make_unit_modules(
         seen |= parameters.keys()
         own_units[spec.name] = tuple(make_units(spec.name, parameters, context))
     assert seen == set(names.values()), f"in no unit: {set(names.values()) - seen}"
+    trained = [unit for units in own_units.values() for unit in units if unit.trainable]
+    for index, unit in enumerate(trained):
+        if dealt.get(unit.name, 1) > 1:
+            unit.lead(trained[index + 1 : index + dealt[unit.name]])
     bound = bind_empty(model, context)
     for unit in (unit for units in own_units.values() for unit in units):
         unit.bind(bound)
@@ -50,6 +59,7 @@ def make_unit_modules(
                 trains=tuple(unit.trainable for unit in own_units[spec.name]),
                 borrows=spec.borrows,
                 backward_needs_weight=spec.backward_needs_weight,
+                dealt=dealt.get(spec.name, 1),
             ),
             wrapped=model.get_submodule(spec.name),
             own=own_units[spec.name],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -64,6 +64,7 @@ class UnitKind:
     trains: tuple[bool, ...]  # of each of its buffers: whether its parameters train
     borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
     backward_needs_weight: bool = True
+    dealt: int = 1  # of its buffer that trains: see `Buckets`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class StepUnit:
     frozen: tuple[int, ...]
     borrowed: tuple[int, ...]
     backward_needs_weight: bool
+    dealt: int
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -97,9 +99,35 @@ def number_buffers(kinds: Sequence[UnitKind]) -> tuple[StepUnit, ...]:
             ),
             borrowed=tuple(buffer for name in kind.borrows for buffer in own[name]),
             backward_needs_weight=kind.backward_needs_weight,
+            dealt=kind.dealt,
         )
         for kind in kinds
     )
+
+
+class Buckets:
+    """Buffers that train, in buckets: the collectives of a step's end are one for a whole bucket.
+
+    A unit's `dealt` is 1 if its buffer is a bucket, the number of buffers if its own is the first
+    of several, which follow it, and 0 if it is another one of these.
+    """
+
+    def __init__(self, units: Iterable[StepUnit] = ()) -> None:
+        trained = [(unit.dealt, buffer) for unit in units for buffer in unit.trainable]
+        self._bucket_of: dict[int, tuple[int, ...]] = {}
+        for index, (dealt, _) in enumerate(trained):
+            bucket = tuple(buffer for _, buffer in trained[index : index + dealt])
+            self._bucket_of |= dict.fromkeys(bucket, bucket)
+        self._ready: set[int] = set()
+
+    def add(self, buffer: int) -> list[int]:
+        """The first buffer of a bucket, which stands for it, once all of its buffers are ready."""
+        bucket = self._bucket_of.get(buffer, (buffer,))
+        self._ready.add(buffer)
+        if not self._ready.issuperset(bucket):
+            return []
+        self._ready.difference_update(bucket)
+        return [bucket[0]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from paro.step.actions import Action, StepShape, Verb
+from paro.step.actions import Action, Buckets, StepShape, Verb
 from paro.step.updating import UpdatingPolicy
 
 MAX_WHOLE_GRADS = 2  # where reductions overlap with the backward of other units
@@ -54,6 +54,7 @@ class GatheringPolicy:
         self._whole: set[int] = set()  # buffers with whole parameters
         self._casts_stay = False  # until the end of the step
         self._reducing: deque[int] = deque()  # buffers with whole gradients
+        self._reduced = Buckets(units)
         # Of the current micro-batch:
         self._last = False  # it is the last one of its step
         self._held = [False] * len(units)  # for backward
@@ -202,7 +203,7 @@ class GatheringPolicy:
         """All gradients of a buffer have arrived."""
         actions = [(Verb.REDUCE, buffer)]
         if self._last:
-            actions.append((Verb.STEP_REDUCE, buffer))
+            actions += [(Verb.STEP_REDUCE, bucket) for bucket in self._reduced.add(buffer)]
         index = self._unit_of[buffer]
         self._to_arrive[index] -= 1
         return actions + self._release_if_done(index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import Action, Move, StepShape, UnitKind, Verb, number_buffers
+from paro.step.actions import Action, Buckets, Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -43,7 +43,8 @@ def step_plan(
     All-gathers of updated parameters are queued `updated_ahead` units ahead of their first use;
     None: at once.
     """
-    updating = UpdatingPolicy([unit.needed for unit in shape.units], updated_ahead)
+    needed = [unit.needed for unit in shape.units]
+    updating = UpdatingPolicy(needed, updated_ahead, Buckets(shape.units))
     policy = GatheringPolicy(shape, updating)
     update: list[UnitActions] = [*updates(shape.trainable, updating)]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]

@@ -13,28 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paro.step.actions import Action, Verb
+from paro.step.actions import Action, Buckets, Verb
 
 
 class UpdatingPolicy:
     """Answers the events of updates and forwards with the all-gathers to queue, in order.
 
     `needed` are the buffers that each unit, or rotating part, reads, in forward order. With `ahead`
-    None all-gathers are queued at once.
+    None all-gathers are queued at once. A bucket's first use is that of its first buffer.
     """
 
-    def __init__(self, needed: Sequence[Iterable[int]], ahead: int | None) -> None:
+    def __init__(
+        self, needed: Sequence[Iterable[int]], ahead: int | None, buckets: Buckets | None = None
+    ) -> None:
         self._first_use: dict[int, int] = {}
         for index, buffers in enumerate(needed):
             for buffer in buffers:
                 self._first_use.setdefault(buffer, index)
         self._num_units = len(needed)
         self._ahead = self._num_units if ahead is None else ahead
-        self._updated: list[int] = []  # buffers whose all-gather is not queued yet
+        self._buckets = buckets or Buckets()
+        self._updated: list[int] = []  # buffers, or buckets, whose all-gather is not queued yet
 
     def updated(self, buffer: int) -> list[Action]:
         """After the update of a buffer."""
-        self._updated.append(buffer)
+        self._updated += self._buckets.add(buffer)
         return self._queue(self._ahead - 1)
 
     def before_forward(self, index: int) -> list[Action]:

@@ -35,8 +35,10 @@ from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
+from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
 from paro.planning.machine.choice import choice_by, pieces_by
 from paro.planning.machine.files import machine_to_json
+from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
 from paro.report.record import RunFacts
@@ -129,7 +131,8 @@ def _spread(
     sharding, context = config.sharding, _sharding_context(config, control, links)
     units, ahead = sharding.prefetch_units, sharding.updated_ahead
     if sharding.materialize != "rotate":
-        nodes = make_unit_modules(model, model.units(), context)
+        dealt = {unit.name: unit.dealt for unit in _units_of(config)}
+        nodes = make_unit_modules(model, model.units(), context, dealt)
         return ShardedModel(model, nodes, timers, prefetch_units=units, updated_ahead=ahead)
     ring = make_ring(
         config.strategy.params,
@@ -170,7 +173,7 @@ def _sharding_context(config: RunConfig, control: Control, links: Links) -> Shar
         inter_grad_bits=precision.inter_grad_bits,
         inter_grad_error_feedback=precision.inter_grad_error_feedback,
         coded_reduction=_coded_reduction(config, topology, rank, links),
-        matrix_exchange=_matrix_exchange(config, topology, rank, links),
+        matrix_exchanges=_matrix_exchanges(config, topology, rank, links),
         ledger=Ledger(),
         exposure=links.exposure,
     )
@@ -208,15 +211,23 @@ def _spans(config: RunConfig, topology: Topology) -> dict[Use, frozenset[AxisSpa
     return spans_by_use(make_comm_plan(config.strategy, topology), coded_gradients=has_codes)
 
 
-def _matrix_exchange(
+def _units_of(config: RunConfig) -> tuple[UnitSize, ...]:
+    """The units of a model that is not rotated."""
+    trains, world_size = config.trained.__contains__, config.world.size
+    units = units_of(config.model, world_size=world_size, is_trained=trains)
+    return in_buckets(units, config.strategy, config.precision)
+
+
+def _matrix_exchanges(
     config: RunConfig, topology: Topology, rank: int, links: Links
-) -> MatrixExchange | None:
-    """What makes matrices whole for Muon, if it updates them."""
+) -> dict[int, MatrixExchange]:
+    """What makes matrices whole for Muon, if it updates them, by over how many ranks."""
     if config.precision.optimizer != "muon":
-        return None
-    return make_matrix_exchange(
-        topology.axes_between(1, config.strategy.optim), topology, rank, links
-    )
+        return {}
+    return {
+        degree: make_matrix_exchange(topology.axes_between(1, degree), topology, rank, links)
+        for degree in muon_rounds(_units_of(config), config.strategy)
+    }
 
 
 def _coded_reduction(

@@ -8,17 +8,14 @@ from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.optim.deal import muon_places, newton_schulz_flops
-from paro.planning.cost_model import (
-    UnitSize,
-    describe_placement,
-    model_state_bytes,
-)
+from paro.planning.cost_model import ModelStateBytes, UnitSize, model_state_bytes
 from paro.planning.survival import Survival, survival
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
 from paro.text import count_text, ranks_text, size_text
+from paro.topology import Topology
 from paro.training.planned_time import workload_of
 from paro.training.step import Training
 
@@ -55,6 +52,39 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     ]
 
 
+def describe_placement(
+    strategy: Strategy, topology: Topology, states: ModelStateBytes
+) -> tuple[str, ...]:
+    """A table of the states: degree, number of copies, ranks of each full copy, MB per rank."""
+    letters = {1: "N", topology.group_size: "I", topology.world_size: "G"}
+    rows = [("state", "level", "degree", "copies", "a full copy on ranks", "MB per rank")]
+    for state, degree in zip(("params", "grads", "optim"), strategy.degrees, strict=True):
+        rows.append(
+            (
+                "optimizer" if state == "optim" else state,
+                letters.get(degree, "-"),
+                str(degree),
+                str(topology.world_size // degree),
+                _copies(degree, topology.world_size),
+                f"{getattr(states, state) / 1e6:.2f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return tuple(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _copies(degree: int, world_size: int) -> str:
+    """The ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
+    copies = [
+        f"{first}-{first + degree - 1}" if degree > 1 else str(first)
+        for first in range(0, world_size, degree)
+    ]
+    return " ".join(copies if len(copies) <= 4 else [*copies[:2], "..", copies[-1]])
+
+
 def _sharing(config: RunConfig, device_type: str) -> list[str]:
     """A line about the ranks that share samples, and one if they should in another way."""
     context, world = config.context, config.world
@@ -76,17 +106,23 @@ def _sharing(config: RunConfig, device_type: str) -> list[str]:
 
 def _muon(config: RunConfig, training: Training) -> list[str]:
     """How Muon's matrices are dealt."""
-    if training.optimizer.muon is None or not training.optimizer.muon.rounds:
-        return []
-    rounds, places = training.optimizer.muon.rounds, config.strategy.optim
-    steps = config.muon.muon_num_ns_steps
-    longest, total = newton_schulz_flops(rounds, steps)
-    return [
-        f"> Muon: {sum(map(len, rounds))} matrices of blocks are made whole on "
-        f"{count_text(places, 'rank')} in {count_text(len(rounds), 'round')}; Newton-Schulz takes "
-        f"{total:.4e} FLOPs a step, and the longest of every round together "
-        f"{longest * places / total:.2f} times what a rank has on average"
-    ]
+    exchanges = training.model.context.matrix_exchanges
+    steps, lines = config.muon.muon_num_ns_steps, []
+    for degree, muon in zip(exchanges, training.optimizer.muons, strict=True):
+        rounds, others = muon.rounds, config.strategy.optim // degree - 1
+        longest, total = newton_schulz_flops(rounds, steps)
+        blocks = len({dealt.matrix.unit for one in rounds for dealt in one})
+        each = "group" if degree == config.world.group_size else "such set"
+        elsewhere = f", as many of other blocks in {count_text(others, f'other {each}')}"
+        elsewhere = elsewhere if others else ""
+        lines.append(
+            f"> Muon: {sum(map(len, rounds))} matrices of {count_text(blocks, 'block')} are made "
+            f"whole on {count_text(degree, 'rank')} in {count_text(len(rounds), 'round')}"
+            f"{elsewhere}; Newton-Schulz takes {total * (others + 1):.4e} FLOPs a "
+            f"step, and the longest of every round together {longest * degree / total:.2f} times "
+            "what a rank has on average"
+        )
+    return lines
 
 
 def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
@@ -126,6 +162,7 @@ def measured_units(training: Training) -> tuple[UnitSize, ...]:
             num_slices=unit.layout.num_slices,
             matrix_stop=unit.layout.decayed_stop,
             matrices=muon_places(unit.layout) if unit.trainable else (),
+            dealt=unit.dealt,
         )
         for unit in training.model.units
     )
@@ -144,8 +181,10 @@ def check_placement(config: RunConfig, training: Training) -> None:
         strategy = replicated(config.strategy) if replicates else config.strategy
         for state, degree in _degrees(unit, strategy).items():
             size = unit.layout.numel // degree
-            ranges = Counter(held[number][state] for held in everywhere)
-            copies = training.control.world.size // degree
+            ranges = Counter(held[number][state] for held in everywhere if held[number][state][1])
+            copies = training.control.world.size // (
+                strategy.optim if state == "optimizer" else degree
+            )
             wanted = {(index * size, size): copies for index in range(degree)}
             assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
     total = model_state_bytes(config.strategy, sizes, config.precision).total
@@ -156,7 +195,7 @@ def check_placement(config: RunConfig, training: Training) -> None:
 def _degrees(unit: UnitShards, strategy: Strategy) -> dict[str, int]:
     if not unit.trainable:
         return {"params": strategy.params}
-    return {"params": strategy.params, "grads": strategy.grads, "optimizer": strategy.optim}
+    return {"params": strategy.params, "grads": strategy.grads, "optimizer": unit.optim_degree}
 
 
 def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:

@@ -123,6 +123,8 @@ MUTATIONS = (
         "self._sum_over_world(DONE)",
         "IIG",
     ),
+    Mutation(UnitShards, "step_reduce", "_fresh = reduced,", "_fresh = DONE,", "IIG", MUON),
+    Mutation(UnitShards, "gather_updated", "unit._updated = updated", "pass", "IIG", MUON),
     Mutation(
         NativeCollectives,
         "all_gather",
@@ -194,7 +196,7 @@ CAUGHT = {
     "collectives.pipelined PipelinedCollectives._submit: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
-    "collectives.wire Wire.trade: Pending(work, operation.tensor, transfer).wait()": ("IIG", MUON),
+    "collectives.wire Wire.trade: Pending(work, operation.tensor, transfer).wait()": ("GGG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
     "optim.matrices MuonStep._scatter: self._exposure.wait(WaitKind.REDUCE, moving.event)": (
         "IIG",

@@ -16,7 +16,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.world import World
-from paro.planning.cost_model import traffic_per_step
+from paro.planning.cost_model import in_buckets, traffic_per_step
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, make_topology
@@ -35,6 +35,7 @@ DROPPING = f"{LORA} --lora-dropout 0.3 --lora-target-modules all-linear"
 MODERN = "--add-qkv-bias --qk-layernorm"
 COMPILED = "--torch-compile aot_eager"
 MUON = "--optimizer muon --muon-fp32-matmul-prec highest"
+FIVE = "--num-layers 5"  # blocks, of which 4 groups have one each, and one is left over
 INDUCTOR = "--torch-compile inductor"
 
 # The same global batch and number of micro-batches on any world size.
@@ -78,10 +79,11 @@ def assert_formulas(
     topology = make_topology(
         world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
     )
+    units = config.trainable.units(config.model, world_size=world_size)
     expected = traffic_per_step(
         config.strategy,
         topology,
-        config.trainable.units(config.model, world_size=world_size),
+        in_buckets(units, config.strategy, config.precision),
         config.precision,
         config.batches.num_micro_batches_at(0),
         rank=rank,
@@ -185,7 +187,15 @@ def test_strategies_train_as_one_process_does(
             ],
         ),
         (6, 3, [("IIG", ""), ("GGG", ""), ("III", "")]),
-        (6, 2, [("IIG", ""), ("2,2,6", "")]),
+        (6, 2, [("IIG", ""), ("2,2,6", "--paro-prefetch-units 2 --paro-updated-ahead 3")]),
+        (
+            8,
+            2,
+            [
+                ("IIG", f"{FIVE} --paro-collective ho-ring"),
+                ("2,2,4", f"{FIVE} --group-query-attention --num-query-groups 1"),
+            ],
+        ),
     ],
 )
 def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(

@@ -109,7 +109,11 @@ def _trained_bytes(workload: Workload) -> int:
     precision = workload.precision
     return sum(
         optimizer_bytes(
-            precision, unit.trainable_numel, muon_stop(unit, precision), 1, has_master=True
+            precision,
+            unit.trainable_numel,
+            muon_stop(unit, precision),
+            unit.trainable_numel,
+            has_master=True,
         )
         for unit in workload.units
     )

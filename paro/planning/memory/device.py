@@ -32,7 +32,7 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
-from paro.planning.cost_model import UnitSize, unit_collectives
+from paro.planning.cost_model import UnitSize, muon_rounds, unit_collectives
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
@@ -164,7 +164,7 @@ def nccl_communication(
         spans = rotation_spans(strategy, topology)
     groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
-    has_rounds = precision.optimizer == "muon" and strategy.optim > 1
+    rounds = muon_rounds(units, strategy) if precision.optimizer == "muon" else {}
     given = strategy, topology, precision
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for one in (
@@ -184,7 +184,7 @@ def nccl_communication(
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
     return Communication(
-        num_groups=sum(map(len, groups.values())) + len(exchange) + rotates + has_rounds,
+        num_groups=sum(map(len, groups.values())) + len(exchange) + rotates + len({*rounds} - {1}),
         buffer_bytes=sum(largest.values()),
     )
 

@@ -94,8 +94,9 @@ class Point(NamedTuple):
         of_updated = 0 if accumulate == "fp32" else 4
         found = self.transient + self.converted // strategy.grads * of_converted
         if self.of_muon:
-            rounds = muon_rounds(self.of_muon, strategy.optim)
-            found += most_bytes(rounds, strategy.optim, BYTES_OF[precision.matrix_wire])
+            wire_bytes = BYTES_OF[precision.matrix_wire]
+            by_degree = muon_rounds(self.of_muon, strategy).items()
+            found += max(most_bytes(rounds, degree, wire_bytes) for degree, rounds in by_degree)
         return found + self.updated // strategy.optim * of_updated
 
 
@@ -184,7 +185,8 @@ class StepTally:
             if verb is Verb.UPDATE:
                 of_muon = self.units if self.precision.optimizer == "muon" else ()
                 return Point("the update", updated=unit.trainable_numel, of_muon=of_muon)
-            return Point(f"the reduction of {unit.name}", converted=unit.trainable_numel)
+            converted = unit.trainable_numel * unit.dealt
+            return Point(f"the reduction of {unit.name}", converted=converted)
         return Point()
 
     def _compute(self, verb: Verb, index: int) -> Point:

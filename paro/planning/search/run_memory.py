@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
-from paro.planning.cost_model import UnitSize, code_bytes, merged, model_state_bytes
+from paro.optim.deal import places_to_deal_to
+from paro.planning.cost_model import (
+    UnitSize,
+    code_bytes,
+    in_buckets,
+    merged,
+    model_state_bytes,
+)
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import (
@@ -60,7 +67,12 @@ class RunPlan:
         """Plans of equal kind have the same actions in a step."""
         params, grads, _ = self.strategy.degrees
         degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
-        return self.trained, self.recompute, self.materialize, degrees
+        return self.trained, self.recompute, self.materialize, degrees, self.places
+
+    @property
+    def places(self) -> int:
+        """How many units with Muon's matrices form a bucket."""
+        return places_to_deal_to(self.strategy, self.precision)
 
     @property
     def config(self) -> LlamaConfig:
@@ -101,7 +113,7 @@ class RunMemory:
         rotates = plan.materialize.rotates
         rotated_over = plan.strategy.params if rotates else 1
         recompute = plan.recompute if rotates else None  # then it sends weights once more
-        key = (plan.trained, rotated_over, plan.materialize.in_place, recompute)
+        key = (plan.trained, rotated_over, plan.materialize.in_place, recompute, plan.places)
         if key not in self._units:
             units = units_of(
                 plan.config,
@@ -110,6 +122,7 @@ class RunMemory:
                 rotated_over=rotated_over,
                 in_place=plan.materialize.in_place,
             )
+            units = in_buckets(units, plan.strategy, plan.precision)
             kinds = {unit.traffic_kind: unit for unit in units}
             self._units[key] = units, merged(units), tuple(kinds.values())
         return self._units[key]

@@ -180,7 +180,7 @@ class CommCosts:
                 coded = unit.trainable_numel // outside * (CODING_BYTES + feedback)
                 finished = (self._coded("code", first, coded), *finished)
             if wire != accumulate:  # before and after
-                converted = (grads + optim) * (wire + accumulate)
+                converted = (grads + optim) * unit.dealt * (wire + accumulate)
                 finished = (self._copied("convert", first, converted), *finished)
             queued[Verb.STEP_REDUCE] = finished
         if gathered and updated.is_coded:

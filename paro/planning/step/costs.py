@@ -124,11 +124,11 @@ class StepCosts:
         For the default number of its steps, and bytes as ranks send them on average.
         """
         comm = self.comm_costs
-        if comm.precision.optimizer != "muon" or not (
-            rounds := muon_rounds(comm.units, comm.strategy.optim)
-        ):
+        if comm.precision.optimizer != "muon":
             return 0.0
-        flops, _ = newton_schulz_flops(rounds, MuonConfig().muon_num_ns_steps)
+        steps = MuonConfig().muon_num_ns_steps
+        by_degree = muon_rounds(comm.units, comm.strategy)
+        flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in by_degree.values())
         computing = flops / self.device.sustained_flops
         sent = exchanged(comm.units, comm.strategy, comm.topology, comm.precision)
         links = ((self.machine.intra, sent.intra), (self.machine.inter, sent.inter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,15 +72,23 @@ def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) 
         assert part.losses == pytest.approx(there[0].losses, rel=TOLERANCE), pair
 
 
-@pytest.mark.parametrize("index", FEW[:2])
-@pytest.mark.parametrize("more", [ROUNDED, f"{MUON} {ROUNDED}"])
-def test_states_of_other_kinds_reshard(tmp_path: Path, index: int, more: str) -> None:
+# Of 3 blocks, 2 groups update one each and share the third, 3 groups update one each.
+BUCKETS = [Setting(world_size=n, group_size=2, strategy="IIG") for n in (4, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("pair", "more"),
+    [
+        *((PAIRS[index], ROUNDED) for index in FEW[:2]),
+        *((Pair(*two, asynchronous=True), f"{MUON} {ROUNDED}") for two in pairwise(BUCKETS)),
+    ],
+)
+def test_states_of_other_kinds_reshard(tmp_path: Path, pair: Pair, more: str) -> None:
     """Random bits of later steps too: with others, losses would differ by more."""
     before, after = (
-        replace(setting, more=more, collective="native")
-        for setting in (PAIRS[index].before, PAIRS[index].after)
+        replace(setting, more=more, collective="native") for setting in (pair.before, pair.after)
     )
-    check(replace(PAIRS[index], before=before, after=after), tmp_path)
+    check(replace(pair, before=before, after=after), tmp_path)
 
 
 def test_ranks_that_share_samples_may_be_others_after_a_resume(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,14 +16,24 @@ from model.config import LLAMA_PRESETS
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
-from paro.optim.deal import Matrix, deal, most_bytes, moved_numels, newton_schulz_flops
+from paro.optim.deal import (
+    Matrix,
+    deal,
+    first_of_buckets,
+    most_bytes,
+    moved_numels,
+    newton_schulz_flops,
+)
 from paro.optim.matrices import muon_update, newton_schulz
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
-from paro.planning.cost_model import muon_rounds
+from paro.planning.cost_model import in_buckets, muon_rounds, traffic_per_step
 from paro.planning.units import units_of
+from paro.precision import PrecisionConfig
+from paro.strategy import parse_strategy
 from paro.training.step import Training
 from tests.helpers.training import TINY
 from tests.paro.planning.lone_rank import allocated_at_most
+from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.training.test_base import built
 
 FP32 = "--muon-fp32-matmul-prec highest"
@@ -181,20 +192,59 @@ def test_every_matrix_is_whole_once_and_returns(places: int) -> None:
         assert all(before[2] == after[1] for before, after in pairwise(parts))
 
 
-@pytest.mark.parametrize(("preset", "places"), [("7B", 32), ("65B", 128)])
-def test_places_have_nearly_equal_work(preset: str, places: int) -> None:
-    units = units_of(LLAMA_PRESETS[preset], world_size=places)
-    rounds = muon_rounds(units, places)
+@pytest.mark.parametrize(
+    ("kinds", "places", "found"),
+    [
+        ([None, "a", "a", "a", "a", None], 2, [1, 2, 0, 2, 0, 1]),
+        (["a", "a", "a", "a", "a"], 2, [2, 0, 2, 0, 1]),
+        (["a", "b", "b", "b", "a", "a"], 3, [1, 3, 0, 0, 1, 1]),
+        (["a", "a"], 3, [1, 1]),
+        (["a", "a"], 1, [1, 1]),
+    ],
+)
+def test_as_many_units_alike_as_places_are_a_bucket(
+    kinds: list[str | None], places: int, found: list[int]
+) -> None:
+    assert first_of_buckets(kinds, places) == found
+
+
+@pytest.mark.parametrize(("preset", "world_size"), [("7B", 32), ("65B", 128)])
+@pytest.mark.parametrize("letters", ["IIG", "IGG", "III"])
+def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
+    strategy = parse_strategy(letters, world_size=world_size, group_size=8)
+    units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
+    of_rank = in_buckets(units, strategy, PrecisionConfig(compute="bf16", optimizer="muon"))
+    ((places, rounds),) = muon_rounds(of_rank, strategy).items()
+    assert places == (world_size if letters == "IGG" else 8)
     owned = Counter(dealt.owner for one in rounds for dealt in one)
     assert max(owned.values()) <= len(rounds)
     longest, total = newton_schulz_flops(rounds, 5)
     assert longest * places / total <= 1.15
 
 
+@pytest.mark.parametrize(
+    ("degrees", "num_layers", "is_equal"),
+    [("IIG", 4, True), ("2,2,4", 4, True), ("IIG", 5, False), ("NIG", 4, False)],
+)
+def test_whole_blocks_cross_groups_with_adamws_bytes(
+    degrees: str, num_layers: int, is_equal: bool
+) -> None:
+    strategy, topology = on_ranks(degrees, world_size=8, group_size=2)
+    model = replace(LLAMA_PRESETS["7B"], num_layers=num_layers)
+    adamw = PrecisionConfig(compute="bf16")
+    muon = replace(adamw, optimizer="muon")
+    units = in_buckets(units_of(model, world_size=8), strategy, muon)
+    sent = partial(traffic_per_step, strategy, topology, units, num_micro_batches=1)
+    by_rank = [sent(precision=muon, rank=rank).inter for rank in range(8)]
+    adamws = sent(precision=adamw).inter
+    assert (set(by_rank) == {adamws}) is is_equal
+    assert min(by_rank) >= adamws
+
+
 def test_memory_of_rounds_is_what_a_step_allocates() -> None:
     training = built(RunConfig.from_args(parse_args(RUN.split()), World()))
-    assert training.optimizer.muon is not None
+    (muon,) = training.optimizer.muons
     step = partial(training.optimizer.step, lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
     step()
-    predicted = most_bytes(training.optimizer.muon.rounds, 1, 4)
+    predicted = most_bytes(muon.rounds, 1, 4)
     assert 0.6 * predicted < allocated_at_most(step) <= predicted

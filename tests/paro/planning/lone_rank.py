@@ -21,6 +21,7 @@ from paro.collectives.choice import Pieces
 from paro.collectives.coded import CodedReduction
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
+from paro.collectives.matrices import MatrixExchange
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.shifts import Ring
@@ -34,6 +35,8 @@ from paro.distributed.groups import Groups
 from paro.distributed.timers import Timers
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
+from paro.planning.cost_model import in_buckets, muon_rounds
+from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.rotated_model import RotatedModel
@@ -128,9 +131,21 @@ def lone_rank(
 
     `units_ahead`: of gathers, and of updated parameters' all-gathers.
     """
-    context = _context(strategy, topology, precision, device)
+    context, dealt = _context(strategy, topology, precision, device), None
+    if precision.optimizer == "muon":
+        units = units_of(config, world_size=topology.world_size, is_trained=is_trained)
+        units = in_buckets(units, strategy, precision)
+        dealt = {unit.name: unit.dealt for unit in units}
+        groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
+        exchanges = {
+            degree: MatrixExchange(
+                groups, InlineStreams(), ByteCounter(), topology.axes_between(1, degree)
+            )
+            for degree in muon_rounds(units, strategy)
+        }
+        context = replace(context, matrix_exchanges=exchanges)
     llama = _empty_llama(config, precision, is_trained)
-    nodes = make_unit_modules(llama, llama.units(), context)
+    nodes = make_unit_modules(llama, llama.units(), context, dealt)
     model = ShardedModel(
         llama, nodes, Timers(), prefetch_units=units_ahead[0], updated_ahead=units_ahead[1]
     )

@@ -11,13 +11,13 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import (
     ModelStateBytes,
     UnitSize,
-    describe_placement,
     model_state_bytes,
     size_units,
     traffic_per_step,
 )
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
+from paro.training.placement import describe_placement
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
 

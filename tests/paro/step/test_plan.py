@@ -13,7 +13,7 @@ from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize, Workload
 from paro.step.actions import Move, Verb
 from paro.step.plan import StepPlan
-from tests.paro.planning.cases import ORDERS, order_case
+from tests.paro.planning.cases import BF16, ORDERS, order_case
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -60,6 +60,29 @@ def test_the_engine_does_what_the_plan_lists(
             plan = planned(replace(given, global_batch_size=4 * num_micro_batches), strategy)
             wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
             assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
+
+
+@pytest.mark.parametrize(("name", "num_buckets"), [("recomputed in pairs", 2), ("tied", 1)])
+@pytest.mark.parametrize("ahead", [None, 3])
+def test_a_bucket_is_reduced_and_gathered_once(
+    name: str, num_buckets: int, ahead: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 blocks one is left over. Muon updates in an order of its own."""
+    silence(monkeypatch)
+    muon = replace(BF16, optimizer="muon")
+    given = order_case(name, prefetch_units=1, updated_ahead=ahead, precision=muon)
+    rank = engine(given, "IIG")
+    rank.step(1)
+    rank.model.record = record = []
+    rank.step(2)
+    plan = planned(given, "IIG")
+    wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
+    moves = [move for move in wanted if move[0] is not Verb.GATHER_UPDATED]
+    assert [move for move in record if move[0] is not Verb.GATHER_UPDATED] == moves
+    assert sorted(record) == sorted(wanted)
+    num_blocks = given.model.num_layers
+    for verb in (Verb.STEP_REDUCE, Verb.GATHER_UPDATED):
+        assert sum(move[0] is verb for move in record) == 2 + num_blocks - num_buckets
 
 
 @pytest.mark.parametrize("ahead", [2, 3, None])
