@@ -50,8 +50,9 @@ PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
     "k": ("Muon beside AdamW", measures.muon),
     "h": ("collectives", lambda runner, _: measures.collectives(runner)),
     "i": ("strategies beside FSDP2", lambda runner, _: measures.peers(runner)),
+    "l": ("ranks that share samples", lambda runner, _: measures.shared_samples(runner)),
 }
-OF_SEVERAL_GPUS = ("h", "i")
+OF_SEVERAL_GPUS = ("h", "i", "l")
 
 # In a process of its own: this one never touches the GPU, whose memory belongs to the parts.
 _ASK_TORCH = """
@@ -80,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     titles = "; ".join(f"{letter}: {title}" for letter, (title, _) in PARTS.items())
     add("--parts", metavar="LETTERS", help=f"default: all that the machine allows. {titles}")
-    add("--gpus", type=int, default=1, metavar="N", help="default 1; h and i need more")
+    add("--gpus", type=int, default=1, metavar="N", help="default 1; h, i and l need more")
     add("--rehearse", action="store_true", help="small shapes on a CPU: the parts' own course")
     add("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default runs/gpu")
     return parser
@@ -95,7 +96,7 @@ def parts_of(args: argparse.Namespace) -> list[str]:
     chosen = {letter.strip() for letter in args.parts.split(",")}
     for letter in sorted(chosen):
         if letter not in PARTS:
-            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to k")
+            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to l")
         if letter in OF_SEVERAL_GPUS and args.gpus == 1:
             raise UserError(f"--parts {args.parts}: part {letter} needs --gpus 2 or more")
     return [letter for letter in PARTS if letter in chosen]

@@ -6,7 +6,9 @@ Contenders: ddp, zero-redundancy, fsdp2, fsdp2-hybrid, deepspeed-1, -2, -3 and -
 project's strategies as paro:IIG, paro:4/4/8 or, with a collective named, paro:GGG@ho-ring; with
 rotating weights, out of place or in place, paro:IIG+rotate and paro:IIG+in-place; with 4 bits of
 gradients and updates between groups, paro:IIG+4-bit; with Muon for the matrices of blocks,
-paro:IIG+muon.
+paro:IIG+muon. Where ranks share samples (docs/context.md), +KIND/C follows:
+paro:GGG+p2p/8, +allgather/8, +a2a/4, +a2a+p2p/4/2, and +flat/8 for one ring over groups;
+fsdp2+allgather/8 and fsdp2+p2p/8 do so by torch's experimental context parallelism.
 fsdp2-kept, fsdp2-hybrid-kept and deepspeed-3-kept trade memory for speed: they keep parameters
 whole where they can. fsdp2-ahead and fsdp2-hybrid-ahead prefetch where there are no CUDA streams.
 
@@ -30,13 +32,16 @@ from typing import Any
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from model.flops import flops_per_token
 from model.units import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
+from paro.report.record import PlannedStep
 from paro.text import ranks_text
+from paro.training.planned_time import planned_step
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed
 from tools.bench.peers.figures import (
@@ -44,12 +49,13 @@ from tools.bench.peers.figures import (
     Turn,
     check_agreement,
     compare,
+    prediction_table,
     ratio_table,
     summarize,
     summary_table,
 )
 from tools.bench.peers.plot import plot
-from tools.bench.peers.registry import check_name, optimizer_of, reason_to_leave_out
+from tools.bench.peers.registry import flags_of, is_own, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
 from tools.bench.shared.turns import order_of_round
@@ -89,6 +95,11 @@ def _add_run_args(parser: argparse.ArgumentParser) -> None:
         help="of pretrain_llama.py, for every paro: contender; default --grad-reduce-in-bf16 in "
         "bf16, as peers accumulate in the compute type too",
     )
+    add(
+        "--paro-machine",
+        metavar="NAME",
+        help="as in the trainer; steps of paro: contenders are predicted for it",
+    )
     add("--tolerance", type=float, help="relative, of losses; default 1e-5 in fp32, 2e-3 in bf16")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE", help="draw them there (png, svg, pdf)")
@@ -103,7 +114,13 @@ def _add_task_args(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, metavar="N", help=f"default {VOCAB_SIZE}, or the preset's")
     add("--seq-length", type=int, default=128, help="default 128")
     add("--micro-batch-size", type=int, default=1, help="default 1")
-    add("--micro-batches", type=int, default=4, help="of a rank in a step; default 4")
+    add(
+        "--micro-batches",
+        type=int,
+        default=4,
+        help="of a rank in a step, where none share samples; default 4",
+    )
+    add("--global-batch-size", type=int, help="samples of a step, instead of --micro-batches")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of compute; default bf16")
     add("--recompute", action="store_true", help="every block in backward, in all contenders")
     add("--trainable", metavar="WHAT", help="as in the trainer: last-blocks:SHARE, names:PATTERNS")
@@ -111,6 +128,12 @@ def _add_task_args(parser: argparse.ArgumentParser) -> None:
     add("--lora-target-modules", metavar="NAMES", help="as in the trainer")
     add("--lr", type=float, default=1e-3, help="default 1e-3")
     add("--seed", type=int, default=1234, help="default 1234")
+
+
+def samples_of_step(args: argparse.Namespace, world_size: int) -> int:
+    """The global batch size."""
+    given: int | None = args.global_batch_size
+    return args.micro_batch_size * args.micro_batches * world_size if given is None else given
 
 
 def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
@@ -125,8 +148,9 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
         "tokenizer-type": "NullTokenizer",
         "make-vocab-size-divisible-by": 1,
         "seq-length": args.seq_length,
+        "max-position-embeddings": args.seq_length,
         "micro-batch-size": args.micro_batch_size,
-        "global-batch-size": args.micro_batch_size * args.micro_batches * world_size,
+        "global-batch-size": samples_of_step(args, world_size),
         "train-iters": args.warmup_steps + args.steps,
         "lr": args.lr,
         "lr-decay-style": "constant",
@@ -149,8 +173,8 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
     return [str(word) for pair in words for word in pair if word is not None]
 
 
-def task_of(args: argparse.Namespace, world: World) -> Task:
-    """The training job; `UserError` if it is impossible."""
+def task_of(args: argparse.Namespace, name: str, world: World) -> Task:
+    """The training job as a contender runs it; `UserError` if it is impossible."""
     least = {"rounds": 1, "warmup_steps": 2, "steps": 1, "micro_batches": 1, "micro_batch_size": 1}
     for flag, smallest in least.items():
         if getattr(args, flag) < smallest:
@@ -161,16 +185,18 @@ def task_of(args: argparse.Namespace, world: World) -> Task:
     group_size = world.ranks_per_node if args.group_size is None else args.group_size
     if group_size < 1 or world.size % group_size != 0:
         raise UserError(f"--group-size {group_size} does not divide the {world.size} ranks")
-    own_flags = args.paro_flags
-    if own_flags is None:
-        own_flags = "--grad-reduce-in-bf16" if args.dtype == "bf16" else ""
-    flags = trainer_flags(args, world.size)
+    flags = [*trainer_flags(args, world.size), *flags_of(name)]
+    flags += ["--paro-group-size", str(group_size)]
+    if is_own(name):
+        own_flags = args.paro_flags
+        if own_flags is None:
+            own_flags = "--grad-reduce-in-bf16" if args.dtype == "bf16" else ""
+        flags += own_flags.split()
+        if args.paro_machine is not None:
+            flags += ["--paro-machine", args.paro_machine]
     return Task(
-        run=RunConfig.from_args(parse_args([*flags, "--paro-strategy", "NNN"]), world),
-        flags=tuple(flags),
-        own_flags=tuple(own_flags.split()),
+        run=RunConfig.from_args(parse_args(flags), world),
         group_size=group_size,
-        num_micro_batches=args.micro_batches,
         warmup_steps=args.warmup_steps,
         steps=args.steps,
     )
@@ -178,44 +204,43 @@ def task_of(args: argparse.Namespace, world: World) -> Task:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The contenders, and those left out with the reason."""
+    """The contenders with their jobs, and those left out with the reason."""
 
-    names: list[str]
+    tasks: dict[str, Task]
     baselines: list[str]
     left_out: dict[str, str]
 
 
-def plan_of(args: argparse.Namespace, task: Task, world: World) -> Comparison:
+def plan_of(args: argparse.Namespace, world: World) -> Comparison:
     """The contenders that this machine can run; `UserError` for unknown names."""
     asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
-    for name in asked:
-        check_name(task, name, world)
+    tasks = {name: task_of(args, name, world) for name in asked}
     left_out = {name: reason for name in asked if (reason := reason_to_leave_out(name))}
-    names = [name for name in asked if name not in left_out]
-    if not names:
+    tasks = {name: task for name, task in tasks.items() if name not in left_out}
+    if not tasks:
         reasons = "; ".join(dict.fromkeys(left_out.values())) or "no name is given"
         raise UserError(f"--contenders {args.contenders}: none is left: {reasons}")
-    baselines = args.baselines.split(",") if args.baselines else names[:1]
+    baselines = args.baselines.split(",") if args.baselines else list(tasks)[:1]
     strangers = [name for name in baselines if name not in asked]
     if strangers:
         raise UserError(f"--baselines {', '.join(strangers)}: not among {', '.join(asked)}")
     return Comparison(
-        names=names, baselines=[b for b in baselines if b in names], left_out=left_out
+        tasks=tasks, baselines=[b for b in baselines if b in tasks], left_out=left_out
     )
 
 
-def race(args: argparse.Namespace, task: Task, plan: Comparison, world: World) -> Rounds:
+def race(args: argparse.Namespace, plan: Comparison, world: World) -> Rounds:
     """Runs all turns of all rounds; every rank returns the same figures."""
-    rounds: Rounds = {name: [] for name in plan.names}
+    rounds: Rounds = {name: [] for name in plan.tasks}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
-    optimizers = {name: optimizer_of(task, name, world) for name in plan.names}
     references: dict[str, Turn] = {}  # by optimizer
     number = 0
     for index in range(args.rounds):
-        for name in order_of_round(plan.names, index):
+        for name in order_of_round(list(plan.tasks), index):
             number += 1
-            turn = in_own_process(partial(take_turn, task, name, world, number=number))
-            reference = references.setdefault(optimizers[name], turn)
+            task = plan.tasks[name]
+            turn = in_own_process(partial(take_turn, task, name, number=number))
+            reference = references.setdefault(task.run.precision.optimizer, turn)
             if world.rank == 0:
                 print(
                     f"round {index + 1} {name}: {turn.seconds:.3f} s/step, losses "
@@ -227,22 +252,36 @@ def race(args: argparse.Namespace, task: Task, plan: Comparison, world: World) -
     return rounds
 
 
-def title_of(args: argparse.Namespace, task: Task, world: World) -> str:
+def title_of(args: argparse.Namespace, plan: Comparison, world: World) -> str:
+    task = next(iter(plan.tasks.values()))
     return (
-        f"{num_parameters(task.model) / 1e6:.2f}M parameters, {args.micro_batches} micro-batches "
-        f"of {args.micro_batch_size} x {args.seq_length} tokens on each of "
+        f"{num_parameters(task.model) / 1e6:.2f}M parameters, "
+        f"{samples_of_step(args, world.size)} samples of {args.seq_length} tokens a step in "
+        f"micro-batches of {args.micro_batch_size} on "
         f"{ranks_text(world.size, task.group_size)}, {args.dtype} on {args.distributed_backend}"
     )
+
+
+def planned_steps(args: argparse.Namespace, plan: Comparison) -> dict[str, PlannedStep]:
+    """Predicted steps of this project's contenders, where --paro-machine has a device."""
+    device_type = "cpu" if args.distributed_backend == "gloo" else "cuda"
+    planned = {name: planned_step(task.run, device_type) for name, task in plan.tasks.items()}
+    return {name: step for name, step in planned.items() if step is not None}
 
 
 def report(
     args: argparse.Namespace, title: str, plan: Comparison, rounds: Rounds, world: World
 ) -> None:
     """Prints the tables and writes the files."""
-    tokens = args.micro_batches * args.micro_batch_size * args.seq_length * world.size
-    summaries = summarize(rounds, tokens)
+    tokens = samples_of_step(args, world.size) * args.seq_length
+    run = next(iter(plan.tasks.values())).run
+    flops = flops_per_token(run.model, args.seq_length, run.trained, causal=True)
+    summaries = summarize(rounds, tokens, tokens * flops / world.size)
+    planned = planned_steps(args, plan)
     ratios = {baseline: compare(rounds, baseline) for baseline in plan.baselines}
     print("", summary_table(summaries), sep="\n")
+    if planned or any(task.run.context.context_parallel_size > 1 for task in plan.tasks.values()):
+        print("", prediction_table(summaries, planned), sep="\n")
     for rows in ratios.values():
         print("", ratio_table(rows), sep="\n")
     if args.json is not None:
@@ -251,6 +290,7 @@ def report(
             "arguments": {name: str(value) for name, value in vars(args).items()},
             "left_out": plan.left_out,
             "rows": [dataclasses.asdict(row) for row in summaries],
+            "planned": {name: dict(step.seconds) for name, step in planned.items()},
             "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
             "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
         }
@@ -262,18 +302,17 @@ def report(
 def main() -> None:
     args = make_parser().parse_args()
     world = read_world()
-    task = task_of(args, world)
-    plan = plan_of(args, task, world)
+    plan = plan_of(args, world)
     check_outputs(args, "--json", pictures=["--plot"])
     if world.rank == 0:
         for name, reason in plan.left_out.items():
             print(f"without {name}: {reason}", flush=True)
-        print(title_of(args, task, world), flush=True)
-    if args.distributed_backend == "gloo" and DEEPSPEED_MODES.keys() & set(plan.names):
+        print(title_of(args, plan, world), flush=True)
+    if args.distributed_backend == "gloo" and DEEPSPEED_MODES.keys() & plan.tasks.keys():
         import_deepspeed("gloo")  # once, for all turns; on GPUs it would touch CUDA before a fork
-    rounds = race(args, task, plan, world)
+    rounds = race(args, plan, world)
     if world.rank == 0:
-        report(args, title_of(args, task, world), plan, rounds, world)
+        report(args, title_of(args, plan, world), plan, rounds, world)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_damaged_results_are_not_overwritten(tmp_path: Path, content: str) -> No
     ("flags", "letters"),
     [
         ("", "eabcdfgjk"),
-        ("--gpus 2", "eabcdfgjkhi"),
+        ("--gpus 2", "eabcdfgjkhil"),
         ("--parts a,e", "ea"),
         ("--parts h --gpus 2", "h"),
     ],
@@ -130,7 +130,7 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--parts a,z", "--parts a,z: there is no part 'z', only a to k"),
+        ("--parts a,z", "--parts a,z: there is no part 'z', only a to l"),
         ("--parts i", "part i needs --gpus 2 or more"),
         ("--gpus 0", "--gpus 0 must be at least 1"),
         ("", "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"),

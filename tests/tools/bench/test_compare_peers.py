@@ -35,8 +35,16 @@ BYTES = {
     "fsdp2-hybrid-kept": 2 + 2 + 12 / 2,
     "paro:IIG": 2 / 2 + 2 / 2 + 12 / 4,
     "paro:NNG@flat": 2 + 2 + 12 / 4,
+    "paro:GGG+p2p/4": (2 + 2 + 12) / 4,
+    "paro:IIG+a2a+p2p/2/2": 2 / 2 + 2 / 2 + 12 / 4,
+    "fsdp2+p2p/4": (4 + 4 + 8) / 4,
+    "fsdp2-ahead+allgather/2": (4 + 4 + 8) / 4,
 }
-VARIANTS = ("fsdp2-kept", "fsdp2-ahead", "fsdp2-hybrid-kept")  # all contenders run under verify
+# All contenders run under verify.
+VARIANTS = (
+    *("fsdp2-kept", "fsdp2-ahead", "fsdp2-hybrid-kept"),
+    *("paro:IIG+a2a+p2p/2/2", "fsdp2-ahead+allgather/2"),
+)
 DEEPSPEED_BYTES = {
     "deepspeed-1": 2 + 2 + 12 / 4,
     "deepspeed-2": 2 + 2 / 4 + 12 / 4,
@@ -81,6 +89,9 @@ def test_pytorch_and_this_project_train_alike_and_hold_what_they_promise(
     assert "against ddp" in printed
     assert "against fsdp2-hybrid" in printed
     assert all(row["seconds"] > 0.0 and row["nic_bytes"] is None for row in figures["rows"])
+    waited = {row["contender"]: row["context_seconds"] for row in figures["rows"]}
+    assert waited["fsdp2+p2p/4"] is None
+    assert waited["paro:GGG+p2p/4"] > waited["paro:IIG"] == 0.0
 
 
 @pytest.mark.ranks
@@ -113,7 +124,9 @@ def test_those_that_train_a_part_agree(tmp_path: Path, words: str, names: str) -
 @pytest.mark.ranks
 def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "peers.svg"
-    run(tmp_path, "paro:GGG,fsdp2", "--dtype", "fp32", "--recompute", "--plot", str(picture))
+    names = "paro:GGG,fsdp2,paro:NIG+allgather/2,fsdp2+allgather/4,fsdp2-hybrid+p2p/2"
+    flags = ["--dtype", "fp32", "--recompute", "--num-query-groups", "1", "--plot", str(picture)]
+    run(tmp_path, names, *flags)
     drawn = picture.read_text()
     assert drawn.startswith("<?xml")
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
@@ -154,6 +167,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--contenders paro:GNI", "GNI is not legal"),
         ("--contenders paro:IIG+twirl", "twirl is none of"),
         ("--contenders paro:IIG@sideways", "invalid choice: 'sideways'"),
+        ("--contenders paro:IIG+p2p/3", "--context-parallel-size 3 does not divide the 4 ranks"),
+        ("--contenders fsdp2+a2a/2", "FSDP2's share samples, by allgather or p2p"),
+        ("--contenders ddp+p2p/2", "FSDP2's share samples"),
+        ("--contenders ddp --global-batch-size 6", "--global-batch-size 6"),
         ("--contenders ,", "none is left: no name is given"),
         ("--contenders ddp --baselines fsdp2", "--baselines fsdp2: not among ddp"),
         ("--group-size 3", "--group-size 3 does not divide the 4 ranks"),
@@ -162,7 +179,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     args = make_parser().parse_args(flags.split())
-    refused(lambda: plan_of(args, task_of(args, WORLD), WORLD), told)
+    refused(lambda: plan_of(args, WORLD), told)
 
 
 @pytest.mark.parametrize(
@@ -188,36 +205,36 @@ def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(registry.deepspeed_zero, "lacks_deepspeed", lacks)
     args = make_parser().parse_args(["--contenders", "deepspeed-1,ddp,deepspeed-hpz,paro:4/4/4"])
-    plan = plan_of(args, task_of(args, WORLD), WORLD)
-    assert plan.names == ["ddp", "paro:4/4/4"]
+    plan = plan_of(args, WORLD)
+    assert list(plan.tasks) == ["ddp", "paro:4/4/4"]
     assert plan.baselines == ["ddp"]
     assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], lacks())
     args = make_parser().parse_args(["--contenders", "deepspeed-3"])
     refused(
-        lambda: plan_of(args, task_of(args, WORLD), WORLD),
+        lambda: plan_of(args, WORLD),
         "none is left: DeepSpeed is not installed",
     )
 
 
 @pytest.mark.usefixtures("launched")
 def test_the_default_is_the_small_llama_in_bf16() -> None:
-    task = task_of(make_parser().parse_args([]), WORLD)
+    task = task_of(make_parser().parse_args([]), "paro:IIG", WORLD)
     sizes = task.model.num_layers, task.model.hidden_size, task.model.ffn_hidden_size
     assert (*sizes, task.model.vocab_size) == (6, 256, 688, 4096)
-    assert (task.run.precision.compute, task.own_flags) == ("bf16", ("--grad-reduce-in-bf16",))
+    assert (task.run.precision.compute, task.run.precision.accumulate) == ("bf16", "bf16")
     assert task.largest_unit == (4096 + 1) * 256  # the head and its norm
 
 
 @pytest.mark.usefixtures("launched")
 def test_a_preset_has_its_own_sizes() -> None:
     args = make_parser().parse_args(["--llama-preset", "llama3.2-1B", "--num-layers", "2"])
-    model = task_of(args, WORLD).model
+    model = task_of(args, "ddp", WORLD).model
     assert (model.num_layers, model.hidden_size, model.vocab_size) == (2, 2048, 128256)
 
 
 @pytest.mark.usefixtures("launched")
 def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
-    task = task_of(make_parser().parse_args(["--group-size", "2"]), WORLD)
+    task = task_of(make_parser().parse_args(["--group-size", "2"]), "deepspeed-hpz", WORLD)
     zero = zero_config(task, MODES["deepspeed-hpz"])["zero_optimization"]
     assert zero["reduce_bucket_size"] == task.largest_unit
     assert zero["zero_hpz_partition_size"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -271,7 +272,7 @@ def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:
     file = runner.folder / f"collectives-{name}.json"
     file.unlink(missing_ok=True)
     words = ["tools/bench_collectives.py", "--distributed-backend", runner.backend]
-    words += ["--group-size", str(max(1, runner.num_gpus // 2)), "--json", str(file)]
+    words += ["--group-size", str(_group_size(runner)), "--json", str(file)]
     words += ["--algorithms", "native,ho-ring,flat", "--paro-nccl-launch-order", order, *flags]
     if runner.rehearse:
         words += ["--sizes", "0.1M", "--rounds", "1"]
@@ -291,21 +292,45 @@ def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:
     )
 
 
+def _group_size(runner: Runner) -> int:
+    """Half the GPUs are a group."""
+    return max(1, runner.num_gpus // 2)
+
+
 def peers(runner: Runner) -> Outcome:
     """IIG, NIG and GGG beside FSDP2, and its hybrid; IIG in other orders, and by copy engines."""
-    file = runner.folder / "peers.json"
-    file.unlink(missing_ok=True)
     contenders = "fsdp2,fsdp2-hybrid,paro:IIG,paro:NIG,paro:GGG,paro:IIG+at-once"
     contenders += ",paro:IIG+in-order,paro:IIG+in-order-at-once"
     contenders += "" if runner.rehearse else ",paro:IIG+copy-engine"  # a CPU has none
+    return _compared(runner, "peers", contenders, "--seq-length 4096 --rounds 3")
+
+
+def shared_samples(runner: Runner) -> Outcome:
+    """GGG where ranks share samples in each way beside none: all must train alike."""
+    ways = []
+    for size in (2, 4, 8):
+        nests = math.gcd(size, _group_size(runner)) == min(size, _group_size(runner))
+        if runner.num_gpus % size == 0 and nests:
+            ways += [f"{kind}/{size}" for kind in ("p2p", "allgather", "a2a")]
+            ways += [f"flat/{size}", f"a2a+p2p/2/{size // 2}"] * (size > 2)
+    contenders = ",".join(["paro:GGG", *(f"paro:GGG+{way}" for way in ways)])
+    flags = "--num-layers 8 --seq-length 32768 --micro-batches 1 --rounds 1"
+    return _compared(runner, "shared-samples", contenders, flags)
+
+
+def _compared(runner: Runner, name: str, contenders: str, flags: str) -> Outcome:
+    """Contenders in turns, on GPUs with LLaMA-7B and `flags`."""
+    file = runner.folder / f"{name}.json"
+    file.unlink(missing_ok=True)
     words = ["tools/bench/compare_peers.py", "--contenders", contenders, "--json", file]
     words += ["--distributed-backend", runner.backend]
-    words += ["--group-size", max(1, runner.num_gpus // 2)]
+    words += ["--group-size", _group_size(runner)]
     if runner.rehearse:
         words += ["--rounds", 1, "--micro-batches", 1, "--warmup-steps", 2, "--steps", 1]
+        words += ["--num-attention-heads", 8]
     else:
-        words += ["--llama-preset", "7B", "--seq-length", 4096, "--recompute", "--rounds", 3]
-    ended = runner.ranks("peers", words)
+        words += ["--llama-preset", "7B", "--recompute", *flags.split()]
+    ended = runner.ranks(name, words)
     if ended.failure or not file.exists():
         return Outcome(passed=False, lines=(ended.failure or "no figures",))
     figures = {"figures": json.loads(file.read_text(encoding="utf-8"))}

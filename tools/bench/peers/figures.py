@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from paro.report.record import PlannedStep
 from tools.shared.table import align
 
 
@@ -66,10 +67,12 @@ class Summary:
     peak_bytes: float | None
     nic_bytes: float | None
     waited_seconds: float | None
+    context_seconds: float | None  # of these, for tokens of the ranks that share a sample
+    flops_per_second: float  # of a rank, as MFU counts them, with attention halved
 
 
-def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
-    """One summary per contender, in their order."""
+def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[Summary]:
+    """One summary per contender, in their order; `rank_flops`: a rank's share of a step."""
     return [
         Summary(
             contender=name,
@@ -80,6 +83,10 @@ def summarize(rounds: Rounds, tokens_per_step: int) -> list[Summary]:
             peak_bytes=_median_known([turn.peak_bytes for turn in turns]),
             nic_bytes=_median_known([turn.nic_bytes for turn in turns]),
             waited_seconds=_median_known([turn.waited for turn in turns]),
+            context_seconds=_median_known(
+                [(turn.waited_seconds or {}).get("context") for turn in turns]
+            ),
+            flops_per_second=rank_flops / median(turn.seconds for turn in turns),
         )
         for name, turns in rounds.items()
     ]
@@ -134,7 +141,7 @@ def _median_known(values: Sequence[float | None]) -> float | None:
 def summary_table(summaries: Sequence[Summary]) -> str:
     """Text table: seconds, tokens and bytes by contender."""
     head = ["contender", "s/step", "tokens/s", "states MB", "peak MB", "NIC MB/step", "CPU s/step"]
-    head.append("waited s/step")
+    head += ["waited s/step", "GFLOP/s a rank"]
     rows = [
         [
             row.contender,
@@ -145,6 +152,7 @@ def summary_table(summaries: Sequence[Summary]) -> str:
             _mb(row.nic_bytes),
             f"{row.cpu_seconds:.2f}",
             "-" if row.waited_seconds is None else f"{row.waited_seconds:.2f}",
+            f"{row.flops_per_second / 1e9:.2f}",
         ]
         for row in summaries
     ]
@@ -165,6 +173,24 @@ def ratio_table(ratios: Sequence[Ratios]) -> str:
         ]
         for row in ratios
     ]
+    return align([head, *rows])
+
+
+def prediction_table(summaries: Sequence[Summary], planned: Mapping[str, PlannedStep]) -> str:
+    """Text table: steps, and the share of them that waits for others' tokens, as predicted."""
+    head = ["beside its prediction", "s/step", "predicted", "error", "tokens awaited", "predicted"]
+    rows = []
+    for row in summaries:
+        if row.context_seconds is None:
+            continue
+        share = f"{row.context_seconds / row.seconds:.1%}"
+        cells = ["-", "-", share, "-"]
+        if (step := planned.get(row.contender)) is not None:
+            predicted = step.seconds["step"]
+            context = step.seconds.get("context", 0.0) / predicted
+            error = f"{predicted / row.seconds - 1:+.1%}"
+            cells = [f"{predicted:.3f}", error, share, f"{context:.1%}"]
+        rows.append([row.contender, f"{row.seconds:.3f}", *cells])
     return align([head, *rows])
 
 

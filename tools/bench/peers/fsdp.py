@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from data.loader import Batch
 from paro.distributed.control import Control
+from paro.errors import UserError
 from tools.bench.peers.task import (
     Outcome,
     Task,
@@ -24,6 +25,7 @@ from tools.bench.peers.task import (
     mean_loss_weights,
     trained_parameters,
 )
+from tools.bench.peers.torch_ring import torch_ring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class FullySharded:
     are reduce-scattered after every micro-batch; with hybrid, they are all-reduced across groups
     only after the last one. `kept` trades memory for communication: one all-gather and one
     reduction a step. Overlap relies on CUDA streams; without them, on gloo, every collective
-    blocks, unless all-gathers are asynchronous and started `ahead`.
+    blocks, unless all-gathers are asynchronous and started `ahead`. Where ranks share samples, all
+    of them shard the model, as without.
     """
 
     def __init__(self, task: Task, control: Control, *, mode: Mode) -> None:
@@ -67,6 +70,13 @@ class FullySharded:
                 cast_forward_inputs=False,
             )
         self.model = empty_model(task)
+        context = task.run.context
+        if context.context_parallel_size > 1:
+            if control.device.type != "cpu":
+                raise UserError("--contenders: on GPUs no peer shares samples here")
+            shape = task.run.world.data_parallel_size, context.context_parallel_size
+            ranks = init_device_mesh(control.device.type, shape, mesh_dim_names=("data", "context"))
+            self.model.core = torch_ring(ranks["context"].get_group(), context.cp_comm_type)
         units = [self.model.get_submodule(unit.name) for unit in self.model.units()]
         for module in units:
             # The last unit's backward follows its forward at once.
@@ -97,7 +107,7 @@ class FullySharded:
             self._expect(last=index + 1 == self.task.num_micro_batches)
             batch = next(batches)
             weights_BS = mean_loss_weights(self.task, batch)
-            loss = self.model(batch.tokens_BS, batch.labels_BS, weights_BS)
+            loss = self.model(batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents())
             loss.backward()
             losses.append(loss.detach())
             observe()

@@ -8,11 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from data.loader import Batch
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.world import World
-from paro.errors import UserError, about
+from paro.errors import UserError
 from paro.training.assembly import build_training, start_state
 from paro.training.placement import check_placement
 from paro.training.step import train_step
@@ -65,19 +62,11 @@ def parse_setting(text: str) -> OwnSetting:
     return OwnSetting(strategy.replace("/", ","), collective, way)
 
 
-def own_config(task: Task, name: str, world: World) -> RunConfig:
-    """The configuration for `paro:` and a candidate; `UserError` if it is invalid."""
-    with about(f"--contenders {PREFIX}"):
-        own = parse_setting(name.removeprefix(PREFIX)).flags
-    flags = [*task.flags, *task.own_flags, *own, "--paro-group-size", str(task.group_size)]
-    return RunConfig.from_args(parse_args(flags), world)
-
-
 class Own:
     """A whole trainer without data loading, logging and checkpoints."""
 
-    def __init__(self, task: Task, name: str, control: Control) -> None:
-        config = own_config(task, name, control.world)
+    def __init__(self, task: Task, control: Control) -> None:
+        config = task.run
         self.training = build_training(config, control)
         self.training.optimizer.initialize(task.first_weights)
         check_placement(config, self.training)
@@ -93,6 +82,7 @@ class Own:
             "gather": exposed.gather,
             "reduce": exposed.reduce,
             "publish": exposed.gather_updated,
+            "context": exposed.context,
         }
         return Outcome(result.loss, result.grad_norm, waited)
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 from paro.distributed.control import Control
-from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, about
 from tools.bench.peers import deepspeed_zero, fsdp, own
 from tools.bench.peers.deepspeed_zero import Zero
 from tools.bench.peers.fsdp import FullySharded
 from tools.bench.peers.replicated import Replicated
+from tools.bench.peers.sharing import Sharing
 from tools.bench.peers.task import Contender, Task
+from tools.bench.peers.torch_ring import ROTATIONS
 
 PEERS: dict[str, Callable[[Task, Control], Contender]] = {
     "ddp": partial(Replicated, zero_redundancy=False),
@@ -22,22 +23,29 @@ PEERS: dict[str, Callable[[Task, Control], Contender]] = {
 }
 
 
-def check_name(task: Task, name: str, world: World) -> None:
-    """Raises `UserError` unless a contender of this name could be built for `world`."""
-    if name.startswith(own.PREFIX):
-        own.own_config(task, name, world)
-    elif name not in PEERS:
+def flags_of(name: str) -> list[str]:
+    """The trainer's flags that a contender's name stands for; `UserError` for unknown names."""
+    sharing = Sharing.of(name)
+    if is_own(name):
+        with about(f"--contenders {own.PREFIX}"):
+            setting = own.parse_setting(sharing.base.removeprefix(own.PREFIX))
+        return [*setting.flags, *sharing.flags]
+    if sharing.base not in PEERS:
         raise UserError(
             f"--contenders knows {', '.join(PEERS)} and "
-            f"{own.PREFIX}STRATEGY[@COLLECTIVE][+WAY], not {name!r}"
+            f"{own.PREFIX}STRATEGY[@COLLECTIVE][+WAY], not {sharing.base!r}"
         )
+    by_torch = sharing.base in fsdp.MODES and sharing.kind in ROTATIONS and len(sharing.sizes) == 1
+    if sharing.kind and not by_torch:
+        raise UserError(
+            f"--contenders {name}: of the peers FSDP2's share samples, by "
+            f"{' or '.join(ROTATIONS)}, such as fsdp2+p2p/2"
+        )
+    return ["--paro-strategy", "NNN", *sharing.flags]
 
 
-def optimizer_of(task: Task, name: str, world: World) -> str:
-    """The contender's optimizer; those of the same one train equally."""
-    if name.startswith(own.PREFIX):
-        return own.own_config(task, name, world).precision.optimizer
-    return "adam"
+def is_own(name: str) -> bool:
+    return name.startswith(own.PREFIX)
 
 
 def reason_to_leave_out(name: str) -> str | None:
@@ -47,6 +55,6 @@ def reason_to_leave_out(name: str) -> str | None:
 
 def build(task: Task, name: str, control: Control) -> Contender:
     """Builds the contender; collective over all ranks."""
-    if name.startswith(own.PREFIX):
-        return own.Own(task, name, control)
-    return PEERS[name](task, control)
+    if is_own(name):
+        return own.Own(task, control)
+    return PEERS[Sharing.of(name).base](task, control)

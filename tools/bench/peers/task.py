@@ -26,19 +26,20 @@ from paro.sharding.buffers import TORCH_TYPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One training job, the same for all contenders."""
+    """One training job, the same for all contenders but for how their ranks share it."""
 
-    run: RunConfig  # the configuration that pretrain_llama.py makes of `flags`
-    flags: tuple[str, ...]  # its command-line arguments, without a strategy
-    own_flags: tuple[str, ...] = ()  # additional flags for this project's own contenders
+    run: RunConfig  # as pretrain_llama.py would train it, with a contender's own flags
     group_size: int
-    num_micro_batches: int
     warmup_steps: int
     steps: int
 
     @property
     def model(self) -> LlamaConfig:
         return self.run.model
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.run.batches.num_micro_batches_at(0)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -139,5 +140,9 @@ def adamw_settings(task: Task) -> dict[str, object]:
 
 
 def mean_loss_weights(task: Task, batch: Batch) -> Tensor:
-    """Token weights that make the model's loss this micro-batch's share of the rank's mean."""
-    return batch.loss_mask_BS / (batch.loss_mask_BS.sum() * task.num_micro_batches)
+    """Token weights that make the model's loss this micro-batch's share of the rank's mean.
+
+    Ranks that share a sample have shares of one mean, and means of ranks are averaged.
+    """
+    sharing = task.run.world.context_parallel_size
+    return batch.loss_mask_BS * (sharing / (batch.mask_sum * task.num_micro_batches))

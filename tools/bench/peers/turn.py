@@ -71,12 +71,13 @@ def _answer(sender: Connection, receiver: Connection, function: Callable[[], obj
         sender.send((None, mistake))
 
 
-def take_turn(task: Task, name: str, world: World, *, number: int) -> Turn:
+def take_turn(task: Task, name: str, *, number: int) -> Turn:
     """Trains with one contender on all ranks; every rank returns the same figures."""
+    world = task.run.world
     device = device_for(task.run.runtime, world)
     with process_group(task.run.runtime, world, device, number):
         control = Control(world, device)
-        batches = _batches(task, world, device)
+        batches = _batches(task, device)
         if device.type == "cpu":
             rehearse(task.run, task.compute_dtype)
         memory = MemoryMeter(device)
@@ -116,8 +117,10 @@ def process_group(
         dist.destroy_process_group()
 
 
-def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
+def _batches(task: Task, device: torch.device) -> Iterator[Batch]:
     """This rank's micro-batches of the whole turn, on the device before the clock starts."""
+    world, layout = task.run.world, task.run.context.layout
+    ranges = layout.ranges(world.rank, task.run.data.seq_length)
     num_micro_batches = (task.warmup_steps + task.steps) * task.num_micro_batches
     num_samples = num_micro_batches * task.run.batches.samples_per_micro_batch
     datasets = build_datasets(task.run.data, SplitCounts(train=num_samples), task.run.vocab_size)
@@ -126,6 +129,7 @@ def _batches(task: Task, world: World, device: torch.device) -> Iterator[Batch]:
         micro_batch_size=task.run.batches.micro_batch_size,
         data_parallel_rank=world.data_parallel_rank,
         data_parallel_size=world.data_parallel_size,
+        ranges=ranges if layout.size > 1 else None,
     )
     return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
 
@@ -136,7 +140,8 @@ def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
     Those are compiled kernels, scratch memory of threads and the like; on a GPU they do not count.
     """
     model = Llama(replace(run.model, num_layers=1)).to(compute_dtype)
-    size = (run.batches.micro_batch_size, run.data.seq_length)
+    length = run.data.seq_length // run.world.context_parallel_size
+    size = (run.batches.micro_batch_size, length)
     ids_BS = torch.zeros(size, dtype=torch.int64)
     model(ids_BS, ids_BS, torch.zeros(size)).backward()
     torch.optim.AdamW(model.parameters(), fused=True).step()

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from paro.report.record import PlannedStep
 from tools.bench.peers.figures import (
     DisagreementError,
     Turn,
     check_agreement,
     compare,
+    prediction_table,
     ratio_table,
     summarize,
     summary_table,
@@ -56,9 +58,10 @@ def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
         turn("a", 8.0, state_bytes=30, peak_bytes=None),
         turn("a", 4.0, state_bytes=20, peak_bytes=5_000_000),
     ]
-    (row,) = summarize({"a": turns}, tokens_per_step=100)
+    (row,) = summarize({"a": turns}, tokens_per_step=100, rank_flops=8e9)
     assert (row.seconds, row.tokens_per_second, row.cpu_seconds) == (4.0, 25.0, 16.0)
     assert (row.state_bytes, row.peak_bytes, row.nic_bytes) == (30, 4_000_000, 500_000)
+    assert (row.flops_per_second, row.context_seconds) == (2e9, None)
 
 
 def test_who_differs_is_named() -> None:
@@ -77,16 +80,26 @@ def test_gradients_of_a_wrong_scale_differ_though_adam_does_not_feel_them() -> N
 
 
 def test_tables() -> None:
-    waited = {"gather": 0.25, "reduce": 0.5}
+    waited = {"gather": 0.25, "reduce": 0.4, "context": 0.1}
     rounds = {
         "ddp": [turn("ddp", 2.0)],
         "paro:IIG": [turn("paro:IIG", peak_bytes=None, waited_seconds=waited)],
     }
-    assert summary_table(summarize(rounds, tokens_per_step=128)) == (
-        "contender  s/step  tokens/s  states MB  peak MB  NIC MB/step  CPU s/step  waited s/step\n"
-        "ddp         2.000      64.0       1.00     3.00         0.50        8.00              -\n"
-        "paro:IIG    1.000     128.0       1.00        -         0.50        4.00           0.75"
+    summaries = summarize(rounds, tokens_per_step=128, rank_flops=3e9)
+    table = summary_table(summaries).splitlines()
+    assert [line[:-16] for line in table] == [
+        "contender  s/step  tokens/s  states MB  peak MB  NIC MB/step  CPU s/step  waited s/step",
+        "ddp         2.000      64.0       1.00     3.00         0.50        8.00              -",
+        "paro:IIG    1.000     128.0       1.00        -         0.50        4.00           0.75",
+    ]
+    assert [line[-16:].strip() for line in table] == ["GFLOP/s a rank", "1.50", "3.00"]
+    step = PlannedStep(machine="m", global_batch_size=1, seconds={"step": 1.25, "context": 0.25})
+    assert prediction_table(summaries, {"paro:IIG": step}) == (
+        "beside its prediction  s/step  predicted   error  tokens awaited  predicted\n"
+        "paro:IIG                1.000      1.250  +25.0%           10.0%      20.0%"
     )
+    unplanned = prediction_table(summaries, {}).splitlines()[1]
+    assert unplanned.split() == ["paro:IIG", "1.000", "-", "-", "10.0%", "-"]
     assert ratio_table(compare(rounds, "ddp")) == (
         "against ddp  tokens/s     (rounds)  states   peak    NIC\n"
         "ddp              1.00  (1.00-1.00)   1.000  1.000  1.000\n"
