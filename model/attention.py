@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.config import AttentionBackend, LlamaConfig
+from model.config import AttentionBackend, LlamaConfig, flash_takes
 from model.kept import KeptAttention
 from paro.errors import UserError
 
@@ -36,8 +36,7 @@ _NAMES = {
     SDPBackend.CUDNN_ATTENTION: "cuDNN",
     SDPBackend.MATH: "matrix products and a softmax",
 }
-# What FlashAttention takes: heads of at most so many channels, a multiple of 8 of them.
-_LARGEST_HEAD, _HEAD_MULTIPLE, _FLASH_CAPABILITY = 256, 8, (8, 0)
+_FLASH_CAPABILITY = 8, 0
 _PROBE_TOKENS = 128
 
 Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -100,15 +99,9 @@ def varlen_for(q_BSNH: Tensor, backend: AttentionBackend) -> Varlen | None:
     takes = (
         q_BSNH.device.type == "cuda"
         and backend in ("auto", "flash")
-        and flash_takes(q_BSNH.dtype, q_BSNH.shape[-1])
+        and flash_takes(q_BSNH.itemsize, q_BSNH.shape[-1])
     )
     return _find_varlen(q_BSNH.device) if takes else None
-
-
-def flash_takes(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether FlashAttention takes such heads as they are, on a GPU that has it."""
-    of_size = head_size <= _LARGEST_HEAD and head_size % _HEAD_MULTIPLE == 0
-    return of_size and dtype in (torch.float16, torch.bfloat16)
 
 
 @cache

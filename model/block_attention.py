@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention import Documents, attend, flash_takes
+from model.attention import Documents, attend
 from model.config import AttentionBackend
 from model.kept import KeptAttention
-from paro.errors import UserError
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
 
@@ -39,19 +38,6 @@ class Partial(NamedTuple):
         share_BSN = torch.sigmoid(other.lse_BSN - self.lse_BSN)
         self.out_BSNH.lerp_(other.out_BSNH.float(), share_BSN[..., None])
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
-
-
-def check_block_attention(
-    dtype: torch.dtype, head_size: int, device: torch.device, instead: str
-) -> None:
-    """`UserError` if the device gives no log-sum-exp of heads of this type and size."""
-    if device.type == "cuda" and not flash_takes(dtype, head_size):
-        kind = str(dtype).removeprefix("torch.")
-        raise UserError(
-            f"FlashAttention, which computes attention in parts, takes no heads of {head_size} "
-            f"channels in {kind} on this GPU: give --bf16 and a multiple of 8 up to 256 "
-            f"(--kv-channels), or {instead}"
-        )
 
 
 def attend_block(

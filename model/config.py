@@ -15,6 +15,7 @@ BLOCK_BACKENDS: tuple[AttentionBackend, ...] = ("auto", "flash")  # give a log-s
 Fp8Format = Literal["e4m3", "hybrid"]
 Compiler = Literal["inductor", "aot_eager"]
 COMPILERS: tuple[Compiler, ...] = get_args(Compiler)
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # channels, of heads that FlashAttention takes
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)  # of GPUs, that matmuls in these types need
 
 
@@ -142,16 +143,25 @@ class LlamaConfig:
                 f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor} must be below "
                 f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor}"
             )
-        if self.keeps_core and not self.attends_in_parts:
-            raise UserError(
-                f"--paro-recompute-keep core_attn keeps a log-sum-exp, and --attention-backend "
-                f"{self.attention_backend} gives none: give {' or '.join(BLOCK_BACKENDS)}"
-            )
 
-    @property
-    def attends_in_parts(self) -> bool:
-        """Whether its attention gives a log-sum-exp, by which parts are merged."""
-        return self.attention_backend in BLOCK_BACKENDS
+    def parts_misfit(self, device_type: str, compute: str) -> str | None:
+        """Why attention gives no log-sum-exp, by which parts are merged, and what to change.
+
+        None if it does, on this type of device, in fp32, bf16 or fp16.
+        """
+        if self.attention_backend not in BLOCK_BACKENDS:
+            return (
+                f"--attention-backend {self.attention_backend} gives no log-sum-exp, without which "
+                f"attention is not computed in parts or kept: give {' or '.join(BLOCK_BACKENDS)}"
+            )
+        num_bytes = 4 if compute == "fp32" else 2
+        if device_type == "cuda" and not flash_takes(num_bytes, self.kv_channels):
+            return (
+                "FlashAttention, which computes attention in parts and keeps it, takes no heads of "
+                f"{self.kv_channels} channels in {compute} on a GPU: give --bf16 and a multiple of "
+                f"{_HEAD_MULTIPLE} up to {_LARGEST_HEAD} (--kv-channels)"
+            )
+        return None
 
     @property
     def keeps_core(self) -> bool:
@@ -162,6 +172,11 @@ class LlamaConfig:
     def keeps_scores(self) -> bool:
         """Whether attention is matrix products, which keep the scores of all pairs of tokens."""
         return self.attention_backend in ("unfused", "local")
+
+
+def flash_takes(num_bytes: int, head_size: int) -> bool:
+    """Whether FlashAttention takes heads of such elements as they are, on a GPU that has it."""
+    return num_bytes == 2 and head_size <= _LARGEST_HEAD and head_size % _HEAD_MULTIPLE == 0
 
 
 # The loss computes logits of so many tokens at a time. Every chunk reads and writes the gradient of

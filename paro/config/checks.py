@@ -17,7 +17,8 @@ from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.plan import check_survival
+from paro.config.context_parallel import check_parts
+from paro.config.plan import RankDevice, check_survival
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -86,6 +87,17 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig
             group_size=sharding.world.group_size,
             seq_length=data.seq_length,
         )
+
+
+def check_attention(
+    model: LlamaConfig,
+    sharding: ShardingConfig,
+    precision: PrecisionConfig,
+    runtime: RuntimeConfig,
+) -> None:
+    """`UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    device = RankDevice.of(runtime.distributed_backend, None)
+    check_parts(model, sharding.context, device.type, precision.compute)
 
 
 def check_muon(
@@ -339,6 +351,7 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_survival,
     check_sequence,
     check_context,
+    check_attention,
     check_compile,
     check_moments,
     check_muon,

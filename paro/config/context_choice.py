@@ -19,7 +19,7 @@ from paro.config.context_parallel import (
     take_context,
     without_machine,
 )
-from paro.config.context_search import asked, choose, ways_asked
+from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.parts import take_batches
 from paro.config.plan import RankDevice, Taken, case_of
 from paro.distributed.world import World
@@ -47,8 +47,9 @@ def with_context(
     if sharding.materialize == "rotate":
         return _with(args, replace(take_context(args), context_parallel_size=1).flags), ()
     group_size = sharding.world.group_size
-    found = ways_asked(args, model, world_size=world.size, group_size=group_size)
-    if not found:  # check_context says why
+    types = types_asked(args, model, device.type, precision.compute)
+    found = ways_asked(args, model, types, world_size=world.size, group_size=group_size)
+    if not found:  # RunConfig.check says why
         return _with(args, take_context(args).flags), ()
 
     def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:

@@ -107,12 +107,6 @@ class ContextParallelConfig:
                 "ranks of a ring have different heads at a time, which cannot be exchanged: leave "
                 "one out"
             )
-        if self.layout.ring > 1 and not model.attends_in_parts:
-            raise UserError(
-                f"--attention-backend {model.attention_backend} gives no log-sum-exp, without "
-                "which attention is not computed in parts: give auto or flash, or --cp-comm-type "
-                "a2a"
-            )
         ranks = {"world_size": world_size, "group_size": group_size, "seq_length": seq_length}
         size = self.context_parallel_size
         if (why := self.misfit(size, model, **ranks)) is None:
@@ -164,7 +158,7 @@ def ways(
 ) -> Iterator[ContextParallelConfig]:
     """Every way in which one of these numbers of ranks can share a sample of the model.
 
-    All else is as given. Keys and values travel only if attention can be computed in parts.
+    All else is as given.
     """
     kinds = [(size, name) for size in sizes for name in (types if size > 1 else ("p2p",))]
     for size, name in kinds:
@@ -183,8 +177,27 @@ def ways(
             reason = way.misfit(
                 size, model, world_size=world_size, group_size=group_size, seq_length=seq_length
             )
-            if reason is None and (way.layout.ring == 1 or model.attends_in_parts):
+            if reason is None:
                 yield way
+
+
+def usable_types(
+    types: Sequence[str], model: LlamaConfig, device_type: str, compute: str
+) -> Sequence[str]:
+    """Those that this model's attention can do: without a log-sum-exp keys do not travel."""
+    in_parts = model.parts_misfit(device_type, compute) is None
+    return types if in_parts else [name for name in types if name == "a2a"]
+
+
+def check_parts(
+    model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
+) -> None:
+    """`UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    why = model.parts_misfit(device_type, compute)
+    if why is not None and context.layout.ring > 1:
+        raise UserError(f"{why}, or --cp-comm-type a2a")
+    if why is not None and model.keeps_core:
+        raise UserError(f"{why}, or leave --paro-recompute-keep out")
 
 
 def without_machine(

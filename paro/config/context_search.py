@@ -18,6 +18,7 @@ from paro.config.context_parallel import (
     TYPES,
     ContextParallelConfig,
     take_context,
+    usable_types,
     ways,
 )
 from paro.errors import UserError
@@ -108,18 +109,25 @@ def asked(args: Namespace) -> str | None:
     return _TYPE if {*args.cp_comm_type} == {AUTO} else None
 
 
+def types_asked(
+    args: Namespace, model: LlamaConfig, device_type: str, compute: str
+) -> Sequence[str]:
+    """The types among which the flags let choose, of those that this model's attention can do."""
+    given = TYPES if {*args.cp_comm_type} == {AUTO} else (take_context(args).cp_comm_type,)
+    return usable_types(given, model, device_type, compute)
+
+
 def ways_asked(
-    args: Namespace, model: LlamaConfig, *, world_size: int, group_size: int
+    args: Namespace, model: LlamaConfig, types: Sequence[str], *, world_size: int, group_size: int
 ) -> list[ContextParallelConfig]:
-    """Those among which the flags let choose."""
+    """Those among which the flags let choose, of these types."""
     sizes: Sequence[int] = (args.context_parallel_size,)
     if args.context_parallel_size == AUTO:
         sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    given = take_context(args)
     found = ways(
-        given,
+        take_context(args),
         sizes,
-        TYPES if {*args.cp_comm_type} == {AUTO} else (given.cp_comm_type,),
+        types,
         model,
         world_size=world_size,
         group_size=group_size,
@@ -161,11 +169,12 @@ def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Stra
     candidate = workload.candidate(strategy)
     own = Estimator(workload).estimate(candidate).seconds
     least, fastest = own / (1 + WORTH), None
+    model, compute = workload.model, workload.precision.compute
     for way in ways(
         replace(given, hierarchical_context_parallel_sizes=None),
         [given.context_parallel_size],
-        TYPES,
-        workload.model,
+        usable_types(TYPES, model, workload.device_type, compute),
+        model,
         world_size=workload.world_size,
         group_size=workload.group_size,
         seq_length=workload.seq_length,

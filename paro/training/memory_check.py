@@ -141,6 +141,7 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
         config.model,
         plan.context,
         lambda layout: fits(RunMemory(config.sharding.machine).of(replace(plan, context=layout))),
+        in_parts=config.model.parts_misfit(device_type, config.precision.compute) is None,
         world_size=plan.world_size,
         group_size=plan.group_size,
         seq_length=plan.seq_length,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from data.loader import Datasets
 from model.attention import check_attention
-from model.block_attention import check_block_attention
 from model.compilation import check_compiler
 from model.fusion import usable_kernels
 from model.matmul import check_matmul_types
@@ -126,11 +125,6 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     check_compiler(config.model, device)
     apart = config.data.reset_attention_mask
     kernel = check_attention(config.model, dtype, device, documents=apart)
-    if config.context.layout.ring > 1:
-        check_block_attention(dtype, config.model.kv_channels, device, "--cp-comm-type a2a")
-    if config.model.keeps_core:
-        instead = "leave --paro-recompute-keep out"
-        check_block_attention(dtype, config.model.kv_channels, device, instead)
     yield "attention", f"attention: {kernel}"
     yield "blocks", usable_kernels(config.model, config.fusions, dtype, device).line or ""
     name, rounds = config.optim.adam_implementation, config.precision.rounds_moments

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +13,7 @@ from model.block_attention import (
     attend_causally,
     block_grads,
     causal_grads,
-    check_block_attention,
 )
-from tests.helpers.refusals import refused
 from tests.model.values import all_near, normal
 
 CPU = torch.device("cpu")
@@ -114,26 +110,3 @@ def test_scores_far_apart_merge() -> None:
     found, _ = two_blocks(q, k, v, grad)
     out, lse, _ = defined(q[:, CUT:], k, v, grad[:, CUT:], triangle(CPU)[:, CUT:])
     all_near(found, (out, lse), within=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_size", "told"),
-    [
-        (torch.float32, 16, ("float32", "--bf16")),
-        (torch.bfloat16, 12, ("12 channels", "multiple of 8")),
-    ],
-)
-def test_heads_that_flash_attention_does_not_take_are_refused(
-    dtype: torch.dtype, head_size: int, told: Sequence[str]
-) -> None:
-    on_gpu = torch.device("cuda")
-    refused(
-        lambda: check_block_attention(dtype, head_size, on_gpu, "--cp-comm-type a2a"),
-        *told,
-        "--cp-comm-type a2a",
-    )
-
-
-def test_other_heads_are_not() -> None:
-    check_block_attention(torch.float32, 6, CPU, "")
-    check_block_attention(torch.bfloat16, 128, torch.device("cuda"), "")

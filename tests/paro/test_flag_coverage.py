@@ -146,7 +146,11 @@ CASES = {
     ),
     "paro_machine": ((), "", "--paro-machine machine.json"),
     "paro_updated_ahead": ((), "", "--paro-updated-ahead 3"),
-    "paro_recompute_keep": ((), FULL, f"{FULL} --paro-recompute-keep core_attn"),
+    "paro_recompute_keep": (
+        (),
+        f"--bf16 {FULL}",
+        f"--bf16 {FULL} --paro-recompute-keep core_attn",
+    ),
     "paro_rotate_in_place": (
         (),
         "--paro-materialize rotate",

@@ -7,13 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from paro.config.context_parallel import (
-    AUTO,
-    TYPES,
-    ContextParallelConfig,
-    take_context,
-    ways,
-)
+from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context, ways
+from paro.config.context_search import types_asked
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.search_space import Workload, recompute_text
 from paro.strategy import Strategy, legal_letters
@@ -69,12 +64,12 @@ def _sizes(args: Namespace, workload: Workload) -> list[int]:
 
 
 def _ways(args: Namespace, workload: Workload, size: int) -> Iterator[ContextParallelConfig]:
-    given = take_context(args)
+    model, device_type = workload.model, workload.device_type
     return ways(
-        given,
+        take_context(args),
         [size],
-        TYPES if {*args.cp_comm_type} == {AUTO} else (given.cp_comm_type,),
-        workload.model,
+        types_asked(args, model, device_type, workload.precision.compute),
+        model,
         world_size=workload.world_size,
         group_size=workload.group_size,
         seq_length=_unit(size),

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from model.config import LLAMA_PRESETS
+from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.arguments.model import (
     add_context_args,
     add_inter_bits_args,
@@ -18,8 +18,8 @@ from paro.arguments.model import (
     add_recompute_args,
 )
 from paro.collectives.schedule import COLLECTIVES
-from paro.config.context_parallel import ContextParallelConfig, take_context
-from paro.config.context_search import asked, choose, ways_asked
+from paro.config.context_parallel import ContextParallelConfig, check_parts, take_context
+from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.inter_bits import take_inter_bits
 from paro.config.model import take_model
 from paro.config.sharding import units_ahead
@@ -192,15 +192,10 @@ def case_of(args: Namespace) -> Workload:
     inter_bits, precision, _ = take_inter_bits(
         args.paro_inter_bits, precision_of(args), group_size, world_size
     )
-    context = take_context(args)
-    if (size := context.context_parallel_size) > 1:
-        context.check(
-            model,
-            rotates=args.paro_materialize == "rotate",
-            world_size=world_size,
-            group_size=group_size,
-            seq_length=args.seq_length,
-        )
+    device_type = "cpu" if machine.device and machine.device.cores else "cuda"
+    context = _context_of(args, model, world_size=world_size, group_size=group_size)
+    check_parts(model, context, device_type, precision.compute)
+    size = context.context_parallel_size
     return Workload(
         model=model,
         machine=machine,
@@ -221,8 +216,23 @@ def case_of(args: Namespace) -> Workload:
         memory_margin=args.memory_margin,
         survive=args.paro_survive,
         chooses_bits=inter_bits is not None,
-        device_type="cpu" if machine.device and machine.device.cores else "cuda",
+        device_type=device_type,
     )
+
+
+def _context_of(
+    args: Namespace, model: LlamaConfig, *, world_size: int, group_size: int
+) -> ContextParallelConfig:
+    context = take_context(args)
+    if context.context_parallel_size > 1:
+        context.check(
+            model,
+            rotates=args.paro_materialize == "rotate",
+            world_size=world_size,
+            group_size=group_size,
+            seq_length=args.seq_length,
+        )
+    return context
 
 
 def seq_length_of(args: Namespace) -> int:
@@ -245,7 +255,9 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     base = case_of(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    found = ways_asked(args, base.model, world_size=base.world_size, group_size=base.group_size)
+    types = types_asked(args, base.model, base.device_type, base.precision.compute)
+    ranks = {"world_size": base.world_size, "group_size": base.group_size}
+    found = ways_asked(args, base.model, types, **ranks)
 
     def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:
         return case_of(_with(args, **way.flags | {"micro_batch_size": micro_batch_size}))

@@ -66,10 +66,12 @@ def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
             yield Change(f"--micro-batch-size {size}", workload, smaller)
             break
     if not least.materialize.rotates:
+        compute = workload.precision.compute
         sharing = fewest_sharing(
             workload.model,
             workload.context,
             lambda layout: _fits(replace(workload, context=layout), least),
+            in_parts=workload.model.parts_misfit(workload.device_type, compute) is None,
             world_size=workload.world_size,
             group_size=workload.group_size,
             seq_length=workload.seq_length,
@@ -86,14 +88,18 @@ def fewest_sharing(
     given: ContextLayout,
     fits: Callable[[ContextLayout], bool],
     *,
+    in_parts: bool,
     world_size: int,
     group_size: int,
     seq_length: int,
 ) -> tuple[str, ContextLayout] | None:
-    """The flags of the fewest more ranks that share a sample with which it fits; None if none."""
+    """The flags of the fewest more ranks that share a sample with which it fits; None if none.
+
+    Keys and values travel only where attention can be computed `in_parts`.
+    """
     for size in (n for n in range(given.size + 1, world_size + 1) if world_size % n == 0):
         ways = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
-        if model.attends_in_parts:
+        if in_parts:
             ways = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **ways}
         for flags, heads in ways.items():
             layout = ContextLayout(size=size, heads=heads)

@@ -97,6 +97,7 @@ def test_ranks_that_choose_differently_are_refused(on: str) -> None:
         ("--num-attention-heads 2", 4, "4 ranks share a sample by a2a+p2p over 2 x 2"),
         ("--num-attention-heads 1", 8, "8 ranks share a sample by p2p"),
         ("--num-attention-heads 8 --attention-backend fused", 8, "8 ranks share a sample by a2a"),
+        ("--num-attention-heads 8 --kv-channels 20", 8, "8 ranks share a sample by a2a"),
     ],
 )
 def test_without_a_machine_heads_are_exchanged_inside_groups(

@@ -25,6 +25,8 @@ SIZES = "--hierarchical-context-parallel-sizes"
             (f"--attention-backend {name}", f"--attention-backend {name} ... a2a")
             for name in ("unfused", "local", "fused")
         ),
+        ("", "16 channels in fp32 on a GPU: give --bf16 ... or --cp-comm-type a2a"),
+        ("--bf16 --kv-channels 12", "12 channels in bf16 ... a multiple of 8 ... (--kv-channels)"),
         (f"--cp-comm-type auto {SIZES} 4 2", f"{SIZES} 4 2 contradicts auto"),
         ("--cp-comm-type a2a --num-attention-heads 4", "8 ... 4 heads ... or --cp-comm-type p2p"),
         ("--cp-comm-type p2p --seq-length 24", "--seq-length 24 is no multiple of 16"),
@@ -48,7 +50,7 @@ def test_what_cannot_be_is_refused_with_what_could(words: str, told: str) -> Non
     ],
 )
 def test_kinds_are_layouts(words: str, layout: ContextLayout, rings: list[int]) -> None:
-    found = configure(f"{SMALL} --context-parallel-size 8 {words}", EIGHT).context.layout
+    found = configure(f"{SMALL} --bf16 --context-parallel-size 8 {words}", EIGHT).context.layout
     assert found == layout
     topology = found.topology(world_size=8, group_size=4)
     assert [len(topology.members(span, 0)) for span in found.rings(topology)] == rings

@@ -53,11 +53,15 @@ STEPS = "--step-batch-size-schedule"
         (KEEP, f"{KEEP} needs --recompute-granularity full"),
         (f"{KEEP} --recompute-granularity selective", f"{KEEP} needs"),
         (
-            f"{KEEP} --recompute-granularity full --attention-backend fused",
-            f"{KEEP} ... --attention-backend fused gives none: give auto or flash",
+            f"{KEEP} --recompute-granularity full",
+            "channels in fp32 on a GPU: give --bf16 ... or leave --paro-recompute-keep out",
         ),
         (
-            f"{KEEP} --recompute-granularity full --paro-strategy III {ROTATE}",
+            f"{KEEP} --recompute-granularity full --attention-backend fused",
+            "--attention-backend fused ... give auto or flash, or leave --paro-recompute-keep out",
+        ),
+        (
+            f"{KEEP} --recompute-granularity full --bf16 --paro-strategy III {ROTATE}",
             f"{ROTATE} ... leave --paro-recompute-keep out",
         ),
         ("--recompute-modules core_attn", "needs --recompute-granularity selective"),

@@ -96,7 +96,7 @@ def test_grouped_queries_are_megatrons(words: str, groups: int) -> None:
             RecomputeConfig(granularity="full", method="block", num_layers=2),
         ),
         (
-            "--recompute-granularity full --paro-recompute-keep core_attn",
+            "--recompute-granularity full --paro-recompute-keep core_attn --bf16",
             RecomputeConfig(granularity="full", keeps_core=True),
         ),
         ("--recompute-activations --recompute-modules core_attn", SELECTIVE),
@@ -123,7 +123,7 @@ def test_flags_of_a_plan_are_its_recomputation(
     recompute: RecomputeConfig, keeps_core: bool
 ) -> None:
     chosen = replace(recompute, keeps_core=keeps_core)
-    assert configure(f"{SMALL} {recompute_flags(chosen)}").model.recompute == chosen
+    assert configure(f"{SMALL} --bf16 {recompute_flags(chosen)}").model.recompute == chosen
 
 
 # Vocabulary rows
