@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from model.attention import Documents
-from model.block_attention import attend_keeping
 from model.config import LlamaConfig
-from model.kept import KeptAttention
 from model.llama import Llama
 from paro.collectives import wire
-from paro.collectives.choice import Pieces
+from paro.collectives.choice import AlgorithmChoice, Pieces
 from paro.collectives.coded import CodedReduction
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives
@@ -25,14 +22,18 @@ from paro.collectives.matrices import MatrixExchange
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.shifts import Ring
-from paro.context_parallel.attention import ContextAttention
-from paro.context_parallel.exchange import Exchange
+from paro.context_parallel.attention import make_context_attention
+from paro.context_parallel.gather import make_gather
 from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.partwise import Travel
+from paro.context_parallel.ring import make_rings
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import Groups
+from paro.distributed.links import Links
 from paro.distributed.timers import Timers
+from paro.distributed.world import World
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.planning.cost_model import in_buckets, muon_rounds
@@ -75,6 +76,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
     monkeypatch.setattr(wire.dist, "all_to_all_single", lambda received, sent, group: None)
     monkeypatch.setattr(wire.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(Groups, "of", lambda *_: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +88,21 @@ class LoneRank:
     optimizer: ParoOptimizer
     traffic: ByteCounter
 
-    def exchange_heads(self, layout: ContextLayout) -> None:
-        """From now on attention exchanges tokens for heads."""
+    def share_samples(self, layout: ContextLayout) -> None:
+        """From now on attention is that of the first of ranks that share samples.
+
+        The last one of a ring, whose queries see half of all other keys, allocates less.
+        """
         context, topology = self.model.context, self.model.context.topology
-        own = layout.topology(world_size=topology.world_size, group_size=topology.group_size)
-        groups = NoGroups(topology=own, rank=context.rank, _by_use_and_span={})
-        span, streams = layout.heads_span(own), InlineStreams()
-        exchange = Exchange(span, groups, streams, self.traffic, context.exposure)
-
-        def within(
-            q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kept: KeptAttention | None
-        ) -> Tensor:
-            return attend_keeping(q, k, v, "auto", documents, kept)
-
+        world = World(size=topology.world_size, group=topology.group_size)
+        links = Links(InlineStreams(), self.traffic, context.exposure, None)
+        travel: Travel | None = None
+        if layout.gathers:
+            travel = make_gather(layout, world, links, AlgorithmChoice(names=("native",)))
+        elif layout.ring > 1:
+            travel = make_rings(layout, world, links)
         assert isinstance(self.model.model, Llama)
-        self.model.model.core = ContextAttention(layout, exchange, within, [])
+        self.model.model.core = make_context_attention(layout, world, links, travel, "auto")
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
         """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""

@@ -388,7 +388,7 @@ def measure(workload: Workload, device: str) -> int:
 
     length = workload.seq_length // workload.context.size
     if workload.context.size > 1:
-        rank.exchange_heads(workload.context)
+        rank.share_samples(workload.context)
 
     def step() -> None:
         rank.step(workload.num_micro_batches, size=workload.batch_size, seq_length=length)

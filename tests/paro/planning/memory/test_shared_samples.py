@@ -1,13 +1,14 @@
-"""Predicted memory where ranks exchange tokens for heads is what a rank allocates."""
+"""Predicted memory where ranks share samples is what a rank allocates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from model.config import RecomputeConfig
-from paro.context_parallel.layout import ContextLayout
+from model.config import LlamaConfig, RecomputeConfig
+from paro.context_parallel.layout import ALONE, ContextLayout
 from tests.paro.planning.lone_rank import silence
 from tests.paro.planning.memory.test_gathering import (
     EACH,
@@ -19,8 +20,8 @@ from tests.paro.planning.memory.test_gathering import (
     predict,
 )
 
-# In bf16 a CPU's attention has buffers of its own, of whole samples here.
-EXCHANGED = Workload(
+# In bf16 a CPU's attention has buffers of its own, of whole samples where heads are exchanged.
+SHARED = Workload(
     strategy="GGG",
     config=replace(SMALL, vocab_size=64),
     precision=FP32,
@@ -29,22 +30,90 @@ EXCHANGED = Workload(
     context=ContextLayout(size=4, heads=4),
     at="backward",
 )
-CONFIGS = {
-    "heads are exchanged": EXCHANGED.config,
-    "exchanged keys and values are repeated, blocks recomputed": replace(
-        EXCHANGED.config, num_query_groups=2, recompute=EACH
+CASES: dict[str, tuple[LlamaConfig, ContextLayout]] = {
+    "heads are exchanged": (SHARED.config, SHARED.context),
+    "exchanged keys and values are repeated, blocks recomputed": (
+        replace(SHARED.config, num_query_groups=2, recompute=EACH),
+        SHARED.context,
     ),
-    "blocks are recomputed but for attention": replace(EXCHANGED.config, recompute=KEEPS_CORE),
-    "the core of exchanged heads is recomputed": replace(
-        EXCHANGED.config, recompute=RecomputeConfig(granularity="selective")
+    "blocks are recomputed but for attention": (
+        replace(SHARED.config, recompute=KEEPS_CORE),
+        SHARED.context,
+    ),
+    "the core of exchanged heads is recomputed": (
+        replace(SHARED.config, recompute=RecomputeConfig(granularity="selective")),
+        SHARED.context,
+    ),
+    "a ring inside a group": (SHARED.config, ContextLayout(size=4)),
+    "a ring over groups": (SHARED.config, ContextLayout(size=8, inner=8)),
+    "a ring between groups, and in each": (SHARED.config, ContextLayout(size=8)),
+    "rings of more turns, blocks recomputed": (
+        replace(SHARED.config, num_query_groups=2, recompute=EACH),
+        ContextLayout(size=8, inner=2),
+    ),
+    "keys and values are gathered": (SHARED.config, ContextLayout(size=8, gathers=True)),
+    "heads are exchanged, keys and values go round": (
+        SHARED.config,
+        ContextLayout(size=8, heads=4, inner=4),
     ),
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    workload = replace(EXCHANGED, config=CONFIGS[name])
+    config, layout = CASES[name]
+    workload = replace(SHARED, config=config, context=layout)
     predicted = predict(workload, device="cpu")
     assert workload.at in predicted.name
     silence(monkeypatch)
     assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
+
+
+LONG = Workload(
+    strategy="GGG",
+    config=LlamaConfig(
+        num_layers=4,
+        hidden_size=256,
+        ffn_hidden_size=688,
+        num_attention_heads=8,
+        num_query_groups=8,
+        kv_channels=32,
+        max_position_embeddings=8192,
+        vocab_size=4096,
+    ),
+    precision=FP32,
+    batch_size=1,
+    num_micro_batches=1,
+    at="backward",
+)
+
+
+def predicted_bytes(workload: Workload) -> int:
+    return predict(workload, device="cpu").total
+
+
+def measured_bytes(workload: Workload) -> int:
+    return measure(workload, "cpu")
+
+
+@pytest.mark.parametrize(
+    "peak", [predicted_bytes, pytest.param(measured_bytes, marks=pytest.mark.verify)]
+)
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [(ContextLayout(size=4), 0.30), (ContextLayout(size=4, heads=4), 0.35)],
+)
+def test_what_4_ranks_need_for_a_token_of_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: ContextLayout,
+    most: float,
+    peak: Callable[[Workload], int],
+) -> None:
+    """Of 8,192 tokens, and without what a step of any length needs."""
+    silence(monkeypatch)
+
+    def grows(layout: ContextLayout) -> int:
+        short, long = (replace(LONG, context=layout, seq_length=n) for n in (4096, 8192))
+        return peak(long) - peak(short)
+
+    assert grows(layout) <= most * grows(ALONE)
