@@ -1,4 +1,7 @@
-"""The waits of the product: finds each by its syntax, and removes one from running code."""
+"""The waits of the product: finds each by its syntax, and removes one from running code.
+
+Also changes any other text of running code.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +43,38 @@ class Wait:
         tree = ast.parse(_path(self.module).read_text(encoding="utf-8"))
         (node,) = [node for wait, node in _waits_in(self.module, tree) if wait == self]
         _empty(tree, node)
-        code = compile(ast.fix_missing_locations(tree), str(_path(self.module)), "exec")
-        owner: Any = importlib.import_module(self.module)
-        for part in self.function.split("."):
-            owner = inspect.getattr_static(owner, part)
-        function = inspect.unwrap(owner)
-        assert isinstance(function, FunctionType), f"{self.name} is in no function"
-        before = function.__code__
-        function.__code__ = _code_of(code, self.function)
-        try:
+        with _running(self.module, self.function, ast.fix_missing_locations(tree)):
             yield
-        finally:
-            function.__code__ = before
+
+
+@contextmanager
+def changed(module: str, function: str, old: str, new: str) -> Iterator[None]:
+    """The function, qualified within its module, runs with a text of its source replaced."""
+    source = _path(module).read_text(encoding="utf-8")
+    (node,) = [body for name, body in _functions(ast.parse(source)) if name == function]
+    own = ast.get_source_segment(source, node, padded=True)
+    assert own is not None, f"{function} has no source"
+    assert own.count(old) == 1, f"{module} {function}: found {own.count(old)} times: {old}"
+    tree = ast.parse(source.replace(own, own.replace(old, new)))
+    with _running(module, function, tree):
+        yield
+
+
+@contextmanager
+def _running(module: str, function: str, tree: ast.Module) -> Iterator[None]:
+    """The function runs as this tree of its module has it."""
+    code = compile(tree, str(_path(module)), "exec")
+    owner: Any = importlib.import_module(module)
+    for part in function.split("."):
+        owner = inspect.getattr_static(owner, part)
+    own = inspect.unwrap(owner)
+    assert isinstance(own, FunctionType), f"{module} {function} is no function"
+    before = own.__code__
+    own.__code__ = _code_of(code, function)
+    try:
+        yield
+    finally:
+        own.__code__ = before
 
 
 def all_waits() -> list[Wait]:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
 
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
@@ -17,6 +12,7 @@ from paro.sharding.shards import UnitShards
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import SlicePolicy
 from paro.step.updating import UpdatingPolicy
+from tests.helpers.waits import changed
 
 HO_RING = "--paro-collective ho-ring"
 ROTATE = "--paro-materialize rotate"
@@ -53,11 +49,8 @@ class Mutation:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        source = textwrap.dedent(inspect.getsource(getattr(self.owner, self.method)))
-        assert source.count(self.old) == 1, f"{self.name}: found {source.count(self.old)} times"
-        scope: dict[str, Any] = dict(vars(sys.modules[self.owner.__module__]))
-        exec(source.replace(self.old, self.new), scope)
-        with patch.object(self.owner, self.method, scope[self.method]):
+        method = f"{self.owner.__name__}.{self.method}"
+        with changed(self.owner.__module__, method, self.old, self.new):
             yield
 
 
@@ -142,8 +135,8 @@ MUTATIONS = (
     Mutation(
         NativeCollectives,
         "all_reduce",
-        "part, comm_dtype),\n        event,",
-        "part, comm_dtype),\n        DONE,",
+        "part, comm_dtype),\n            event,",
+        "part, comm_dtype),\n            DONE,",
         "NNN",
     ),
     Mutation(NativeCollectives, "all_reduce", "job, event)", "job, DONE)", "NNN"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import cache
-from itertools import product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -17,11 +17,13 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.traffic import sent_per_step
+from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.memory_check import plan_of
 from paro.training.step import Evaluation, Training, evaluate
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import Trained, train
+from tests.helpers.waits import changed
 from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, TOLERANCE, assert_same
 
 # 8 heads and 16 tokens can be cut for up to 8 ranks; a tenth of the tokens end a document.
@@ -43,7 +45,9 @@ LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules al
 TIED = "--tie-embeddings-and-output-weights"
 COMPILED = "--torch-compile aot_eager"
 HO_RING = "--paro-collective ho-ring"
-PAIRS = "--hierarchical-context-parallel-sizes 2 2"
+SIZES = "--hierarchical-context-parallel-sizes"
+PAIRS = f"a2a+p2p {SIZES} 2 2"
+FLAT = "p2p --paro-context-ring flat"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 
 
@@ -63,34 +67,70 @@ class Case(NamedTuple):
         )
 
 
+# Every letter strategy once.
+DRAWN = iter(Random(0).sample(legal_letters(), k=14))
 # By ranks and group size: inside a group, equal to one, and across.
 CASES = {
     (2, 2): (
         Case(2, "GGG", f"{LORA} --num-workers 1"),
         Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
-        Case(2, "GGG", f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p"),
+        Case(2, next(DRAWN), f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p"),
     ),
     (4, 2): (
-        Case(2, "IIG", f"{APART} {MASKED} {CORE}"),
-        Case(4, "NNG", f"{APART} {PER_TOKEN} {GROUPED} 2"),
+        Case(2, next(DRAWN), f"{APART} {MASKED} {CORE}"),
+        Case(4, next(DRAWN), f"{APART} {PER_TOKEN} {GROUPED} 2"),
         Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),
-        Case(4, "GGG", f"{TIED} {GROUPED} 4 --paro-prefetch-units 0"),
-        Case(2, "NIG", f"{GROUPED} 1 {FULL} --recompute-num-layers 2"),
-        Case(2, "IGG", f"{HO_RING} --qk-layernorm"),
-        Case(4, "IIG", f"{APART} {MASKED} {FULL} {GROUPED} 2", kind="p2p"),
-        Case(4, "GGG", f"{LORA} {CORE} --paro-context-ring flat", kind="p2p"),
-        Case(4, "NIG", f"{APART} {GROUPED} 1 {HO_RING} {KEPT}", kind="allgather"),
-        Case(4, "NNG", f"{APART} {CORE} {PAIRS} {GROUPED} 4", kind="a2a+p2p"),
-        Case(4, "IIG", f"{KEPT} --recompute-num-layers 2 {PAIRS}", FROZEN, kind="a2a+p2p"),
+        Case(4, next(DRAWN), f"{TIED} {GROUPED} 4 --paro-prefetch-units 0"),
+        Case(2, next(DRAWN), f"{GROUPED} 1 {FULL} --recompute-num-layers 2"),
+        Case(2, next(DRAWN), f"{HO_RING} --qk-layernorm"),
+        Case(4, next(DRAWN), f"{APART} {MASKED} {FULL} {GROUPED} 2", kind="p2p"),
+        Case(4, next(DRAWN), f"{LORA} {CORE}", kind=FLAT),
+        Case(4, next(DRAWN), f"{APART} {GROUPED} 1 {HO_RING} {KEPT}", kind="allgather"),
+        Case(4, next(DRAWN), f"{APART} {CORE} {GROUPED} 4", kind=PAIRS),
+        Case(4, next(DRAWN), f"{KEPT} --recompute-num-layers 2", FROZEN, kind=PAIRS),
     ),
     (8, 4): (
-        Case(2, "IIG", f"{LORA} {KEPT} {GROUPED} 2"),
-        Case(4, "GGG", f"{APART} {MASKED} {CORE} {GROUPED} 4"),
+        Case(2, next(DRAWN), f"{LORA} {KEPT} {GROUPED} 2"),
+        Case(4, next(DRAWN), f"{APART} {MASKED} {CORE} {GROUPED} 4"),
         Case(8, "2,4,8", PER_TOKEN),
-        Case(8, "GGG", f"{APART} {PER_TOKEN} {KEPT}", kind="p2p"),
+        Case(8, next(DRAWN), f"{APART} {PER_TOKEN} {KEPT}", kind="p2p"),
     ),
 }
-KINDS = ("a2a", "p2p", "allgather")
+KINDS = ("a2a", "p2p", FLAT, "allgather", "a2a+p2p")
+SHAPES = [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
+# A function of a module, a text of it, and what replaces it: each is wrong.
+MUTATIONS = (
+    (
+        "model.llama",
+        "Llama.forward",
+        "cos[positions_BS], sin[positions_BS]",
+        "cos[: tokens_BS.shape[1]], sin[: tokens_BS.shape[1]]",
+    ),
+    (
+        "data.batch",
+        "Batch.cut",
+        "return cut._with(own)",
+        "cut = cut._with(own); return replace(cut, mask_sum=float(cut.loss_mask_BS.sum()))",
+    ),
+    (
+        "paro.training.assembly",
+        "build_sources",
+        "data_parallel_rank=world.data_parallel_rank",
+        "data_parallel_rank=world.rank % world.data_parallel_size",
+    ),
+    (
+        "paro.training.token_weights",
+        "TokenWeights.__init__",
+        "= world.context_parallel_size",
+        "= 1",
+    ),
+    (
+        "paro.context_parallel.layout",
+        "ContextLayout.ranges",
+        "(2 * self.ring - 1 - place) * chunk",
+        "(self.ring + place) * chunk",
+    ),
+)
 
 
 class Run(NamedTuple):
@@ -114,8 +154,14 @@ def run(flags: str, group_size: int | None, frozen: tuple[str, ...]) -> Run:
     return Run(found[0], trained)
 
 
-def run_cases(cases: list[Case], group_size: int, steps: int) -> list[Run]:
-    return [run(one.flags(steps), group_size, one.frozen) for one in cases]
+Mutation = tuple[str, str, str, str]
+
+
+def run_cases(
+    cases: list[Case], group_size: int, steps: int, mutation: Mutation | None
+) -> list[Run]:
+    with changed(*mutation) if mutation is not None else nullcontext():
+        return [run(one.flags(steps), group_size, one.frozen) for one in cases]
 
 
 @cache
@@ -124,11 +170,17 @@ def alone(more: str, frozen: tuple[str, ...], steps: int) -> Run:
     return run(f"{MODEL} --train-iters {steps} {more}", None, frozen)
 
 
-def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> None:
-    by_rank = run_ranks(run_cases, world_size, cases, group_size, steps)
+def check(
+    world_size: int,
+    group_size: int,
+    cases: list[Case],
+    steps: int,
+    mutation: Mutation | None = None,
+) -> None:
+    by_rank = run_ranks(run_cases, world_size, cases, group_size, steps, mutation)
     for number, case in enumerate(cases):
         more = re.sub(r"--(paro|recompute-[gn]|torch-compile)\S* \S+", "", case.more)
-        wanted = alone(more.replace(CORE, "").replace(PAIRS, "").strip(), case.frozen, steps)
+        wanted = alone(more.replace(CORE, "").strip(), case.frozen, steps)
         for rank, runs in enumerate(by_rank):
             held_out, trained = runs[number]
             assert held_out == pytest.approx(wanted.held_out, rel=TOLERANCE), case
@@ -154,23 +206,44 @@ def test_ranks_that_share_samples_train_as_one_process_does(
     check(world_size, group_size, [*CASES[world_size, group_size]], FEW_STEPS)
 
 
+def test_every_strategy_shares_samples() -> None:
+    assert {case.strategy for cases in CASES.values() for case in cases} >= {*legal_letters()}
+
+
 def grid(world_size: int, group_size: int) -> list[Case]:
-    """Every strategy of the list and number of ranks, each with flags drawn from all."""
-    random = Random(world_size * 8 + group_size)
+    """Every strategy with two kinds, over all shapes with all; flags are drawn."""
+    shape, random = SHAPES.index((world_size, group_size)), Random(world_size * 8 + group_size)
     flags = ("", f"{APART} {MASKED}", f"{PER_TOKEN} {FULL}", f"{APART} {LORA} {CORE}", KEPT, TIED)
     heads = ("", *(f"{GROUPED} {number}" for number in (1, 2, 4)))
-    return [
-        Case(size, strategy, f"{random.choice(flags)} {random.choice(heads)}", kind=kind)
-        for size, strategy, kind in product((2, 4, 8), ("IIG", "GGG", "NNG", "NIG"), KINDS)
-        if size <= world_size
-    ]
+    cases = []
+    for number, strategy in enumerate(legal_letters()):
+        for index in (number + shape, number + 2 * shape + 1):
+            kind = KINDS[index % len(KINDS)]
+            size = random.choice([n for n in (2, 4, 8) if n <= world_size])
+            if kind == "a2a+p2p":
+                size = max(size, 4)
+                first = random.choice([n for n in (2, 4) if n < size])
+                kind += f" {SIZES} {first} {size // first}"
+            more = f"{random.choice(flags)} {random.choice(heads)}"
+            cases.append(Case(size, strategy, more, kind=kind))
+    return cases
 
 
 @pytest.mark.verify
 @pytest.mark.timeout(1800)
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
 def test_all_ways_to_share_samples_train_as_one_process_does(
     world_size: int, group_size: int
 ) -> None:
     check(world_size, group_size, grid(world_size, group_size), MANY_STEPS)
+
+
+@pytest.mark.verify
+@pytest.mark.ranks
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation[1])
+def test_what_is_wrong_trains_differently(mutation: Mutation) -> None:
+    case = Case(2, "IIG", f"{APART} {PER_TOKEN}", kind="p2p")
+    with pytest.raises(AssertionError) as caught:
+        check(4, 2, [case], FEW_STEPS, mutation)
+    assert not isinstance(caught.value, RankError), "it must not fail, but differ"
