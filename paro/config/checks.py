@@ -7,6 +7,7 @@ import math
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
+from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.states import is_for_muon
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
@@ -249,34 +251,37 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     """Lines for flags that have no effect because the flag they depend on is not given."""
-    notices = []
     saving = {
         "--save-interval": args.save_interval is not None,
         "--async-save": args.async_save,
         "--no-save-optim": args.no_save_optim,
         "--on-save-failure": args.on_save_failure != "stop",
     }
-    given = [flag for flag, is_given in saving.items() if is_given]
-    if given and args.save is None:
-        notices.append(f"nothing will be saved: {_listed(given)} no effect without --save DIR")
     wsd = {
         "--lr-wsd-decay-style": args.lr_wsd_decay_style != WSD_DECAY_STYLES[0],
         "--lr-wsd-decay-iters": args.lr_wsd_decay_iters is not None,
         "--lr-wsd-decay-samples": args.lr_wsd_decay_samples is not None,
     }
-    notices += _scale_notice(args)
-    given = [flag for flag, is_given in wsd.items() if is_given]
-    if given and args.lr_decay_style != "WSD":
-        style = f"--lr-decay-style is {args.lr_decay_style}"
-        notices.append(f"{_listed(given)} no effect without --lr-decay-style WSD: {style}")
     shared = {
         "--cp-comm-type": args.cp_comm_type != ["p2p"],
         "--hierarchical-context-parallel-sizes": args.hierarchical_context_parallel_sizes,
     }
-    given = [flag for flag, is_given in shared.items() if is_given]
-    if given and args.context_parallel_size == 1:
-        notices.append(f"{_listed(given)} no effect without --context-parallel-size")
-    return tuple(notices)
+    muon = {
+        f"--{name.replace('_', '-')}": getattr(args, name) != default
+        for name, default in asdict(MuonConfig()).items()
+    }
+    style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
+    notices = [
+        line.format(_listed(given))
+        for line, is_used, flags in (
+            ("nothing will be saved: {} no effect without --save DIR", args.save, saving),
+            (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), wsd),
+            ("{} no effect without --context-parallel-size", size != 1, shared),
+            ("{} no effect without --optimizer muon", args.optimizer == "muon", muon),
+        )
+        if not is_used and (given := [flag for flag, is_given in flags.items() if is_given])
+    ]
+    return (*notices, *_scale_notice(args))
 
 
 def _scale_notice(args: Namespace) -> list[str]:

@@ -137,14 +137,14 @@ class RunConfig:
 
     @classmethod
     def _of_known_flags(cls, args: Namespace, world: World, measured: Machine | None) -> RunConfig:
-        notices = (*changed_parts(args), *ignored_lines(args), *flags_without_effect(args))
+        notices = (*changed_parts(args), *ignored_lines(args))
         checkpoint = take(CheckpointConfig, args)
         common = saved_common(checkpoint)
         if checkpoint.use_checkpoint_args:
             args, lines = _with_saved_args(args, checkpoint, common)
             notices += lines
         args, lines = keeping_choice(args, world, checkpoint)
-        notices += lines
+        notices += (*flags_without_effect(args), *lines)
         data, tokenizer = take_data(args), take_tokenizer(args)
         built = build_tokenizer(tokenizer)
         model = take_model(args, built.vocab_size)

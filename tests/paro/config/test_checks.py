@@ -96,10 +96,15 @@ def test_rings_of_single_messages_are_refused_under_nccl(name: str) -> None:
             "--lr-decay-style WSD: --lr-decay-style is cosine",
         ),
         ("--lr-wsd-decay-iters 2 --lr-decay-style WSD", None),
+        (
+            "--muon-momentum 0.8 --muon-nesterov",
+            "--muon-momentum, --muon-nesterov have no effect without --optimizer muon",
+        ),
+        ("--muon-momentum 0.8 --optimizer muon --muon-extra-scale-factor 0.2", None),
         ("", None),
     ],
 )
-def test_flags_of_a_decay_that_is_not_chosen_are_said(words: str, told: str | None) -> None:
+def test_flags_of_what_is_not_chosen_are_said(words: str, told: str | None) -> None:
     notices = configure(f"{SMALL} {words}").notices
     if told is None:
         assert notices == ()
@@ -154,6 +159,7 @@ def test_muon_is_the_checkpoints_where_its_states_are_continued(
     found = configure(f"{SMALL} --load {tmp_path} --use-checkpoint-args {words}")
     assert (found.precision.optimizer, found.muon.muon_momentum) == (optimizer, momentum)
     assert found.given["optimizer"] == optimizer
+    assert not [line for line in found.notices if "--muon-momentum" in line]
     assert configure(f"{SMALL} --load {tmp_path}").precision.optimizer == "adam"
 
 

@@ -124,7 +124,9 @@ def test_those_that_train_a_part_agree(tmp_path: Path, words: str, names: str) -
 @pytest.mark.ranks
 def test_fp32_agrees_closely_and_is_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "peers.svg"
-    names = "paro:GGG,fsdp2,paro:NIG+allgather/2,fsdp2+allgather/4,fsdp2-hybrid+p2p/2"
+    # Muon's losses are others: with those of AdamW they would not agree.
+    names = "paro:GGG,fsdp2,paro:GGG+muon,paro:IIG+muon,paro:NIG+allgather/2,fsdp2+allgather/4"
+    names += ",fsdp2-hybrid+p2p/2"
     flags = ["--dtype", "fp32", "--recompute", "--num-query-groups", "1", "--plot", str(picture)]
     run(tmp_path, names, *flags)
     drawn = picture.read_text()
@@ -223,6 +225,15 @@ def test_the_default_is_the_small_llama_in_bf16() -> None:
     assert (*sizes, task.model.vocab_size) == (6, 256, 688, 4096)
     assert (task.run.precision.compute, task.run.precision.accumulate) == ("bf16", "bf16")
     assert task.largest_unit == (4096 + 1) * 256  # the head and its norm
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("flags", ["", "--paro-flags=--optimizer=muon"])
+def test_those_of_one_optimizer_must_agree(flags: str) -> None:
+    task = task_of(make_parser().parse_args(flags.split()), "ddp", WORLD)
+    names = ("ddp", "paro:IIG", "paro:IIG+muon")
+    expected = ["adam", "muon" if flags else "adam", "muon"]
+    assert [registry.optimizer_of(task, name, WORLD) for name in names] == expected
 
 
 @pytest.mark.usefixtures("launched")
