@@ -230,10 +230,10 @@ def test_the_default_is_the_small_llama_in_bf16() -> None:
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("flags", ["", "--paro-flags=--optimizer=muon"])
 def test_those_of_one_optimizer_must_agree(flags: str) -> None:
-    task = task_of(make_parser().parse_args(flags.split()), "ddp", WORLD)
-    names = ("ddp", "paro:IIG", "paro:IIG+muon")
+    args, names = make_parser().parse_args(flags.split()), ("ddp", "paro:IIG", "paro:IIG+muon")
     expected = ["adam", "muon" if flags else "adam", "muon"]
-    assert [registry.optimizer_of(task, name, WORLD) for name in names] == expected
+    tasks = [task_of(args, name, WORLD) for name in names]
+    assert [task.run.precision.optimizer for task in tasks] == expected
 
 
 @pytest.mark.usefixtures("launched")
