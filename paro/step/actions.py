@@ -114,10 +114,11 @@ class Buckets:
 
     def __init__(self, units: Iterable[StepUnit] = ()) -> None:
         trained = [(unit.dealt, buffer) for unit in units for buffer in unit.trainable]
-        self._bucket_of: dict[int, tuple[int, ...]] = {}
-        for index, (dealt, _) in enumerate(trained):
-            bucket = tuple(buffer for _, buffer in trained[index : index + dealt])
-            self._bucket_of |= dict.fromkeys(bucket, bucket)
+        self.buckets = [
+            tuple(buffer for _, buffer in trained[index : index + dealt])
+            for index, (dealt, _) in enumerate(trained)
+        ]
+        self._bucket_of = {buffer: bucket for bucket in self.buckets for buffer in bucket}
         self._ready: set[int] = set()
 
     def add(self, buffer: int) -> list[int]:

@@ -20,7 +20,8 @@ class UpdatingPolicy:
     """Answers the events of updates and forwards with the all-gathers to queue, in order.
 
     `needed` are the buffers that each unit, or rotating part, reads, in forward order. With `ahead`
-    None all-gathers are queued at once. A bucket's first use is that of its first buffer.
+    None all-gathers are queued at once. A bucket is queued as many units further ahead as it has
+    other buffers: it is sent while the bucket before it computes.
     """
 
     def __init__(
@@ -33,6 +34,8 @@ class UpdatingPolicy:
         self._num_units = len(needed)
         self._ahead = self._num_units if ahead is None else ahead
         self._buckets = buckets or Buckets()
+        for first, *others in filter(None, self._buckets.buckets):
+            self._first_use[first] -= len(others)
         self._updated: list[int] = []  # buffers, or buckets, whose all-gather is not queued yet
 
     def updated(self, buffer: int) -> list[Action]:

@@ -215,6 +215,7 @@ def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(
         for rank, by_rank in enumerate(results):
             assert_same(by_rank[number], reference, label, tolerance)
             assert_formulas(by_rank[number], cases[number][0], world_size, group_size, rank)
+            assert by_rank[number].model_state_bytes == results[0][number].model_state_bytes
 
 
 @pytest.mark.ranks

@@ -8,7 +8,8 @@ import pytest
 
 from paro.distributed.comm_stream import Event
 from paro.planning.search.search_space import Materialize
-from paro.step.actions import Verb
+from paro.step.actions import Buckets, UnitKind, Verb, number_buffers
+from paro.step.updating import UpdatingPolicy
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import order_case
 from tests.paro.step.test_plan import planned
@@ -32,6 +33,21 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
         elif verb is Verb.WAIT:
             updated[number].wait()
     return sent
+
+
+def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
+    dealt = (1, 3, 0, 0, 3, 0, 0, 1)
+    units = number_buffers(
+        [UnitKind(name=str(n), trains=(True,), dealt=each) for n, each in enumerate(dealt)]
+    )
+    policy = UpdatingPolicy([unit.needed for unit in units], 2, Buckets(units))
+    at_once = [move for buffer in range(8) for move in policy.updated(buffer)]
+    later = {index: policy.before_forward(index) for index in range(8)}
+    assert at_once == [(Verb.GATHER_UPDATED, 0), (Verb.GATHER_UPDATED, 1)]
+    assert {index: moves for index, moves in later.items() if moves} == {
+        0: [(Verb.GATHER_UPDATED, 4)],
+        5: [(Verb.GATHER_UPDATED, 7)],
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))
