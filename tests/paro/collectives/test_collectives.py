@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def make(
         algorithm,
         topology=topology,
         rank=dist.get_rank(),
-        spans={use: frozenset(spans or {topology.axes}) for use in Use},
+        spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset(spans or {topology.axes})),
         streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
         traffic=traffic,
         group_config=GroupConfig(timeout=timedelta(seconds=seconds)),
@@ -69,19 +70,32 @@ def make(
     return collectives, traffic
 
 
+def check_all(group_size: int, degrees: tuple[int, ...], overlaps: Sequence[bool]) -> list[str]:
+    """Every collective by every algorithm; returns the wrong results."""
+    return [
+        wrong
+        for name, overlap in product((*COLLECTIVES, PIPELINE), overlaps)
+        for wrong in check_collectives(name, group_size, degrees, overlap)
+    ]
+
+
 def check_collectives(
     name: str, group_size: int, degrees: tuple[int, ...], overlap: bool
 ) -> list[str]:
-    """Runs every collective over every axis span; returns the wrong results."""
+    """Runs every collective over every axis span; returns the wrong results.
+
+    Over all axes with every type, over others with one of them.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     axes = topology.axes
     spans = {axes[i:j] for i in range(len(axes) + 1) for j in range(i, len(axes) + 1)}
     collectives, _ = make(algorithm(name), topology, spans=spans, overlap=overlap)
     wrong = []
-    for span in sorted(spans, key=lambda span: [axis.index for axis in span]):
+    for number, span in enumerate(sorted(spans, key=lambda span: [axis.index for axis in span])):
         members = topology.members(span, rank)
-        for dtype, comm_dtype in TYPES:
+        types = TYPES if span == axes else TYPES[number % len(TYPES) :][:1]
+        for dtype, comm_dtype in types:
             numel = size * 24
             shard = slice(*nested_range(span, rank, numel))
             label = f"{name} over {[axis.index for axis in span]} as {dtype} by {comm_dtype}"
@@ -112,12 +126,15 @@ def check_collectives(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [*COLLECTIVES, PIPELINE])
 @pytest.mark.parametrize(("world_size", "group_size", "degrees"), SHAPES)
-def test_collectives(name: str, world_size: int, group_size: int, degrees: tuple[int, ...]) -> None:
-    for overlap in (False, True) if world_size == 6 else (True,):
-        for wrong in run_ranks(check_collectives, world_size, name, group_size, degrees, overlap):
-            assert not wrong
+def test_collectives(world_size: int, group_size: int, degrees: tuple[int, ...]) -> None:
+    overlaps = (False, True) if world_size == 6 else (True,)
+    for wrong in run_ranks(check_all, world_size, group_size, degrees, overlaps):
+        assert not wrong
+
+
+def bytes_by_name() -> dict[str, dict[str, Sent]]:
+    return {name: send_one_of_each(name) for name in ("native", PIPELINE, "flat")}
 
 
 def send_one_of_each(name: str) -> dict[str, Sent]:
@@ -141,21 +158,15 @@ def send_one_of_each(name: str) -> dict[str, Sent]:
 
 @pytest.mark.ranks
 def test_bytes_axis_by_axis() -> None:
-    for sent in [
-        *run_ranks(send_one_of_each, 4, "native"),
-        *run_ranks(send_one_of_each, 4, PIPELINE),
-    ]:
+    by_rank = run_ranks(bytes_by_name, 4)
+    for sent in (found[name] for found in by_rank for name in ("native", PIPELINE)):
         # A shard between groups (96/4), then half of the whole inside them.
         assert sent["all_gather"] == Sent(intra=4 * 48, inter=4 * 24)
         assert sent["reduce_scatter"] == Sent(intra=2 * 48, inter=2 * 24)
         assert sent["all_reduce"] == Sent(intra=2 * 4 * 48, inter=2 * 4 * 24)
         assert sent["paused"] == Sent()
-
-
-@pytest.mark.ranks
-def test_bytes_of_one_flat_ring_cross_groups_at_their_last_ranks_alone() -> None:
-    by_rank = run_ranks(send_one_of_each, 4, "flat")
-    assert [sent["all_gather"] for sent in by_rank] == [
+    # One flat ring crosses groups at their last ranks alone.
+    assert [found["flat"]["all_gather"] for found in by_rank] == [
         Sent(intra=4 * 72),
         Sent(inter=4 * 72),
         Sent(intra=4 * 72),
