@@ -17,12 +17,12 @@ from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.control import Control, PlannedControl
 from paro.distributed.world import World
-from paro.errors import UserError
 from paro.planning.search.search_space import micro_batch_sizes
 from paro.report.record import IterationRecord, RunFacts, summarize
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.dry_run import run_dry
 from paro.training.step import Evaluation, evaluate, train_step
+from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import workload
 
@@ -48,8 +48,7 @@ def test_batches_count_data_parallel_ranks() -> None:
     batches = configured("--global-batch-size 24").batches
     assert batches.num_micro_batches_at(0) == batches.num_eval_micro_batches == 3
     assert batches.samples_after(10) == 240
-    with pytest.raises(UserError, match="times 4 data-parallel ranks"):
-        configured("--global-batch-size 12")
+    refused(lambda: configured("--global-batch-size 12"), "times 4 data-parallel ranks")
     args = parse_args(f"{FLAGS} --micro-batch-size 3 --global-batch-size 20".split())
     assert better_values(args, PAIRS.data_parallel_size) == {"micro_batch_size": 1}
     (line,) = nodes_line(configured("--global-batch-size 40").batches, replace(PAIRS, size=12))

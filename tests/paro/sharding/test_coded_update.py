@@ -11,13 +11,13 @@ import torch
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
-from paro.errors import UserError
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import CodedUpdate
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.refusals import refused
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states
 from tests.paro.sharding.coded_runs import FLAGS, SIZES, Recorded, check_updates, record_all
 from tests.paro.test_parity import assert_formulas
@@ -186,8 +186,7 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
 
 
 def test_bad_input_is_one_line() -> None:
-    with pytest.raises(UserError, match="-1 is negative"):
-        configured(f"{FOUR} --paro-inter-bits-warmup-iters -1")
+    refused(lambda: configured(f"{FOUR} --paro-inter-bits-warmup-iters -1"), "-1 is negative")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tools.preprocessing.workers import TASKS_PER_WORKER, worker_processes
 
 
@@ -51,11 +51,8 @@ def test_order_and_how_far_ahead_tasks_are_taken() -> None:
 
 @pytest.mark.process
 def test_a_killed_worker_is_a_clear_error() -> None:
-    with (
-        worker_processes(2, int) as workers,
-        pytest.raises(UserError, match="a worker process was killed"),
-    ):
-        list(workers.map(die, range(100)))
+    with worker_processes(2, int) as workers:
+        refused(lambda: list(workers.map(die, range(100))), "a worker process was killed")
 
 
 @pytest.mark.process
