@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,22 @@ def test_what_lies_in_tools_itself_is_a_program(folder: str) -> None:
     helpers = [path.name for path in modules if "__main__" not in path.read_text(encoding="utf-8")]
     assert modules
     assert not helpers, "these belong in a package"
+
+
+FINDS_THE_REPOSITORY = re.compile(
+    r"^if not __package__:.*\n(?:    .*\n)*?"
+    r"    sys\.path(?:\.insert\(0, |\[0\] = )str\(Path\(__file__\)\.resolve\(\)\.parents\[(\d)\]\)",
+    re.M,
+)
+
+
+@pytest.mark.parametrize("folder", ["tools", "tools/bench"])
+def test_a_program_finds_what_it_imports_wherever_it_is_started(folder: str) -> None:
+    # Other tests run programs in processes that have the project's modules already.
+    for path in (ROOT / folder).glob("[a-z]*.py"):
+        text = path.read_text(encoding="utf-8")
+        before, *_ = re.split(r"^from (?:data|model|paro|tools)[. ]", text, maxsplit=1, flags=re.M)
+        assert FINDS_THE_REPOSITORY.findall(before) == [str(folder.count("/") + 1)], path
 
 
 @pytest.mark.process

@@ -18,6 +18,7 @@ from paro.distributed.world import World
 from tests.end_to_end.test_training import run_main
 from tests.helpers.launch_scripts import BIN, EXAMPLES, Started, bash, planned, start
 from tests.helpers.ranks import ROOT
+from tests.helpers.warm_python import warm_python
 from tools.train_tokenizer import main as train_tokenizer
 
 pytestmark = pytest.mark.process
@@ -66,7 +67,9 @@ def dry_run(recorders: Path, script: str, world_size: int, folder: Path) -> str:
 
 def test_a_dry_run_is_one_plain_process(recorders: Path, tmp_path: Path) -> None:
     for script in ("pretrain_llama_7b_dgx.sh", "cpu_emulated_cluster.sh"):
-        printed = bash(script, tmp_path / "save", tmp_path / "board", path=str(BIN), **nodes_of(16))
+        printed = bash(
+            script, tmp_path / "save", tmp_path / "board", path=str(warm_python()), **nodes_of(16)
+        )
         ours = dry_run(recorders, script, 16, tmp_path)
         assert printed == ours
 
@@ -109,7 +112,7 @@ def test_adapters_continue_where_they_are_saved(recorders: Path, tmp_path: Path)
 def test_the_quickstarts_training_is_planned_once_its_tokenizer_is_there(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    environment = {"RUN_DIR": tmp_path, "RANKS": 4, "DRY_RUN": 1, "path": str(BIN)}
+    environment = {"RUN_DIR": tmp_path, "RANKS": 4, "DRY_RUN": 1, "path": str(warm_python())}
     printed = bash("quickstart.sh", **environment)
     assert [line[0] for line in printed.splitlines()] == ["+"] * 6
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.read_bytes())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.ranks import ROOT
+from tests.helpers.warm_python import warm_python
 from tools.torchrun import IMPATIENT_SECONDS
 
 SCRIPT = ROOT / "examples" / "one_machine.sh"
@@ -73,8 +73,7 @@ def launch(script: Path, text: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         # These tests may run under nohup, whose children ignore SIGHUP.
         ["env", "--default-signal=HUP", "bash", SCRIPT, "--nproc-per-node", "2", script],
-        env=os.environ
-        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": f"{warm_python()}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

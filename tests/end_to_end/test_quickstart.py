@@ -9,7 +9,6 @@ import pty
 import re
 import shlex
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from statistics import mean, stdev
@@ -20,9 +19,9 @@ import pytest
 from tests.end_to_end.test_trackers import MEGATRON, OURS, read_tensorboard, read_wandb
 from tests.end_to_end.test_training import read_metrics, run_main
 from tests.helpers.ranks import ROOT
+from tests.helpers.warm_python import warm_python
 from tools.generate import main as generate
 
-BIN = Path(sys.executable).parent
 SCRIPT = ROOT / "examples" / "quickstart.sh"
 TEXT_BYTES = 600_000
 ALL_TAGS = (
@@ -49,7 +48,7 @@ def quickstart(
     *,
     train_iters: int | None = None,
     ranks: int | None = 2,
-    on_path: Path = BIN,
+    on_path: Path | None = None,
     extra_flags: str = "",
     terminal: int = subprocess.STDOUT,
 ) -> subprocess.CompletedProcess[str]:
@@ -57,7 +56,7 @@ def quickstart(
         ["bash", str(SCRIPT)],
         env={
             **os.environ,
-            "PATH": f"{on_path}:{os.environ['PATH']}",
+            "PATH": f"{on_path or warm_python()}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "offline",
             "RUN_DIR": str(run_dir),
@@ -155,7 +154,7 @@ def test_from_text_to_sample_and_on(tmp_path: Path) -> None:
     check_summary(first.stdout, metrics)
     assert len(sample(first.stdout)) > 100
 
-    script = f"""case $1 in *torchrun.py) exec {BIN}/python "$@" ;; esac"""
+    script = f"""case $1 in *torchrun.py) exec {warm_python()}/python "$@" ;; esac"""
     trains = programs(tmp_path / "trains", script)
     second = quickstart(run_dir, text, train_iters=2, extra_flags=extra_flags, on_path=trains)
     assert second.returncode == 0, second.stdout

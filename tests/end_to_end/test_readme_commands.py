@@ -24,6 +24,7 @@ from data.tokenizer_json import write_tokenizer_json
 from paro.arguments.needed import EXAMPLE
 from tests.end_to_end.test_readme import TEXT
 from tests.helpers.ranks import HANGS_AFTER, ROOT
+from tests.helpers.warm_python import warm_python
 from tests.paro.checkpoint.convert.folders import save_folder
 from tests.tools.test_report import write_run
 from tests.tools.untrained import SIZES, save_untrained
@@ -95,13 +96,6 @@ LAUNCHER = """#!/bin/sh
 while [ "$1" != pretrain_llama.py ]; do shift; done
 exec python "$@" --dry-run --world-size 32
 """
-# Stands for python, and starts what is on the PATH instead of our own torchrun.
-PYTHON = f"""#!/bin/sh
-case $1 in
-    */torchrun.py) exec torchrun "$@" ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-"""
 SBATCH = """#!/bin/sh
 [ "$1" = --nodes ] || exit 9
 export SLURM_JOB_NUM_NODES=$2 SLURM_NTASKS_PER_NODE=8 SLURM_JOB_NODELIST=n SLURM_SUBMIT_DIR=$PWD
@@ -115,6 +109,16 @@ TRAINER = """#!/bin/sh
 while [ "$1" != pretrain_llama.py ]; do shift; done
 exec python "$@" --distributed-backend gloo --seq-length 16 --micro-batch-size 1 \\
     --global-batch-size 2 --train-iters 3 --lora-rank 4 --eval-iters 0
+"""
+
+
+def python() -> str:
+    """Stands for python, and starts what is on the PATH instead of our own torchrun."""
+    return f"""#!/bin/sh
+case $1 in
+    */torchrun.py) exec torchrun "$@" ;;
+    *) exec {warm_python()}/python "$@" ;;
+esac
 """
 
 
@@ -281,7 +285,7 @@ def prepared(scratch: Path) -> Path:
     for letters in ("iig", "nig", "ggg"):
         write_run(scratch / "runs" / f"{letters}.jsonl", letters.upper())
     (scratch / "bin").mkdir()
-    programs = {"python": PYTHON, "torchrun": LAUNCHER, "srun": LAUNCHER, "sbatch": SBATCH}
+    programs = {"python": python(), "torchrun": LAUNCHER, "srun": LAUNCHER, "sbatch": SBATCH}
     for name, script in programs.items():
         (scratch / "bin" / name).write_text(script)
         (scratch / "bin" / name).chmod(0o755)
@@ -335,7 +339,7 @@ def test_an_adapter_as_printed(
     (prepared / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 30)
 
     (prepared / "trains").mkdir(exist_ok=True)
-    for name, script in (("python", PYTHON), ("torchrun", TRAINER)):
+    for name, script in (("python", python()), ("torchrun", TRAINER)):
         (prepared / "trains" / name).write_text(script)
         (prepared / "trains" / name).chmod(0o755)
     path = f"{prepared / 'trains'}:{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -7,7 +7,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import IO
 
@@ -16,9 +15,10 @@ import pytest
 from paro.checkpoint.directory import TRACKER
 from tests.end_to_end.test_training import MODEL, SCRIPT
 from tests.helpers.ranks import ROOT
+from tests.helpers.warm_python import warm_python
 
-RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+RUN = ["python", SCRIPT, *MODEL, "--mock-data"]
+TORCHRUN = ["python", "-m", "torch.distributed.run", "--standalone"]
 ONE_MACHINE = ["bash", "examples/one_machine.sh"]
 
 
@@ -32,7 +32,7 @@ def on_a_terminal(
     here, there = pty.openpty()
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{warm_python()}:{os.environ['PATH']}",
         **{"TERM": "xterm", "COLUMNS": "120", "LINES": "40", "WANDB_MODE": "offline"},
     }
     with subprocess.Popen(

@@ -120,7 +120,7 @@ def _as_a_command(
     os.chdir(ROOT)
     if before is not None:
         before()
-    sys.exit(_status_of(lambda: _run_with_torchrun(words, nproc) if nproc else _run_file(*words)))
+    sys.exit(status_of(lambda: _run_with_torchrun(words, nproc) if nproc else _run_file(*words)))
 
 
 class _ForkedPopen(subprocess.Popen[bytes]):
@@ -143,14 +143,20 @@ class _ForkedPopen(subprocess.Popen[bytes]):
             os.environ.update(environment)
             for stream in (sys.stdout, sys.stderr):
                 stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-            os._exit(_status_of(lambda: _run_file(*words)))
+            os._exit(status_of(lambda: _run_file(*words)))
 
 
-def _run_with_torchrun(words: list[str], nproc: int) -> None:
+def fork_ranks() -> None:
+    """Makes torchrun, in this process, fork its ranks."""
+
     def popen(_: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> _ForkedPopen:
         return _ForkedPopen(args, env=env)
 
     SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+
+
+def _run_with_torchrun(words: list[str], nproc: int) -> None:
+    fork_ranks()
     torchrun.main(["--standalone", f"--nproc-per-node={nproc}", *words])
 
 
@@ -160,7 +166,7 @@ def _run_file(script: str, *words: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _status_of(run: Callable[[], None]) -> int:
+def status_of(run: Callable[[], None]) -> int:
     """What Python would leave with."""
     try:
         run()

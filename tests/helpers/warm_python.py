@@ -1,0 +1,161 @@
+"""A `python` for shell scripts of tests, whose processes have torch and the project imported."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import marshal
+import multiprocessing
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from multiprocessing import connection
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tests.helpers.ranks import PRELOADED, ROOT
+from tests.helpers.scripts import fork_ranks, status_of
+
+# Has the place of the process in the shell: passes its signals on, and ends as it ends.
+CLIENT = """#!{python} -IS
+import marshal, os, signal, socket, sys
+if sys.argv[1:2] not in (["-u"], ["-m"], ["-c"]) and sys.argv[1].startswith("-"):
+    os.execv({python!r}, ["python", *sys.argv[1:]])
+passed_on = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]
+ignored = [int(number) for number in passed_on if signal.getsignal(number) is signal.SIG_IGN]
+early = []
+for number in set(passed_on) - set(ignored):
+    signal.signal(number, lambda number, _: early.append(number))
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+task = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), ignored))
+socket.send_fds(server, [len(task).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(task)
+pid = int.from_bytes(server.recv(8), "big")
+assert pid, "the server is gone"
+for number in set(passed_on) - set(ignored):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+for number in early:
+    os.kill(pid, number)
+status = int.from_bytes(server.recv(8), "big", signed=True)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if status != -9 else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@cache
+def warm_python() -> Path:
+    """A folder with a `python` that runs what a new one would, without importing torch again.
+
+    For a PATH of shell scripts. It takes a script, `-m` or `-c`, and has the shell's folder,
+    environment, streams and signals; torchrun forks its ranks. It is not in the namespaces of its
+    shell, and its parent is another process.
+    """
+    folder = Path(mkdtemp(prefix="python-"))  # not below tmp_path: names of sockets are short
+    atexit.register(shutil.rmtree, folder)
+    address = str(folder / "socket")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    # Not a daemon: its processes may start others.
+    server = context.Process(target=_serve, args=(listener,), name="warm python")
+    server.start()
+    atexit.register(server.kill)
+    listener.close()
+    (folder / "python").write_text(CLIENT.format(python=sys.executable, address=address))
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+def _serve(listener: socket.socket) -> None:
+    """Forks a process for each task until the process of the tests ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    gc.freeze()
+    while listener in connection.wait([listener, parent.sentinel]):
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _start(client)
+        client.close()
+
+
+def _start(client: socket.socket) -> None:
+    """Starts one process, tells its client the id and the status, and ends it with its client."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    task = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        _run(streams, *marshal.loads(task))
+    for stream in (0, 1, 2, *streams):
+        os.close(stream)
+    client.sendall(pid.to_bytes(8, "big"))
+    ended = os.pidfd_open(pid)
+    if ended not in select.select([ended, client.fileno()], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    client.sendall(status.to_bytes(8, "big", signed=True))
+    os._exit(0)
+
+
+def _run(
+    streams: Sequence[int],
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    ignored: Sequence[int],
+) -> None:
+    """Becomes the process that was asked for."""
+    for default in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(default, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    for own, stream in enumerate(streams):
+        os.dup2(stream, own)
+        os.close(stream)
+    unbuffered = "-u" in words[:1]
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(  # type: ignore[union-attr]
+            line_buffering=output.isatty(), write_through=unbuffered
+        )
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    fork_ranks()
+    status = status_of(lambda: _python(words[unbuffered:]))
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def _python(words: list[str]) -> None:
+    """What Python does with these words of its command line."""
+    kind, *others = words
+    first = os.getcwd() if kind in ("-m", "-c") else str(Path(kind).resolve().parent)
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    sys.path[:] = [first, *given, *(path for path in sys.path if path != str(ROOT))]
+    if kind == "-m":
+        sys.argv = others
+        sys.modules.pop(others[0], None)  # else runpy warns of a module that is there already
+        runpy.run_module(others[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *others[1:]]
+        exec(others[0], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        runpy.run_path(kind, run_name="__main__")
