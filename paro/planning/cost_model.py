@@ -26,8 +26,7 @@ from paro.optim.deal import (
 )
 from paro.optim.states import master_is_param, optimizer_bytes
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.quantization.formats import FULL_BITS
-from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
+from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.step.actions import UnitKind, Verb
 from paro.step.plan import gathers_per_micro_batch
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
@@ -255,15 +254,15 @@ def unit_collectives(
         span if unit.dealt else ()
         for span in (plan.step_reduce, plan.replicas, plan.gather_updated)
     )
-    updated, codes = (of_bucket * compute, compute), codes_of(unit, own, topology, precision)
-    if codes is not None:
-        updated = codes.range_bytes * own.optim, 1
+    of_updates, codes = codes_of(unit, own, topology, precision)
+    updated = (of_bucket * compute, compute)
+    if of_updates is not None:
+        updated = of_updates.range_bytes * own.optim, 1
     gather, reduce = (Use.GATHER, Op.ALL_GATHER), (Use.REDUCE, Op.REDUCE_SCATTER)
     summed: tuple[Collective, ...] = (
         Collective(*reduce, step_reduce, of_bucket * wire, wire),
         Collective(Use.REDUCE, Op.ALL_REDUCE, replicas, of_bucket * wire, wire),
     )
-    codes = gradient_codes_of(unit, own, topology, precision)
     if codes is not None:
         intra, inter = split_by_link((*plan.step_reduce, *plan.replicas))
         encoded = codes.range_bytes * topology.world_size
@@ -303,9 +302,9 @@ def code_bytes(
     updates = gradients = errors = 0
     for unit in units if precision.has_codes else ():
         own = strategy_of(unit, strategy)
-        codes = codes_of(unit, own, topology, precision)
-        updates += 0 if codes is None else codes.range_bytes * (own.optim // own.params)
-        codes = gradient_codes_of(unit, own, topology, precision)
+        of_updates, codes = codes_of(unit, own, topology, precision)
+        if of_updates is not None:
+            updates += of_updates.range_bytes * (own.optim // own.params)
         if codes is not None:
             plan, world_size = make_comm_plan(own, topology), topology.world_size
             num_owners = world_size // exchange_span(plan)[0].inner
@@ -320,37 +319,29 @@ def code_bytes(
 
 def codes_of(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
-) -> RangeCodes | None:
-    """How a unit's updated parameters are encoded; None if they are sent exactly."""
-    if precision.inter_param_bits == FULL_BITS or not unit.trainable_numel:
-        return None
-    return codes_of_updates(
+) -> tuple[RangeCodes | None, RangeCodes | None]:
+    """How a unit's updated parameters and its gradients are encoded; None if sent exactly."""
+    numel = unit.trainable_numel
+    if not (numel and precision.has_codes):
+        return None, None
+    plan = make_comm_plan(strategy, topology)
+    slice_numel = numel // unit.num_slices
+    along = partial(codes_along, slice_numel=slice_numel, matrix_stop=unit.matrix_stop)
+    updates = along(
+        plan.gather_updated,
         bits=precision.inter_param_bits,
-        gather_updated=make_comm_plan(strategy, topology).gather_updated,
-        optim=strategy.optim,
-        numel=unit.trainable_numel,
-        num_slices=unit.num_slices,
-        matrix_stop=unit.matrix_stop,
+        block=UPDATE_BLOCK,
+        numel=numel // strategy.optim,
         uncoded_bytes=BYTES_OF[precision.compute],
     )
-
-
-def gradient_codes_of(
-    unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
-) -> RangeCodes | None:
-    """How a unit's gradients are encoded; None if they are sent exactly."""
-    if precision.inter_grad_bits == FULL_BITS or not unit.trainable_numel:
-        return None
-    plan = make_comm_plan(strategy, topology)
-    return codes_of_gradients(
+    gradients = along(
+        (*plan.step_reduce, *plan.replicas),
         bits=precision.inter_grad_bits,
-        span=(*plan.step_reduce, *plan.replicas),
-        world_size=topology.world_size,
-        numel=unit.trainable_numel,
-        num_slices=unit.num_slices,
-        matrix_stop=unit.matrix_stop,
+        block=GRADIENT_BLOCK,
+        numel=numel // topology.world_size,
         uncoded_bytes=BYTES_OF[precision.wire],
     )
+    return updates, gradients
 
 
 def strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:

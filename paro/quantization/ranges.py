@@ -59,52 +59,28 @@ class RangeCodes:
         return self.form.num_bytes(coded) + (self.numel - coded) * self.uncoded_bytes
 
 
-def codes_of_updates(
-    *,
-    bits: int,
-    gather_updated: AxisSpan,
-    optim: int,
-    numel: int,
-    num_slices: int,
-    matrix_stop: int,
-    uncoded_bytes: int,
-) -> RangeCodes | None:
-    """The codes of a unit's updated parameters; None if they are sent exactly.
-
-    That is so if `bits` says it, if their all-gather crosses no group, or if codes save nothing.
-    """
-    if bits == FULL_BITS or not any(axis.link is Link.INTER for axis in gather_updated):
-        return None
-    codes = RangeCodes(
-        form=BlockFormat(bits=bits, block=UPDATE_BLOCK),
-        numel=numel // optim,
-        slice_numel=numel // num_slices,
-        matrix_stop=matrix_stop,
-        uncoded_bytes=uncoded_bytes,
-    )
-    return codes if codes.range_bytes < codes.numel * uncoded_bytes else None
-
-
-def codes_of_gradients(
-    *,
-    bits: int,
+def codes_along(
     span: AxisSpan,
-    world_size: int,
+    *,
+    bits: int,
+    block: int,
     numel: int,
-    num_slices: int,
+    slice_numel: int,
     matrix_stop: int,
     uncoded_bytes: int,
 ) -> RangeCodes | None:
-    """The codes of a unit's gradients, summed along `span` once a step; None if exact.
+    """The codes of a unit's updated parameters, all-gathered along `span`, or of its gradients,
+    summed along it once a step; None if they are sent exactly.
 
-    A range is the piece that one rank of the world adds up.
+    That is so if `bits` says it, if `span` crosses no group, or if codes save nothing. Ranges of
+    `numel` elements are those of an optimizer's shard, or the pieces that one rank adds up.
     """
     if bits == FULL_BITS or not any(axis.link is Link.INTER for axis in span):
         return None
     codes = RangeCodes(
-        form=BlockFormat(bits=bits, block=GRADIENT_BLOCK),
-        numel=numel // world_size,
-        slice_numel=numel // num_slices,
+        form=BlockFormat(bits=bits, block=block),
+        numel=numel,
+        slice_numel=slice_numel,
         matrix_stop=matrix_stop,
         uncoded_bytes=uncoded_bytes,
     )

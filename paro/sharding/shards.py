@@ -18,7 +18,7 @@ from paro.layout import PlacedBox, UnitLayout, whole_box
 from paro.quantization.blocks import decode, encode
 from paro.quantization.encoded import split_encoded
 from paro.quantization.formats import FULL_BITS
-from paro.quantization.ranges import RangeCodes, codes_of_gradients, codes_of_updates
+from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
 from paro.strategy import CommPlan, Strategy
 from paro.topology import AxisSpan, Topology, nested_range, split_by_link
@@ -85,12 +85,12 @@ class UnitShards:
 
     def _coded_update(self) -> CodedUpdate | None:
         context, layout = self.context, self.layout
-        codes = codes_of_updates(
+        codes = codes_along(
+            context.comm_plan.gather_updated,
             bits=context.inter_param_bits,
-            gather_updated=context.comm_plan.gather_updated,
-            optim=context.strategy.optim,
-            numel=layout.numel,
-            num_slices=layout.num_slices,
+            block=UPDATE_BLOCK,
+            numel=layout.numel // context.strategy.optim,
+            slice_numel=layout.numel // layout.num_slices,
             matrix_stop=layout.decayed_stop,
             uncoded_bytes=context.compute_dtype.itemsize,
         )
@@ -98,12 +98,12 @@ class UnitShards:
 
     def _codes_of_gradients(self) -> RangeCodes | None:
         context, layout, comm_plan = self.context, self.layout, self.context.comm_plan
-        return codes_of_gradients(
+        return codes_along(
+            (*comm_plan.step_reduce, *comm_plan.replicas),
             bits=context.inter_grad_bits,
-            span=(*comm_plan.step_reduce, *comm_plan.replicas),
-            world_size=context.topology.world_size,
-            numel=layout.numel,
-            num_slices=layout.num_slices,
+            block=GRADIENT_BLOCK,
+            numel=layout.numel // context.topology.world_size,
+            slice_numel=layout.numel // layout.num_slices,
             matrix_stop=layout.decayed_stop,
             uncoded_bytes=context.reduce_dtype.itemsize,
         )
