@@ -1,8 +1,8 @@
-"""Text for messages: printable and of bounded length; lists, counts, bytes and ranks."""
+"""Text for messages: printable and of bounded length; lists, counts, bytes, ranks and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _MAX_LINE_CHARS = 1900  # with the name of the program before it, below 2,000
 _MAX_SHOWN_CHARS = 10_000  # a blend of a hundred corpora is whole
@@ -70,3 +70,12 @@ def size_text(num_bytes: int, *, like: int | None = None) -> str:
         if least >= size:
             return f"{num_bytes / size:.1f} {name}"
     return f"{num_bytes} bytes"
+
+
+def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+    """A line for each row of equally many cells; the columns `left` are left-aligned."""
+    columns = []
+    for index, cells in enumerate(zip(*rows, strict=True)):
+        justify = str.ljust if {index, index - len(rows[0])} & {*left} else str.rjust
+        columns.append([justify(cell, max(map(len, cells))) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

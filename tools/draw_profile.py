@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.errors import UserError
 from paro.planning.step.simulation import Activity
 from paro.report.log import print_line
+from paro.text import align
 from paro.untrusted.schema import Between, Count, Figure, conform, read_json
 from tools.planning.pictures import draw_timeline
 from tools.profiles.device import DeviceProfile, device_profile, is_of_device
@@ -23,7 +24,6 @@ from tools.profiles.device_report import device_figures, device_text, draw_strea
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw
-from tools.shared.table import align
 
 DESCRIPTION = """\
 Reads what --profile --use-pytorch-profiler wrote: where each rank's steps went, with --plot a

@@ -24,6 +24,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.report.log import print_line
+from paro.text import align
 from tools.cluster.counters import Traffic, reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import down, up
@@ -31,7 +32,6 @@ from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
 from tools.shared.command_line import Parser, status_of
-from tools.shared.table import align
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel

@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the repository root takes the place of t
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
+from paro.text import align
 from tools.generate import (
     add_model_args,
     dtype_of,
@@ -27,7 +28,6 @@ from tools.generate import (
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of
 from tools.shared.output import write_json
-from tools.shared.table import align
 
 INSTALL = "pip install lm-eval==0.4.13 -c constraints.txt"
 

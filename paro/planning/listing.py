@@ -17,7 +17,7 @@ from paro.planning.cost_model import exchanged, sent_by, unit_collectives
 from paro.planning.memory.tally import StepTally
 from paro.step.actions import WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
-from paro.text import count_text, size_text
+from paro.text import align, count_text, size_text
 from paro.topology import Axis, Link, Topology, Use
 
 _WORDS = {
@@ -128,13 +128,9 @@ def step_lines(
         yield "    of the blocks that it reduces in one step reduce-scatter it updates one"
     if not overlaps:
         yield "    nothing overlaps: every collective is waited for where it is queued"
-    widths = [max(map(len, c)) for c in zip(*(cells for cells in lines if cells[1:]), strict=True)]
-    for text, *cells in lines:
-        columns = (
-            cell.ljust(width) if name == "stream" else cell.rjust(width)
-            for name, cell, width in zip(names, cells, widths[1:], strict=False)
-        )
-        yield "  ".join(("", text.ljust(widths[0]) if cells else text, *columns)).rstrip()
+    left = (0, 1 + names.index("stream"))
+    aligned = iter(align([cells for cells in lines if cells[1:]], left).splitlines())
+    yield from (f"  {next(aligned) if cells else text}" for text, *cells in lines)
     yield from follower.differences(plan)
 
 

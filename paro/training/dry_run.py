@@ -32,7 +32,7 @@ from paro.planning.search.traffic import sent_per_step
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards
-from paro.text import count_text, size_text
+from paro.text import align, count_text, size_text
 from paro.training.assembly import build_training
 from paro.training.local_copies import every_text, local_copies_bytes
 from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of
@@ -275,10 +275,7 @@ def _units(plan: PlannedRun) -> Iterator[str]:
     for sizes, names in by_sizes.items():
         name = ", ".join(names) if len(names) < 3 else f"{names[0]} .. {names[-1]}"
         rows.append((name, *(f"{size:,}" for size in sizes)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        yield "  ".join((name.ljust(widths[0]), *right))
+    yield from align(rows).splitlines()
 
 
 def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:

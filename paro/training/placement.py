@@ -14,7 +14,7 @@ from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
-from paro.text import count_text, ranks_text, size_text
+from paro.text import align, count_text, ranks_text, size_text
 from paro.topology import Topology
 from paro.training.planned_time import workload_of
 from paro.training.step import Training
@@ -69,11 +69,7 @@ def describe_placement(
                 f"{getattr(states, state) / 1e6:.2f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return tuple(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return tuple(align(rows, left=range(len(rows[0]))).splitlines())
 
 
 def _copies(degree: int, world_size: int) -> str:

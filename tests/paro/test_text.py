@@ -1,10 +1,10 @@
-"""Counts and bytes as formatted for messages."""
+"""Counts, bytes and tables as formatted for messages."""
 
 from __future__ import annotations
 
 import pytest
 
-from paro.text import count_text, ranks_text, size_text
+from paro.text import align, count_text, ranks_text, size_text
 
 
 def test_one_is_no_plural() -> None:
@@ -28,3 +28,9 @@ def test_no_size_is_written_as_nothing(num_bytes: int, text: str) -> None:
 
 def test_parts_are_written_in_the_unit_of_their_sum() -> None:
     assert size_text(26_400_000, like=13_476_000_000) == "0.0 GB"
+
+
+def test_columns_are_as_wide_as_their_widest() -> None:
+    rows = [["a", "bb", "c"], ["ccc", "d", ""]]
+    assert align(rows) == "a    bb  c\nccc   d"
+    assert align(rows, left=(1, -1)) == "  a  bb  c\nccc  d"

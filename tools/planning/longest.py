@@ -12,8 +12,8 @@ from paro.config.context_search import types_asked
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.search_space import Workload, recompute_text
 from paro.strategy import Strategy, legal_letters
+from paro.text import align
 from tools.planning.workload import case_of
-from tools.shared.table import align
 
 _STEP = 1024  # tokens, to a multiple of which lengths are rounded down
 _NEAR = 0.01  # share of a length up to which it is found

@@ -14,8 +14,7 @@ from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import MEMORY_TIE, SearchResult, best_that_fits
 from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.text import count_text, ranks_text
-from tools.shared.table import align
+from paro.text import align, count_text, ranks_text
 
 HEADS = (
     "strategy", "GB", "states GB", "nodes", "s/step", "tokens/s", "MFU", "intra GB", "inter GB",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from paro.report.record import PlannedStep
-from tools.shared.table import align
+from paro.text import align
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
