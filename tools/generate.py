@@ -98,27 +98,16 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) 
     yield tokenizer.decode(ids)[shown:]
 
 
-def until_end(tokens: Iterator[int], *, ends: frozenset[int], at_most: int) -> Iterator[int]:
-    """The first `at_most` tokens, or those before one of `ends`."""
-    for _, token in zip(range(at_most), tokens, strict=False):
-        if token in ends:
-            return
-        yield token
-
-
-def texts_until_end(
+def until_ends(
     batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
-) -> list[list[int]]:
-    """For every text the first `at_most` tokens, or those before one of `ends`."""
-    texts: list[list[int]] = [[] for _ in range(num_texts)]
+) -> Iterator[dict[int, int]]:
+    """Token after token of the texts that had none of `ends`, by their numbers; `at_most` each."""
     growing = set(range(num_texts))
     for _, tokens in zip(range(at_most), batch, strict=False):
         growing -= {row for row in growing if tokens[row] in ends}
-        for row in growing:
-            texts[row].append(tokens[row])
         if not growing:
-            break
-    return texts
+            return
+        yield {row: tokens[row] for row in growing}
 
 
 def open_model(directory: Path, iteration: int | None = None, base: str | None = None) -> Source:
@@ -307,14 +296,17 @@ def generate(args: argparse.Namespace) -> None:
     ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
     num_ids = min(tokenizer.vocab_size, source.config.vocab_size)
     batch = continuations(model, begun, sampling, num_ids=num_ids)
+    steps = until_ends(batch, len(prompts), ends=ends, at_most=at_most)
     if len(prompts) == 1:
         print_line(prompts[0], end="", whole=True)
-        tokens = until_end((row for (row,) in batch), ends=ends, at_most=at_most)
-        for text in text_of(tokenizer, texts[0], tokens):
+        for text in text_of(tokenizer, texts[0], (step[0] for step in steps)):
             print_line(text, end="", whole=True)
         print_line("")
         return
-    added = texts_until_end(batch, len(prompts), ends=ends, at_most=at_most)
+    added: list[list[int]] = [[] for _ in prompts]
+    for step in steps:
+        for row, token in step.items():
+            added[row].append(token)
     for prompt, ids, more in zip(prompts, texts, added, strict=True):
         print_line(prompt + "".join(text_of(tokenizer, ids, iter(more))), whole=True)
 

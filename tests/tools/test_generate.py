@@ -21,7 +21,7 @@ from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.tools.conftest import TEXT
 from tests.tools.untrained import save_untrained
-from tools.generate import Sampling, continuations, main, text_of, until_end
+from tools.generate import Sampling, continuations, main, text_of, until_ends
 from tools.train_tokenizer import main as train_tokenizer
 
 VOCAB = 60  # NullTokenizer's; the model has 64 rows
@@ -152,11 +152,17 @@ def constant_model(config: LlamaConfig, *, logits: list[float]) -> Llama:
 
 def test_the_end_of_the_document_and_the_limit_stop() -> None:
     ends = frozenset({9, 8})
-    assert list(until_end(iter([5, 6, 9, 7]), ends=ends, at_most=10)) == [5, 6]
-    assert list(until_end(iter([5, 8, 9, 7]), ends=ends, at_most=10)) == [5]
-    endless = iter(range(100))
-    assert list(until_end(endless, ends=frozenset(), at_most=3)) == [0, 1, 2]
-    assert next(endless) == 3, "a token was made that nobody gets"
+
+    def first(tokens: list[int], at_most: int = 10) -> list[dict[int, int]]:
+        return list(until_ends(iter([[x] for x in tokens]), 1, ends=ends, at_most=at_most))
+
+    assert first([5, 6, 9, 7]) == [{0: 5}, {0: 6}]
+    assert first([5, 8, 9, 7]) == [{0: 5}]
+    both = iter([[5, 9], [8, 7]])
+    assert list(until_ends(both, 2, ends=ends, at_most=10)) == [{0: 5}]
+    endless = ([number] for number in range(10, 100))
+    assert len(list(until_ends(endless, 1, ends=ends, at_most=3))) == 3
+    assert next(endless) == [13], "a token was made that nobody gets"
 
 
 class ByteTokenizer(NullTokenizer):
