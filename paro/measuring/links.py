@@ -113,7 +113,7 @@ def with_measured(
                 axes=axes_of(outcome.move.span),
                 op=outcome.move.op,
                 algorithm=outcome.algorithm,
-                num_bytes=outcome.move.num_bytes,
+                bytes=outcome.move.num_bytes,
                 seconds=outcome.seconds,
                 cpu_seconds=outcome.cpu_seconds,
                 busy_seconds=outcome.busy_seconds,

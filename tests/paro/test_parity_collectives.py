@@ -91,7 +91,7 @@ def test_chosen_by_size(tmp_path: Path) -> None:
     """One run with small messages by one algorithm and large ones by another."""
     times = {"h-ring": (1e-3, 1e-1), "ho-ring": (2e-3, 5e-2), "native": (3e-3, 1e-3)}
     rows = tuple(
-        Measured(axes=axes, op=op, algorithm=name, num_bytes=size, seconds=seconds)
+        Measured(axes=axes, op=op, algorithm=name, bytes=size, seconds=seconds)
         for name, both in times.items()
         for size, seconds in zip((2_000, 200_000), both, strict=True)
         for op in Op

@@ -325,7 +325,7 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
 
     machine = read_machine(machine_file)
     assert (machine.name, machine.world_size, machine.group_size) == ("four", 4, 2)
-    measured = {(row.axes, row.op.value, row.algorithm, row.num_bytes) for row in machine.measured}
+    measured = {(row.axes, row.op.value, row.algorithm, row.bytes) for row in machine.measured}
     assert measured == {(axes, *key) for axes in Axes for key in expected}
     assert machine.inter is not None
     assert machine.inter.is_typed

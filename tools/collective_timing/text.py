@@ -56,7 +56,7 @@ def memory_line(device: Device) -> str:
 def written_lines(path: Path, machine: Machine) -> list[str]:
     """What a machine file holds that was just written, and which programs take it."""
     rows, device = machine.measured, machine.device
-    sizes = sorted({row.num_bytes for row in rows})
+    sizes = sorted({row.bytes for row in rows})
     ranks = ranks_text(machine.world_size, machine.group_size)
     lines = [f"wrote the machine file {path}, for these {ranks}:"]
     if rows:

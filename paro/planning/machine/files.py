@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about
 from paro.planning.machine.machine import (
     BandwidthSource,
@@ -25,13 +24,11 @@ from paro.planning.machine.machine import (
     Measured,
     Nic,
     bits_per_second,
-    ranks_mistakes,
     rate_text,
 )
-from paro.planning.machine.rules import numbers
+from paro.planning.machine.rules import numbers, ranks_mistakes
 from paro.strategy import check_group_size
 from paro.text import count_text
-from paro.topology import Axes
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
@@ -64,22 +61,6 @@ class _Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    axes: Axes
-    op: Op
-    algorithm: Literal[*COLLECTIVES]  # type: ignore[valid-type]
-    bytes: int
-    seconds: float
-    cpu_seconds: float | None = None
-    busy_seconds: float | None = None
-
-    @staticmethod
-    def mistakes(given: Mapping[str, Any]) -> list[str]:
-        wrong = numbers(given, "bytes", "seconds")
-        return wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     """The fields of a machine file."""
 
@@ -90,7 +71,7 @@ class _File:
     group_size: int
     nic: Nic
     links: _Links
-    measured: list[_Row]
+    measured: tuple[Measured, ...]
     nics: int = 1
     device: Device | None = None
     uneven: tuple[GroupSpeed, ...] = ()
@@ -100,6 +81,10 @@ class _File:
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
         return ranks_mistakes(given)
+
+
+# The fields that a machine has under the same name, and in the same form.
+_AS_THEY_ARE = {each.name for each in fields(_File)} - {"format", "links", "sources"}
 
 
 def shipped_machines() -> tuple[str, ...]:
@@ -172,22 +157,13 @@ def read_machine(path: Path) -> Machine:
 @lru_cache(maxsize=8)  # the parts of a run ask for the same file
 def machine_from_json(text: str | bytes, where: str) -> Machine:
     """The machine in the text of a machine file; a `UserError` begins with `where`."""
-    fields: _File = parse_json(text, _File, where, repeats=False)
+    given: _File = parse_json(text, _File, where, repeats=False)
     with about(f"{where}: "):
         return Machine(
-            name=fields.name,
-            source=fields.source,
-            world_size=fields.world_size,
-            group_size=fields.group_size,
-            nic=fields.nic,
-            nics=fields.nics,
-            intra=_speed_of(fields.links.intra),
-            inter=_speed_of(fields.links.inter),
-            measured=tuple(map(_measured, fields.measured)),
-            device=fields.device,
-            uneven=fields.uneven,
-            launch_order=fields.launch_order,
-            sources=tuple(fields.sources.items()),
+            **{name: getattr(given, name) for name in _AS_THEY_ARE},
+            intra=_speed_of(given.links.intra),
+            inter=_speed_of(given.links.inter),
+            sources=tuple(given.sources.items()),
         )
 
 
@@ -226,8 +202,7 @@ def _planning_fields(machine: Machine) -> dict[str, object]:
 
 def _row_fields(row: Measured) -> dict[str, object]:
     known = {name: value for name, value in asdict(row).items() if value is not None}
-    known |= {"axes": row.axes.value, "op": row.op.value}
-    return {name.removeprefix("num_"): value for name, value in known.items()}
+    return known | {"axes": row.axes.value, "op": row.op.value}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:
@@ -248,8 +223,3 @@ def _speed_of(link: _Link | None) -> LinkSpeed | None:
         latency_seconds=link.latency_seconds,
         bandwidth_source=link.bandwidth_source,
     )
-
-
-def _measured(row: _Row) -> Measured:
-    fields = asdict(row)
-    return Measured(num_bytes=fields.pop("bytes"), **fields)

@@ -17,12 +17,12 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, Literal
 
-from paro.collectives.schedule import Op
+from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about
-from paro.planning.machine.rules import numbers, refuse, rule
+from paro.planning.machine.rules import numbers, ranks_mistakes, refuse, rule
 from paro.strategy import fitting_group_size
 from paro.text import count_text
-from paro.topology import MOST_RANKS, Axes, Link
+from paro.topology import Axes, Link
 
 LaunchOrder = Literal["free", "implicit"]
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -65,16 +65,20 @@ class Measured:
 
     axes: Axes
     op: Op
-    algorithm: str
-    num_bytes: int
+    algorithm: Literal[*COLLECTIVES]  # type: ignore[valid-type]
+    bytes: int
     seconds: float
     cpu_seconds: float | None = None  # processor time of a rank, mean over ranks
     busy_seconds: float | None = None  # `seconds` while all ranks compute; CPU ranks
 
     def __post_init__(self) -> None:
-        given = asdict(self)
-        wrong = numbers(given, "num_bytes", "seconds")
-        refuse(wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True))
+        refuse(self.mistakes(asdict(self)))
+
+    @staticmethod
+    def mistakes(given: Mapping[str, Any]) -> list[str]:
+        """What is wrong with these fields, of which some may be missing."""
+        wrong = numbers(given, "bytes", "seconds")
+        return wrong + numbers(given, "cpu_seconds", "busy_seconds", or_zero=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +158,7 @@ class Machine:
     def __post_init__(self) -> None:
         ranks = ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size})
         refuse(ranks + numbers({"nics": self.nics}, "nics"))
-        rows = ((row.axes, row.op, row.algorithm, row.num_bytes) for row in self.measured)
+        rows = ((row.axes, row.op, row.algorithm, row.bytes) for row in self.measured)
         for row, following in pairwise(sorted(rows, key=str)):
             if row == following:
                 what = f"{row[1].value} over {row[0].value} axes by {row[2]}, {row[3]} bytes"
@@ -200,14 +204,6 @@ class Machine:
 
     def link(self, link: Link) -> LinkSpeed | None:
         return self.intra if link is Link.INTRA else self.inter
-
-
-def ranks_mistakes(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with `world_size` and `group_size`, of which one may be missing."""
-    ranks, group = given.get("world_size", MOST_RANKS), given.get("group_size", 1)
-    wrong = rule("world_size", ranks, 0 < ranks <= MOST_RANKS, f"1 to {MOST_RANKS}")
-    divides = group > 0 and (ranks % group == 0 or "world_size" not in given)
-    return wrong + rule("group_size", group, divides, f"a divisor of world_size ({ranks})")
 
 
 def bits_per_second(text: str) -> int:
@@ -266,7 +262,7 @@ def measured_at(
     """
     assert num_bytes >= 0, f"{num_bytes} bytes"
     curve = sorted(
-        (row.num_bytes, found)
+        (row.bytes, found)
         for row in machine.measured
         if (row.axes, row.op, row.algorithm) == (axes, op, algorithm) and (found := figure(row))
     )
@@ -355,7 +351,7 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
     best: dict[tuple[Op, int], float] = {}
     for row in machine.measured:
         if row.axes is axes:
-            key = (row.op, row.num_bytes)
+            key = (row.op, row.bytes)
             best[key] = min(row.seconds, best.get(key, math.inf))
     # Divided by measured seconds: seconds = latency * steps + bits / bandwidth becomes 1 = ...
     steps = [_passes(op) * (ranks - 1) / time for (op, _), time in best.items()]

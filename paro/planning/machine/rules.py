@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paro.errors import UserError
+from paro.topology import MOST_RANKS
 
 _MAX = 1e30  # of any time, size or rate; sums and products of them stay finite
 
@@ -31,3 +32,11 @@ def numbers(given: Mapping[str, Any], *fields: str, or_zero: bool = False) -> li
             holds = 0 < value <= _MAX or (or_zero and value == 0)
             wrong += rule(field, value, holds, f"{least} and at most {_MAX:g}")
     return wrong
+
+
+def ranks_mistakes(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with `world_size` and `group_size`, of which one may be missing."""
+    ranks, group = given.get("world_size", MOST_RANKS), given.get("group_size", 1)
+    wrong = rule("world_size", ranks, 0 < ranks <= MOST_RANKS, f"1 to {MOST_RANKS}")
+    divides = group > 0 and (ranks % group == 0 or "world_size" not in given)
+    return wrong + rule("group_size", group, divides, f"a divisor of world_size ({ranks})")

@@ -51,7 +51,7 @@ class Case:
 
 def measured_machine(num_ranks: int, group_size: int) -> str:
     rows = tuple(
-        Measured(axes=axes, op=op, algorithm=name, num_bytes=1000, seconds=1e-3)
+        Measured(axes=axes, op=op, algorithm=name, bytes=1000, seconds=1e-3)
         for axes in Axes
         for op in Op
         for name in COLLECTIVES

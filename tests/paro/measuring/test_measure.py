@@ -162,7 +162,7 @@ def test_sizes_grow_while_there_is_time(
         for op in Op:
             rows = [row for row in machine.measured if (row.axes, row.op) == (axes, op)]
             expected = [size for size in SIZES if size <= largest]
-            assert [row.num_bytes for row in rows] == expected
+            assert [row.bytes for row in rows] == expected
             assert rows[1].seconds == pytest.approx(LATENCY + PER_BYTE * SIZES[1])
     assert machine.intra is not None
     assert machine.inter is not None

@@ -177,9 +177,7 @@ def test_checkpoints_that_would_be_mixed_up_are_refused(
 
 
 def test_a_machine_file_is_read(tmp_path: Path) -> None:
-    row = Measured(
-        axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=1000, seconds=1e-3
-    )
+    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=1000, seconds=1e-3)
     machine = Machine(name="two by two", source="", world_size=4, group_size=2, measured=(row,))
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     words = f"{MOCK} --paro-machine {tmp_path}/machine.json --dry-run --world-size 8"

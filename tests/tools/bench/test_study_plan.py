@@ -29,7 +29,7 @@ from tools.bench.study_plan import COUNTS, StudyPart, main, missing, parts, rows
 PART = StudyPart(nic="per-rank", shape="deep")
 NAMES = PART.nic, PART.shape
 MACHINE = Machine(name="", source="", world_size=8, group_size=4)
-ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=64, seconds=1.0),)
+ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=64, seconds=1.0),)
 
 
 def row(

@@ -71,7 +71,7 @@ def median_machine(rounds: Sequence[Machine]) -> Machine:
 
 
 def _key(row: Measured) -> tuple[object, ...]:
-    return row.axes, row.op, row.algorithm, row.num_bytes
+    return row.axes, row.op, row.algorithm, row.bytes
 
 
 def _median_of(rows: Sequence[Measured]) -> Measured:

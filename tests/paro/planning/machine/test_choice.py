@@ -15,7 +15,7 @@ from tests.paro.planning.cases import speed
 def machine(**small_and_large: tuple[float, float]) -> Machine:
     """Every algorithm's seconds for a kilobyte and for a megabyte, the same for all collectives."""
     rows = tuple(
-        Measured(axes=axes, op=op, algorithm=name.replace("_", "-"), num_bytes=size, seconds=time)
+        Measured(axes=axes, op=op, algorithm=name.replace("_", "-"), bytes=size, seconds=time)
         for name, times in small_and_large.items()
         for size, time in zip((1_000, 1_000_000), times, strict=True)
         for op in Op

@@ -61,7 +61,7 @@ def machine(
 
 def measured(name: str, curve: dict[int, float], op: Op = GATHER) -> tuple[Measured, ...]:
     return tuple(
-        Measured(axes=Axes.BOTH, op=op, algorithm=name, num_bytes=size, seconds=time)
+        Measured(axes=Axes.BOTH, op=op, algorithm=name, bytes=size, seconds=time)
         for size, time in curve.items()
     )
 
@@ -247,7 +247,7 @@ def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share
             axes=axes,
             op=op,
             algorithm=name,
-            num_bytes=size,
+            bytes=size,
             seconds=slower * passes * (steps * latency + 8 * share * size / bits),
         )
         for op, passes in ((GATHER, 1), (SCATTER, 1), (REDUCE, 2))

@@ -22,7 +22,7 @@ def job(num_bytes: int, *, cores: float | None = CORES) -> TimedJob:
             axes=Axes.INTER,
             op=Op.ALL_GATHER,
             algorithm="native",
-            num_bytes=size,
+            bytes=size,
             seconds=seconds,
             cpu_seconds=cpu,
         )

@@ -52,7 +52,7 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
     refused(lambda: find_machine("measure"), "--paro-machine measure ... none is started: give")
     shipped = partial(find_machine("dgx-h100").for_world, 12, subject="--paro-machine")
     refused(shipped, "--paro-machine", "groups of 8 ... 12 ranks")
-    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", num_bytes=8, seconds=1e-3)
+    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=8, seconds=1e-3)
     measured = machine(measured=(row,))
     more = partial(measured.for_world, 64, subject="--paro-machine")
     refused(more, "--paro-machine", "32 ranks in groups of 8 ... 64")

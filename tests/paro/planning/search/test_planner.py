@@ -270,7 +270,7 @@ def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
 
 def test_measured_times_go_before_links() -> None:
     rows = tuple(
-        Measured(axes=axes, op=op, algorithm="native", num_bytes=size, seconds=size * 1e-9)
+        Measured(axes=axes, op=op, algorithm="native", bytes=size, seconds=size * 1e-9)
         for axes in Axes
         for op in Op
         for size in (1000, 1000000)
@@ -288,7 +288,7 @@ def test_what_a_measured_collective_wants() -> None:
         axes=Axes.INTER,
         op=Op.ALL_REDUCE,
         algorithm="native",
-        num_bytes=size,
+        bytes=size,
         seconds=0.02,
         cpu_seconds=0.001,
         busy_seconds=0.03,

@@ -33,7 +33,7 @@ def timed(num_bytes: int, seconds: float) -> Measured:
         axes=Axes.INTRA,
         op=Op.ALL_GATHER,
         algorithm="native",
-        num_bytes=num_bytes,
+        bytes=num_bytes,
         seconds=seconds,
         cpu_seconds=2 * seconds,
     )
