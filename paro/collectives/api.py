@@ -72,28 +72,18 @@ class AutoCollectives(Collectives):
         self._algorithms = algorithms
         self._best_of = best
 
-    def all_gather(
+    def run(
         self,
+        op: Op,
         whole: Tensor,
         span: AxisSpan,
+        comm_dtype: torch.dtype,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        best = self._best(Op.ALL_GATHER, whole, span, whole.dtype)
-        return best.all_gather(whole, span, shard=shard, after=after)
-
-    def reduce_scatter(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        best = self._best(Op.REDUCE_SCATTER, whole, span, comm_dtype)
-        return best.reduce_scatter(whole, span, comm_dtype, after=after)
-
-    def all_reduce(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        best = self._best(Op.ALL_REDUCE, whole, span, comm_dtype)
-        return best.all_reduce(whole, span, comm_dtype, after=after)
+        best = self._best(op, whole, span, comm_dtype)
+        return best.run(op, whole, span, comm_dtype, shard=shard, after=after)
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.

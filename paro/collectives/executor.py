@@ -58,37 +58,27 @@ class ScheduledCollectives(Collectives):
         self._wire = Wire(groups, traffic)
         self._ends = ends
 
-    def all_gather(
+    def run(
         self,
+        op: Op,
         whole: Tensor,
         span: AxisSpan,
+        comm_dtype: torch.dtype,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
+        if not span:
+            return after or DONE
         own = shard_in(whole, span, self._rank)
-        if span and shard is not None and shard.data_ptr() != own.data_ptr():
+        if shard is not None and shard.data_ptr() != own.data_ptr():
             stream = stream_of(Use.GATHER, ring_levels(self._name, span)[-1])
             after = self._streams.submit(stream, lambda: _copy(own, shard), after=after)
-        return self._submit(Op.ALL_GATHER, whole, span, whole.dtype, after)
-
-    def reduce_scatter(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        return self._submit(Op.REDUCE_SCATTER, whole, span, comm_dtype, after)
-
-    def all_reduce(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        event = self._submit(Op.ALL_REDUCE, whole, span, comm_dtype, after)
-        if not span or whole.dtype == comm_dtype:
+        event = self._submit(op, whole, span, comm_dtype, after)
+        if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
-
-        def round_own() -> None:  # to the same values as the other ranks received
-            own = shard_in(whole, span, self._rank)
-            own.copy_(own.to(comm_dtype))
-
-        return self.run_after(span, round_own, after=event)
+        # To the same values as the other ranks received.
+        return self.run_after(span, lambda: _copy(own, own.to(comm_dtype)), after=event)
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._streams.submit(
@@ -103,8 +93,6 @@ class ScheduledCollectives(Collectives):
         comm_dtype: torch.dtype,
         after: Event | None,
     ) -> Event:
-        if not span:
-            return after or DONE
         use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
         parts = ring_levels(self._name, span)
         streams = [stream_of(use, part) for part in parts]

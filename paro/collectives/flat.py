@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Collectives
+from paro.collectives.schedule import Op
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
@@ -24,40 +25,34 @@ class FlatCollectives(Collectives):
         super().__init__(groups, streams)
         self._wire = Wire(groups, traffic)
 
-    def all_gather(
+    def run(
         self,
+        op: Op,
         whole: Tensor,
         span: AxisSpan,
+        comm_dtype: torch.dtype,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
-        def job() -> None:
+        def gather() -> None:
             own = shard_in(whole, span, self._rank) if shard is None else shard
             by_rank = torch.empty_like(whole)
             self._wire.all_gather(Use.GATHER, span, by_rank, own)
             _nested(whole, span).copy_(_by_rank_as_nested(by_rank, span))
 
-        return self._submit(Use.GATHER, span, job, after)
-
-    def reduce_scatter(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        def job() -> None:
+        def scatter() -> None:
             by_rank = torch.empty_like(whole, dtype=comm_dtype)
             _by_rank_as_nested(by_rank, span).copy_(_nested(whole, span))
             own = self._wire.reduce_scatter(Use.REDUCE, span, by_rank)
             shard_in(whole, span, self._rank).copy_(own)
 
-        return self._submit(Use.REDUCE, span, job, after)
-
-    def all_reduce(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        def job() -> None:
+        def add_up() -> None:
             self._wire.all_reduce(Use.REDUCE, span, whole, comm_dtype)
 
-        return self._submit(Use.REDUCE, span, job, after)
+        jobs = {Op.ALL_GATHER: gather, Op.REDUCE_SCATTER: scatter, Op.ALL_REDUCE: add_up}
+        use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
+        return self._submit(use, span, jobs[op], after)
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, span, job, after)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.groups import Groups
 from paro.topology import AxisSpan
@@ -26,7 +27,6 @@ class Collectives(ABC):
         self._rank = groups.rank
         self._streams = streams
 
-    @abstractmethod
     def all_gather(
         self,
         whole: Tensor,
@@ -39,18 +39,32 @@ class Collectives(ABC):
 
         This rank's shard is `shard`, or if that is None, already in its range of `whole`.
         """
+        return self.run(Op.ALL_GATHER, whole, span, whole.dtype, shard=shard, after=after)
 
-    @abstractmethod
     def reduce_scatter(
         self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         """Writes the sum over `span` to this rank's shard of `whole`; the rest is undefined."""
+        return self.run(Op.REDUCE_SCATTER, whole, span, comm_dtype, after=after)
 
-    @abstractmethod
     def all_reduce(
         self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         """Writes the sum over `span` to all of `whole`."""
+        return self.run(Op.ALL_REDUCE, whole, span, comm_dtype, after=after)
+
+    @abstractmethod
+    def run(
+        self,
+        op: Op,
+        whole: Tensor,
+        span: AxisSpan,
+        comm_dtype: torch.dtype,
+        *,
+        shard: Tensor | None = None,
+        after: Event | None = None,
+    ) -> Event:
+        """One of these three; only an all-gather may have a `shard`."""
 
     @abstractmethod
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:

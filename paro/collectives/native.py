@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.interface import Collectives
+from paro.collectives.schedule import Op
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
@@ -20,15 +21,24 @@ class NativeCollectives(Collectives):
         super().__init__(groups, streams)
         self._wire = Wire(groups, traffic)
 
-    def all_gather(
+    def run(
         self,
+        op: Op,
         whole: Tensor,
         span: AxisSpan,
+        comm_dtype: torch.dtype,
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
     ) -> Event:
         event = after or DONE
+        if op is Op.ALL_GATHER:
+            return self._gather(whole, span, shard, event)
+        if op is Op.ALL_REDUCE and span:
+            return self._sum(whole, span, comm_dtype, event)
+        return self._scatter(whole, span, comm_dtype, event)
+
+    def _gather(self, whole: Tensor, span: AxisSpan, shard: Tensor | None, event: Event) -> Event:
         for depth in reversed(range(len(span))):
             part = shard_in(whole, span[:depth], self._rank)
             own = shard_in(part, (span[depth],), self._rank) if shard is None else shard
@@ -38,22 +48,17 @@ class NativeCollectives(Collectives):
             shard = None
         return event
 
-    def reduce_scatter(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+    def _scatter(
+        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, event: Event
     ) -> Event:
-        event = after or DONE
         for depth, axis in enumerate(span):
             part = shard_in(whole, span[:depth], self._rank)
             event = self._submit(Use.REDUCE, axis, self._scatter_job(part, axis, comm_dtype), event)
         return event
 
-    def all_reduce(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        if not span:
-            return after or DONE
+    def _sum(self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, event: Event) -> Event:
         inner, outermost = span[:-1], span[-1]
-        event = self.reduce_scatter(whole, inner, comm_dtype, after=after)
+        event = self._scatter(whole, inner, comm_dtype, event)
         part = shard_in(whole, inner, self._rank)
         event = self._submit(
             Use.REDUCE,

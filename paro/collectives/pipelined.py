@@ -38,46 +38,18 @@ class PipelinedCollectives(Collectives):
         self._pieces = pieces
         self._memory: dict[tuple[Use, AxisSpan], _Memory] = {}
 
-    def all_gather(
-        self,
-        whole: Tensor,
-        span: AxisSpan,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
-        if not has_both_links(span):
-            return self._native.all_gather(whole, span, shard=shard, after=after)
-        return self._submit(Op.ALL_GATHER, whole, span, whole.dtype, after, shard=shard)
-
-    def reduce_scatter(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        if not has_both_links(span):
-            return self._native.reduce_scatter(whole, span, comm_dtype, after=after)
-        return self._submit(Op.REDUCE_SCATTER, whole, span, comm_dtype, after)
-
-    def all_reduce(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        if not has_both_links(span):
-            return self._native.all_reduce(whole, span, comm_dtype, after=after)
-        return self._submit(Op.ALL_REDUCE, whole, span, comm_dtype, after)
-
-    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
-        stream = stream_of(Use.REDUCE, group_spans("ho-ring", span, pipelined=True)[-1])
-        return self._streams.submit(stream, job, after=after)
-
-    def _submit(
+    def run(
         self,
         op: Op,
         whole: Tensor,
         span: AxisSpan,
         comm_dtype: torch.dtype,
-        after: Event | None,
         *,
         shard: Tensor | None = None,
+        after: Event | None = None,
     ) -> Event:
+        if not has_both_links(span):
+            return self._native.run(op, whole, span, comm_dtype, shard=shard, after=after)
         use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
         own = shard_in(whole, span, self._rank) if shard is None else shard
         pieces = self._pieces(op, span, whole.numel() * comm_dtype.itemsize)
@@ -101,6 +73,10 @@ class PipelinedCollectives(Collectives):
             if stage.is_last:
                 memory.left[slot] = ends[-1]
         return ends[-1]
+
+    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
+        stream = stream_of(Use.REDUCE, group_spans("ho-ring", span, pipelined=True)[-1])
+        return self._streams.submit(stream, job, after=after)
 
 
 @dataclass(slots=True)

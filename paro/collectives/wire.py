@@ -120,13 +120,10 @@ class Wire:
         for rank, part in sent.items():
             self._traffic.add(self._link_to(rank), part.nbytes)
             operations.append(dist.P2POp(dist.isend, part, rank, group))
-        transfer = f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}"
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise RuntimeError(f"{transfer} failed: {error}") from error
-        for work, operation in zip(works, operations, strict=len(works) > 1):
-            Pending(work, operation.tensor, transfer).wait()
+        _carry_out(
+            operations,
+            f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}",
+        )
 
     def send(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
         """Starts to send a tensor, which must not change until the message is complete."""
@@ -168,18 +165,11 @@ class Wire:
         (sent, to), (received, source) = outgoing, incoming
         self._traffic.add(self._link_to(to), sent.nbytes)
         group = self._groups.of(use, span)
-        transfer = f"{self._describe('to', to)}, or from rank {source},"
-        try:
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, sent, to, group, tag % _TAGS),
-                    dist.P2POp(dist.irecv, received, source, group, tag % _TAGS),
-                ]
-            )
-        except RuntimeError as error:
-            raise RuntimeError(f"{transfer} failed: {error}") from error
-        for work in works:
-            Pending(work, sent, transfer).wait()
+        operations = [
+            dist.P2POp(dist.isend, sent, to, group, tag % _TAGS),
+            dist.P2POp(dist.irecv, received, source, group, tag % _TAGS),
+        ]
+        _carry_out(operations, f"{self._describe('to', to)}, or from rank {source},")
 
     def _describe(self, direction: str, peer: int) -> str:
         link = self._link_to(peer).value
@@ -196,6 +186,16 @@ class Wire:
         members = self._members(span)
         after = members[(members.index(self._rank) + 1) % len(members)]
         self._traffic.add(self._link_to(after), num_bytes)
+
+
+def _carry_out(operations: list[dist.P2POp], what: str) -> None:
+    """Sends and receives at once, and waits; a `RuntimeError` says `what` failed."""
+    try:
+        works = dist.batch_isend_irecv(operations)
+    except RuntimeError as error:
+        raise RuntimeError(f"{what} failed: {error}") from error
+    for work, operation in zip(works, operations, strict=len(works) > 1):
+        Pending(work, operation.tensor, what).wait()
 
 
 def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import Event, make_comm_streams
+from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.measuring.trial import Move, Trial, make_trial
@@ -192,7 +191,7 @@ class Race:
         self.control.barrier()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         for buffer in buffers:
-            start(collectives, move, buffer).wait()
+            collectives.run(move.op, buffer, move.span, move.dtype).wait()
         _finish(device)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         return seconds / repeats, cpu_seconds / repeats, buffers
@@ -226,17 +225,6 @@ def computing(device: torch.device) -> Iterator[None]:
     finally:
         end.set()
         thread.join()
-
-
-def start(collectives: Collectives, move: Move, buffer: Tensor) -> Event:
-    """Starts the collective; reductions communicate in the buffer's own type."""
-    match move.op:
-        case Op.ALL_GATHER:
-            return collectives.all_gather(buffer, move.span)
-        case Op.REDUCE_SCATTER:
-            return collectives.reduce_scatter(buffer, move.span, move.dtype)
-        case Op.ALL_REDUCE:
-            return collectives.all_reduce(buffer, move.span, move.dtype)
 
 
 def count_repeats(move: Move, turn: Turn) -> int:

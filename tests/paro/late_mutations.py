@@ -120,29 +120,30 @@ MUTATIONS = (
     Mutation(UnitShards, "gather_updated", "unit._updated = updated", "pass", "IIG", MUON),
     Mutation(
         NativeCollectives,
-        "all_gather",
+        "_gather",
         "self._gather_job(part, span[depth], own), event",
         "self._gather_job(part, span[depth], own), DONE",
         "GGG",
     ),
     Mutation(
         NativeCollectives,
-        "reduce_scatter",
+        "_scatter",
         "self._scatter_job(part, axis, comm_dtype), event",
         "self._scatter_job(part, axis, comm_dtype), DONE",
         "GGG",
     ),
     Mutation(
         NativeCollectives,
-        "all_reduce",
+        "_sum",
         "part, comm_dtype),\n            event,",
         "part, comm_dtype),\n            DONE,",
         "NNN",
     ),
-    Mutation(NativeCollectives, "all_reduce", "job, event)", "job, DONE)", "NNN"),
+    Mutation(NativeCollectives, "_sum", "job, event)", "job, DONE)", "NNN"),
+    Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
     Mutation(
         PipelinedCollectives,
-        "_submit",
+        "run",
         "ready = ends[stage.after]",
         "ready = DONE",
         "GGG",
@@ -150,7 +151,7 @@ MUTATIONS = (
     ),
     Mutation(
         PipelinedCollectives,
-        "_submit",
+        "run",
         "[*first, memory.left[slot]]",
         "[*first]",
         "GGG",
@@ -158,7 +159,7 @@ MUTATIONS = (
     ),
     Mutation(
         PipelinedCollectives,
-        "_submit",
+        "run",
         "(after or DONE,)",
         "(DONE,)",
         "1,2,8",
@@ -171,25 +172,23 @@ MUTATIONS = (
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
 # strategy and flags, that goes wrong without it.
 CAUGHT = {
-    "collectives.api AutoCollectives.all_gather: after=after": ("IIG", AUTO),
-    "collectives.api AutoCollectives.reduce_scatter: after=after": ("IIG", AUTO),
-    "collectives.api AutoCollectives.all_reduce: after=after": ("NNI", AUTO),
+    "collectives.api AutoCollectives.run: after=after": ("IIG", AUTO),
     "collectives.api AutoCollectives.run_after: after=after": ("GGG", AUTO),
     "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
     "collectives.flat FlatCollectives._submit: after=after": ("IIG", FLAT),
-    "collectives.native NativeCollectives.all_reduce: after=after": ("NNI", ""),
+    "collectives.interface Collectives.all_gather: after=after": ("IIG", ""),
+    "collectives.interface Collectives.reduce_scatter: after=after": ("IIG", ""),
+    "collectives.interface Collectives.all_reduce: after=after": ("NNI", ""),
     "collectives.native NativeCollectives._submit: after=after": ("IIG", ""),
-    "collectives.pipelined PipelinedCollectives.all_gather: after=after": ("IIG", HO_RING),
-    "collectives.pipelined PipelinedCollectives.reduce_scatter: after=after": ("IIG", HO_RING),
-    "collectives.pipelined PipelinedCollectives.all_reduce: after=after": ("IIG", HO_RING),
+    "collectives.pipelined PipelinedCollectives.run: after=after": ("IIG", HO_RING),
     "collectives.pipelined PipelinedCollectives.run_after: after=after": (
         "IIG",
         f"{CODES} {HO_RING}",
     ),
-    "collectives.pipelined PipelinedCollectives._submit: after=ready": ("GGG", HO_RING),
+    "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
-    "collectives.wire Wire.trade: Pending(work, operation.tensor, transfer).wait()": ("GGG", MUON),
+    "collectives.wire _carry_out: Pending(work, operation.tensor, what).wait()": ("GGG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
     "optim.matrices MuonStep._scatter: self._exposure.wait(WaitKind.REDUCE, moving.event)": (
         "IIG",
@@ -231,11 +230,8 @@ CAUGHT = {
 _STREAMS = "LateStreams stands for it; tests/paro/distributed/test_comm_stream.py"
 _MESSAGES = "messages from point to point, on threads; tests/paro/collectives/test_executor.py"
 _SCHEDULE = "data of a schedule; tests/paro/collectives/test_schedule.py"
-_PIPELINE = "data of the plan; a mutation of PipelinedCollectives._submit ignores it"
+_PIPELINE = "data of the plan; a mutation of PipelinedCollectives.run ignores it"
 _RING = "of threads, which NCCL's path does not run; tests/paro/collectives/test_shifts.py"
-_EXCHANGE = (
-    "gloo's message mostly arrives before it is missed; tests/paro/collectives/test_shifts.py"
-)
 _COUNTS = "no order needs it: bytes and seconds sent before must not count for what follows"
 _SAVES = (
     "no order needs it, a save reads masters: what is sent does not count as saving, and a lost "
@@ -250,8 +246,8 @@ _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them.
 ELSEWHERE = {
-    "collectives.executor ScheduledCollectives.all_gather: after=after": _MESSAGES,
-    "collectives.executor ScheduledCollectives.all_reduce: after=event": _MESSAGES,
+    "collectives.executor ScheduledCollectives.run: after=after": _MESSAGES,
+    "collectives.executor ScheduledCollectives.run: after=event": _MESSAGES,
     "collectives.executor ScheduledCollectives.run_after: after=after": _MESSAGES,
     "collectives.executor ScheduledCollectives._submit: after=after": _MESSAGES,
     "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
@@ -287,7 +283,6 @@ ELSEWHERE = {
         ),
         _STREAMS,
     ),
-    "collectives.wire Wire.exchange: Pending(work, sent, transfer).wait()": _EXCHANGE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "collectives.shifts Ring.shift: message.wait()": _RING,
