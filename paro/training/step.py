@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,19 +124,13 @@ class Reasons(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The scalars that a step sums over the ranks, in one all-reduce."""
+    """The scalars that a step sums over the ranks, in one all-reduce with exposed times."""
 
     square_sum: float
     loss: float
     num_tokens: float
     num_zeros: float
     data_wait: float
-    gather: float
-    reduce: float
-    gather_updated: float
-    context: float
-    intra: float
-    inter: float
     signalled: float
     late: float
     unsaved: float
@@ -225,32 +219,23 @@ def _add_up(
         num_tokens=num_tokens,
         num_zeros=sum(zeros),
         data_wait=data_wait,
-        gather=own.gather,
-        reduce=own.reduce,
-        gather_updated=own.gather_updated,
-        context=own.context,
-        intra=own.intra or 0.0,
-        inter=own.inter or 0.0,
         **{name: float(holds) for name, holds in reasons()._asdict().items()},
     )
     begin = time.perf_counter()
-    sums = _Sums(*training.control.sum(list(mine)))
+    own_seconds = asdict(own)
+    totals = training.control.sum([*mine, *(each or 0.0 for each in own_seconds.values())])
     agreement = time.perf_counter() - begin
-    exposed = Exposed(
-        gather=sums.gather / num_ranks,
-        reduce=sums.reduce / num_ranks,
-        gather_updated=sums.gather_updated / num_ranks,
-        context=sums.context / num_ranks,
-        intra=None if own.intra is None else sums.intra / num_ranks,
-        inter=None if own.inter is None else sums.inter / num_ranks,
-    )
+    means: dict[str, Any] = {  # None: not measured
+        kind: None if seconds is None else total / num_ranks
+        for (kind, seconds), total in zip(own_seconds.items(), totals[len(mine) :], strict=True)
+    }
     times = OwnTimes(
         data=data_wait,
         exposed=own,
         agreement=agreement,
         loss_is_finite=math.isfinite(own_loss),
     )
-    return sums, exposed, times
+    return _Sums(*totals[: len(mine)]), Exposed(**means), times
 
 
 def _update(training: Training, state: TrainState, *, grad_norm: float, unscale: float) -> None:
