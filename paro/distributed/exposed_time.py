@@ -49,6 +49,11 @@ class Exposed:
     def total(self) -> float:
         return self.gather + self.reduce + self.gather_updated + self.context
 
+    def by_name(self) -> dict[str, float | None]:
+        """The seconds by the names that metrics have: those of kinds, then of links."""
+        of_kinds = {kind.value: getattr(self, kind.name.lower()) for kind in WaitKind}
+        return {**of_kinds, "intra": self.intra, "inter": self.inter}
+
 
 class Exposure:
     """Accumulates the exposed time of all units; the training loop reads it once per step.
@@ -116,10 +121,7 @@ class Exposure:
         self._by_kind, self._by_link = dict.fromkeys(WaitKind, 0.0), dict.fromkeys(Link, 0.0)
         knows_links = not self._on_streams
         return Exposed(
-            gather=by_kind[WaitKind.GATHER],
-            reduce=by_kind[WaitKind.REDUCE],
-            gather_updated=by_kind[WaitKind.GATHER_UPDATED],
-            context=by_kind[WaitKind.CONTEXT],
+            **{kind.name.lower(): seconds for kind, seconds in by_kind.items()},
             intra=by_link[Link.INTRA] if knows_links else None,
             inter=by_link[Link.INTER] if knows_links else None,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from paro.distributed.exposed_time import Exposed
 
@@ -130,21 +131,17 @@ def summarize(
         model_state_bytes=facts.model_state_bytes,
         intra_bytes=last.intra_bytes,
         inter_bytes=last.inter_bytes,
-        exposed_gather_ms=_mean_ms([record.exposed.gather for record in interval]),
-        exposed_reduce_ms=_mean_ms([record.exposed.reduce for record in interval]),
-        exposed_publish_ms=_mean_ms([record.exposed.gather_updated for record in interval]),
-        exposed_context_ms=_mean_ms([record.exposed.context for record in interval]),
-        exposed_intra_ms=_mean_ms_if_measured([record.exposed.intra for record in interval]),
-        exposed_inter_ms=_mean_ms_if_measured([record.exposed.inter for record in interval]),
+        **_exposed_ms([record.exposed.by_name() for record in interval]),
         skipped_iterations=sum(record.skipped for record in interval),
         nan_iterations=sum(not math.isfinite(record.lm_loss) for record in interval),
     )
 
 
-def _mean_ms(seconds: Sequence[float]) -> float:
-    return math.fsum(seconds) * 1000.0 / len(seconds)
-
-
-def _mean_ms_if_measured(seconds: Sequence[float | None]) -> float | None:
-    measured = [value for value in seconds if value is not None]
-    return _mean_ms(measured) if measured else None
+def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
+    """The means by the names of fields; None for what no iteration has measured."""
+    found: dict[str, Any] = {}
+    for name in seconds[0]:
+        measured = [value for own in seconds if (value := own[name]) is not None]
+        mean = math.fsum(measured) * 1000.0 / len(measured) if measured else None
+        found[f"exposed_{name}_ms"] = mean
+    return found

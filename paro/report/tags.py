@@ -76,16 +76,11 @@ def _planned(facts: RunFacts) -> dict[str, float]:
 
 
 def _communication(record: IterationRecord) -> dict[str, float]:
-    exposed = record.exposed
     found: dict[str, float] = {
         "communication/intra-bytes": record.intra_bytes,
         "communication/inter-bytes": record.inter_bytes,
-        "communication/exposed-gather-ms": exposed.gather * 1000.0,
-        "communication/exposed-reduce-ms": exposed.reduce * 1000.0,
-        "communication/exposed-publish-ms": exposed.gather_updated * 1000.0,
-        "communication/exposed-context-ms": exposed.context * 1000.0,
     }
-    for tag, seconds in (("intra", exposed.intra), ("inter", exposed.inter)):
+    for name, seconds in record.exposed.by_name().items():
         if seconds is not None:
-            found[f"communication/exposed-{tag}-ms"] = seconds * 1000.0
+            found[f"communication/exposed-{name}-ms"] = seconds * 1000.0
     return found

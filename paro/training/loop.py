@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Protocol
 
 from data.loader import Batch
+from paro.distributed.exposed_time import WaitKind
 from paro.errors import RunError
 from paro.optim.finite import not_finite
 from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
@@ -279,13 +280,9 @@ class Loop:
         )
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
-        for name, exposed in (
-            ("paro-gather-exposed", own.exposed.gather),
-            ("paro-reduce-exposed", own.exposed.reduce),
-            ("paro-publish-exposed", own.exposed.gather_updated),
-            ("paro-context-exposed", own.exposed.context),
-        ):
-            timers.add(name, exposed, level=1)
+        exposed = own.exposed.by_name()
+        for kind in WaitKind:
+            timers.add(f"paro-{kind.value}-exposed", exposed[kind.value] or 0.0, level=1)
 
     def _report_ranks(self, record: IterationRecord) -> None:
         """Logs times per rank; collective with --timing-log-level above 0 or --log-straggler."""
