@@ -7,7 +7,7 @@ from typing import Any
 
 from data.hugging_face_tokenizer import LibraryTokenizer
 from paro.errors import UserError
-from paro.untrusted.regular_file import read_text
+from paro.untrusted.regular_file import check_regular
 from paro.untrusted.schema import read_json
 
 END = "<|endoftext|>"
@@ -39,8 +39,15 @@ def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:
     ]:
         raise UserError(*gone)
     vocabulary = _read_vocabulary(vocab_file)
-    merges = _read_merges(merge_file, vocabulary, vocab_file)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    check_regular(merge_file, f"--merge-file {merge_file}")
+    try:
+        model = models.BPE.from_file(str(vocab_file), str(merge_file))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(
+            f"--merge-file {merge_file} holds no merges of pieces of --vocab-file {vocab_file}: "
+            f"{error} (a line #version does not count)"
+        ) from error
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -62,25 +69,3 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     except UnicodeEncodeError as error:
         raise UserError(f"--vocab-file {path} has a piece with half a surrogate pair") from error
     return vocabulary
-
-
-def _read_merges(path: Path, vocabulary: dict[str, int], vocab_file: Path) -> list[tuple[str, str]]:
-    """Pairs of pieces, in order of preference."""
-    lines = read_text(path, f"--merge-file {path}").split("\n")
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() or (number == 1 and line.startswith("#version")):
-            continue
-        left, _, right = line.rstrip("\r").partition(" ")
-        if not (left and right) or " " in right:
-            raise UserError(
-                f"--merge-file {path}, line {number}, is no merge: two pieces with a blank between"
-            )
-        for piece in (left, right, left + right):
-            if piece not in vocabulary:
-                raise UserError(
-                    f"--merge-file {path}, line {number}, makes {piece!r}, which --vocab-file "
-                    f"{vocab_file} does not have: the two files belong to different tokenizers"
-                )
-        merges.append((left, right))
-    return merges

@@ -95,9 +95,9 @@ def without(piece: str) -> Callable[[str], str]:
         (0, lambda text: text.replace('"!"', '"\\ud800"'), "a piece with half a surrogate pair"),
         (0, without(END), "is not GPT-2's: ... <|endoftext|>"),
         (0, without("!"), "is not GPT-2's"),
-        (1, lambda text: text + "q z\n", "line 46, ... 'qz', ... --vocab-file"),
-        (1, lambda text: text + "qz\n", "line 46, is no merge"),
-        (1, lambda text: text + "a b c\n", "line 46, is no merge"),
+        (1, lambda text: text + "q z\n", "--merge-file ... --vocab-file ... `qz`"),
+        (1, lambda text: text + "qz\n", "--merge-file ... --vocab-file ... line 45"),
+        (1, lambda text: text + "a b c\n", "--merge-file ... --vocab-file ... line 45"),
     ],
 )
 def test_files_at_fault_are_named(
