@@ -1,6 +1,8 @@
-"""The bits that cross groups: what has no effect on one group or a strategy, and what would."""
+"""The precision of a run, and bits that cross groups: which have no effect, and what would."""
 
 from __future__ import annotations
+
+from argparse import Namespace
 
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
@@ -9,6 +11,23 @@ from paro.strategy import Strategy, effective_letters
 from paro.text import count_text
 
 AUTO = "auto"
+
+
+def take_precision(args: Namespace) -> PrecisionConfig:
+    if args.fp16 and args.bf16:
+        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
+    return PrecisionConfig(
+        compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
+        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
+        accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        inter_param_bits=args.paro_inter_param_bits,
+        inter_grad_bits=args.paro_inter_grad_bits,
+        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
+        lora_base_dtype=args.lora_base_dtype,
+        exp_avg_dtype=args.exp_avg_dtype,
+        exp_avg_sq_dtype=args.exp_avg_sq_dtype,
+        optimizer=args.optimizer,
+    )
 
 
 def take_inter_bits(

@@ -18,13 +18,13 @@ from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import resumed_samples
 from paro.config.checks import CHECKS, check_local_copies, needs_of
 from paro.config.context_parallel import sharing
+from paro.config.inter_bits import take_precision
 from paro.config.model import take_model
 from paro.config.parts import (
     take,
     take_batches,
     take_data,
     take_loss_scale,
-    take_precision,
     take_profile,
     take_schedule,
     take_tokenizer,

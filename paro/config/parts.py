@@ -16,7 +16,6 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
-from paro.precision import PrecisionConfig
 from paro.report.profiler import ProfileConfig
 
 Config = TypeVar("Config")
@@ -138,20 +137,6 @@ def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int)
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     return float(fraction * decay_samples)
-
-
-def take_precision(args: Namespace) -> PrecisionConfig:
-    if args.fp16 and args.bf16:
-        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
-    compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
-    return take(
-        PrecisionConfig,
-        args,
-        compute=compute,
-        inter_param_bits=args.paro_inter_param_bits,
-        inter_grad_bits=args.paro_inter_grad_bits,
-        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
-    )
 
 
 def take_loss_scale(args: Namespace) -> LossScaleConfig:

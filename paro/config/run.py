@@ -36,6 +36,7 @@ from paro.config.checks import (
 )
 from paro.config.context_choice import with_context
 from paro.config.context_parallel import ContextParallelConfig, sharing
+from paro.config.inter_bits import take_precision
 from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
 from paro.config.parts import (
@@ -43,7 +44,6 @@ from paro.config.parts import (
     take_batches,
     take_data,
     take_loss_scale,
-    take_precision,
     take_profile,
     take_schedule,
     take_tokenizer,

@@ -20,7 +20,7 @@ from paro.arguments.model import (
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.context_parallel import ContextParallelConfig, check_parts, take_context
 from paro.config.context_search import asked, choose, types_asked, ways_asked
-from paro.config.inter_bits import take_inter_bits
+from paro.config.inter_bits import take_inter_bits, take_precision
 from paro.config.model import take_model
 from paro.config.sharding import units_ahead
 from paro.errors import UserError
@@ -29,7 +29,6 @@ from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
 from paro.planning.search.search_space import MEMORY_MARGIN, Materialize, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable
-from paro.precision import PrecisionConfig
 from tools.shared.command_line import Parser
 
 DESCRIPTION = """\
@@ -190,7 +189,7 @@ def case_of(args: Namespace) -> Workload:
     if not 0 <= args.memory_margin < 1:
         raise UserError(f"--memory-margin {args.memory_margin:g} must be at least 0 and below 1")
     inter_bits, precision, _ = take_inter_bits(
-        args.paro_inter_bits, precision_of(args), group_size, world_size
+        args.paro_inter_bits, take_precision(args), group_size, world_size
     )
     device_type = "cpu" if machine.device and machine.device.cores else "cuda"
     context = _context_of(args, model, world_size=world_size, group_size=group_size)
@@ -296,23 +295,6 @@ def machine_of(args: Namespace) -> Machine:
         if value is not None:
             raise UserError(f"{flag} {value} needs --gpu: a machine file has its own")
     return find_machine(args.paro_machine)
-
-
-def precision_of(args: Namespace) -> PrecisionConfig:
-    if args.fp16 and args.bf16:
-        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
-    return PrecisionConfig(
-        compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
-        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
-        accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        inter_param_bits=args.paro_inter_param_bits,
-        inter_grad_bits=args.paro_inter_grad_bits,
-        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
-        lora_base_dtype=args.lora_base_dtype,
-        exp_avg_dtype=args.exp_avg_dtype,
-        exp_avg_sq_dtype=args.exp_avg_sq_dtype,
-        optimizer=args.optimizer,
-    )
 
 
 def vocab_size_of(args: Namespace) -> int:
