@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 GPT2_TYPE = "GPT2BPETokenizer"
@@ -48,8 +48,7 @@ class TokenizerConfig:
             raise UserError(f"{flag} is not supported: {_REFUSED_TYPES[self.tokenizer_type]}")
         if self.tokenizer_type not in TOKENIZER_TYPES:
             raise UserError(f"{flag} is unknown: choose one of {', '.join(TOKENIZER_TYPES)}")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise UserError(f"--vocab-size {self.vocab_size} must be at least 1")
+        check_least(1, vocab_size=self.vocab_size)
         if self.tokenizer_type != "NullTokenizer" and self.null_tokenizer_eod_id is not None:
             raise UserError(
                 f"--null-tokenizer-eod-id contradicts {flag}, which has an end of its own"

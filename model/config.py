@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from model.lora_config import LoraConfig
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -41,8 +41,7 @@ class RecomputeConfig:
             )
         if self.method not in ("uniform", "block"):
             raise UserError(f"--recompute-method {self.method} is neither uniform nor block")
-        if self.num_layers < 1:
-            raise UserError(f"--recompute-num-layers {self.num_layers} must be at least 1")
+        check_least(1, recompute_num_layers=self.num_layers)
         assert not (self.keeps_core and self.core_attention), "core attention is recomputed"
 
     @property

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 
 Shape = tuple[int, ...]
 
@@ -33,8 +33,7 @@ class LoraConfig:
     targets: tuple[str, ...] = ("wq", "wv")  # weights of every block, in the block's order
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UserError(f"--lora-rank {self.rank} must be at least 1")
+        check_least(1, lora_rank=self.rank)
         if not 0.0 < self.alpha < math.inf:
             raise UserError(f"--lora-alpha {self.alpha} must be a positive number")
         if not 0.0 <= self.dropout < 1.0:

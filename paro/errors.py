@@ -45,6 +45,13 @@ class UserError(ValueError):
         return "\n".join([*lines, printable(self.example)] if self.example else lines)
 
 
+def check_least(least: int, **flags: float | None) -> None:
+    """`UserError` for a flag below `least`; flags are named as their attributes."""
+    for name, value in flags.items():
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
 class RunError(Exception):
     """The run cannot go on, by no mistake of the user and no bug; it ends with status 1.
 

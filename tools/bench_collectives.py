@@ -28,7 +28,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
-from paro.errors import UserError, about
+from paro.errors import UserError, about, check_least
 from paro.measuring.device import measure_device
 from paro.measuring.links import Outcome, with_measured
 from paro.measuring.memory import with_communicators
@@ -132,8 +132,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
     group_size = world.ranks_per_node if args.group_size is None else args.group_size
     if group_size < 1 or world.size % group_size != 0:
         raise UserError(f"--group-size {group_size} does not divide the {world.size} ranks")
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds} must be at least 1")
+    check_least(1, rounds=args.rounds)
     check_outputs(args, "--json", "--machine-file", pictures=["--plot"])
     backend = args.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     possible = NCCL_COLLECTIVES if backend == "nccl" else COLLECTIVES

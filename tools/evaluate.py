@@ -14,7 +14,7 @@ if not __package__:  # run as a script: the repository root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, reading
+from paro.errors import UserError, check_least, reading
 from paro.report.log import print_line
 from paro.text import align
 from tools.generate import (
@@ -59,11 +59,8 @@ def check(args: argparse.Namespace) -> None:
     """`UserError` for what can be seen before anything is read."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"tools/evaluate.py needs EleutherAI's lm-eval: {INSTALL}")
-    least = {"num_fewshot": 0, "limit": 1, "batch_size": 1, "seq_length": 1}
-    for name, low in least.items():
-        value = getattr(args, name)
-        if value is not None and value < low:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {low}")
+    check_least(0, num_fewshot=args.num_fewshot)
+    check_least(1, limit=args.limit, batch_size=args.batch_size, seq_length=args.seq_length)
     if args.include_path is not None and not Path(args.include_path).is_dir():
         raise UserError(f"--include-path {args.include_path} is no folder")
 

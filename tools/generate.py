@@ -26,7 +26,7 @@ from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, reading
+from paro.errors import UserError, check_least, reading
 from paro.report.log import print_line
 from paro.untrusted.regular_file import read_text
 from tools.shared.command_line import Parser
@@ -283,8 +283,7 @@ def generate(args: argparse.Namespace) -> None:
     sampling = Sampling(
         temperature=args.temperature, seed=args.seed, top_k=args.top_k, top_p=args.top_p
     )
-    if args.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+    check_least(1, max_new_tokens=args.max_new_tokens)
     device = device_of(args.device)
     prompts = read_prompts(args)
     with reading(f"--load {args.load}"):

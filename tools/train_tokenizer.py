@@ -16,7 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from tools.preprocessing.encode import Tally
 from tools.preprocessing.inputs import add_source_args, pieces_of
@@ -154,8 +154,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--character-coverage {args.character_coverage} must be in (0, 1]")
     if not 1 <= args.vocab_size < 2**31:
         raise UserError(f"--vocab-size {args.vocab_size} must be at least 1 and below 2**31")
-    if args.sample_bytes < 1:
-        raise UserError(f"--sample-bytes {args.sample_bytes} must be at least 1")
+    check_least(1, sample_bytes=args.sample_bytes)
     begin = time.perf_counter()
     chunks = sampled_chunks(pieces, key=args.json_key, sample_bytes=args.sample_bytes)
     size = sum(len(chunk.encode()) for chunk in chunks)

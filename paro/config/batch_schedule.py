@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.planning.search.search_space import check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -38,14 +38,13 @@ class BatchSchedule:
     eval_micro_batch_size: int | None = None  # None: as in training
 
     def __post_init__(self) -> None:
-        for flag, size in (
-            ("--micro-batch-size", self.micro_batch_size),
-            ("--global-batch-size", self.global_batch_size),
-            ("--eval-micro-batch-size", self.eval_micro_batch),
-            ("--eval-global-batch-size", self.eval_batch),
-        ):
-            if size < 1:
-                raise UserError(f"{flag} {size} must be at least 1")
+        check_least(
+            1,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            eval_micro_batch_size=self.eval_micro_batch,
+            eval_global_batch_size=self.eval_batch,
+        )
         if self.step_batch_size_schedule is None:
             self._check_multiple("--global-batch-size", self.global_batch_size)
         if self.rampup_batch_size is not None:
@@ -203,8 +202,7 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
 
     `text` is a list of TOKENS:SIZE, separated by blanks or commas, in any order.
     """
-    if seq_length < 1:
-        raise UserError(f"--seq-length {seq_length} must be at least 1")
+    check_least(1, seq_length=seq_length)
     steps = []
     for entry in text.replace(",", " ").split():
         tokens, colon, samples = entry.partition(":")

@@ -23,7 +23,7 @@ from paro.config.plan import RankDevice, check_survival
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
@@ -160,23 +160,22 @@ def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: Run
 
 
 def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
-    for flag, value, least in (
-        ("--eval-iters", train.eval_iters, 0),
-        ("--eval-interval", train.eval_interval, 0),
-        ("--exit-interval", train.exit_interval, 1),
-        ("--manual-gc-interval", train.manual_gc_interval, 0),
-        (
-            "--check-weight-hash-across-dp-replicas-interval",
-            train.check_weight_hash_across_dp_replicas_interval,
-            1,
-        ),
-        ("--save-interval", checkpoint.save_interval, 1),
-        ("--save-retain-interval", checkpoint.save_retain_interval, 1),
-        ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval, 1),
-        ("--ckpt-step", checkpoint.ckpt_step, 0),
-    ):
-        if value is not None and value < least:
-            raise UserError(f"{flag} {value} must be at least {least}")
+    check_least(
+        0,
+        eval_iters=train.eval_iters,
+        eval_interval=train.eval_interval,
+        manual_gc_interval=train.manual_gc_interval,
+        ckpt_step=checkpoint.ckpt_step,
+    )
+    hashes = train.check_weight_hash_across_dp_replicas_interval
+    check_least(
+        1,
+        exit_interval=train.exit_interval,
+        check_weight_hash_across_dp_replicas_interval=hashes,
+        save_interval=checkpoint.save_interval,
+        save_retain_interval=checkpoint.save_retain_interval,
+        non_persistent_save_interval=checkpoint.non_persistent_save_interval,
+    )
     minutes = train.exit_duration_in_mins
     if minutes is not None and not 0.0 < minutes < math.inf:
         raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")

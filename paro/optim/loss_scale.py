@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 
 GROWTH = 2.0
 BACKOFF = 0.5
@@ -35,10 +35,7 @@ class LossScaleConfig:
                 f"--min-loss-scale {self.min_loss_scale} must be above 0 and not above "
                 f"--initial-loss-scale {self.initial_loss_scale}"
             )
-        if self.loss_scale_window < 1:
-            raise UserError(f"--loss-scale-window {self.loss_scale_window} must be at least 1")
-        if self.hysteresis < 1:
-            raise UserError(f"--hysteresis {self.hysteresis} must be at least 1")
+        check_least(1, loss_scale_window=self.loss_scale_window, hysteresis=self.hysteresis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

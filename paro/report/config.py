@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 
 
 def run_record_path(metrics_file: str | Path) -> Path:
@@ -39,15 +39,14 @@ class ReportConfig:
     terminal: str = "auto"
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--log-interval", self.log_interval),
-            ("--tensorboard-log-interval", self.tensorboard_log_interval),
-            ("--tensorboard-queue-size", self.tensorboard_queue_size),
-            ("--log-memory-interval", self.log_memory_interval),
-            ("--logging-level", self.logging_level),
-        ):
-            if value is not None and value < 1:
-                raise UserError(f"{flag} {value} must be at least 1")
+        check_least(
+            1,
+            log_interval=self.log_interval,
+            tensorboard_log_interval=self.tensorboard_log_interval,
+            tensorboard_queue_size=self.tensorboard_queue_size,
+            log_memory_interval=self.log_memory_interval,
+            logging_level=self.logging_level,
+        )
         if self.peak_tflops is not None and not 0.0 < self.peak_tflops < math.inf:
             raise UserError(f"--peak-tflops {self.peak_tflops} must be a positive number")
 

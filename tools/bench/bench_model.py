@@ -41,7 +41,7 @@ from model.flops import flops_per_token
 from model.units import num_parameters
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.report.flops import find_peak
 from paro.report.log import print_line
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Task
@@ -184,10 +184,7 @@ def report(task: Task, result: Result, peak_flops: float | None) -> list[tuple[R
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Races, prints and writes the files that `args` name; the status."""
     counts = ("rounds", "steps", "threads", "micro_batch_size", "num_micro_batches")
-    for flag in (*counts, "seq_length", "vocab_size"):
-        if getattr(args, flag) < 1:
-            shown = flag.replace("_", "-")
-            raise UserError(f"--{shown} {getattr(args, flag)} must be at least 1")
+    check_least(1, **{flag: getattr(args, flag) for flag in (*counts, "seq_length", "vocab_size")})
     if not args.clip_grad >= 0.0:
         raise UserError(f"--clip-grad {args.clip_grad} is not a norm; 0 turns clipping off")
     names = [*dict.fromkeys(args.contenders.split(","))]

@@ -27,7 +27,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from tools import preprocess_data
 from tools.preprocessing.encode import EncodingPlan, tokenizer_of
@@ -150,8 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(own: argparse.Namespace, words: Sequence[str]) -> None:
-    if own.rounds < 1:
-        raise UserError(f"--rounds {own.rounds} must be at least 1")
+    check_least(1, rounds=own.rounds)
     args = preprocess_data.make_parser().parse_args([*words, "--output-prefix", "unused"])
     job = preprocess_data.job_of(args)
     rows = race(words, job, args.workers, own.rounds)

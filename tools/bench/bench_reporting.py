@@ -28,7 +28,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import check_least
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.live_view import LiveView
 from paro.report.log import Log
@@ -167,8 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="pairs of steps; default 20")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(argv)
-    if options.rounds < 1:
-        raise UserError(f"--rounds {options.rounds} must be at least 1")
+    check_least(1, rounds=options.rounds)
     os.environ.setdefault("WANDB_MODE", "offline")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options.rounds, Path(folder))

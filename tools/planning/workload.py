@@ -23,7 +23,7 @@ from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.inter_bits import take_inter_bits, take_precision
 from paro.config.model import take_model
 from paro.config.sharding import units_ahead
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
@@ -241,8 +241,7 @@ def seq_length_of(args: Namespace) -> int:
         length = args.max_position_embeddings or preset
     if length is None:
         raise UserError("--seq-length is missing; --llama-preset gives it too")
-    if length < 1:
-        raise UserError(f"--seq-length {length} must be at least 1")
+    check_least(1, seq_length=length)
     return int(length)
 
 
@@ -274,8 +273,7 @@ def _with(args: Namespace, **fields: object) -> Namespace:
 
 def machine_of(args: Namespace) -> Machine:
     """The machine that a plan is for, with its own ranks; a `UserError` names the flag."""
-    if args.world_size is not None and args.world_size < 1:
-        raise UserError(f"--world-size {args.world_size} must be at least 1")
+    check_least(1, world_size=args.world_size)
     if (args.gpu is None) == (args.paro_machine is None):
         verb = "is missing" if args.gpu is None else "and --gpu contradict each other"
         raise UserError(
@@ -299,8 +297,7 @@ def machine_of(args: Namespace) -> Machine:
 
 def vocab_size_of(args: Namespace) -> int:
     if args.vocab_size is not None:
-        if args.vocab_size < 1:
-            raise UserError(f"--vocab-size {args.vocab_size} must be at least 1")
+        check_least(1, vocab_size=args.vocab_size)
         return int(args.vocab_size)
     if args.llama_preset is None:
         if args.padded_vocab_size is not None:  # planning needs only the number of rows

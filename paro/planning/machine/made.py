@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.errors import UserError, about
+from paro.errors import UserError, about, check_least
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import (
     BandwidthSource,
@@ -26,8 +26,7 @@ def machine_of_gpus(
     `intra` is of a GPU inside its node (default: as in the shipped machine), `inter` of a NIC. A
     `UserError` names the flag that is wrong or missing.
     """
-    if gpus_per_node < 1:
-        raise UserError(f"--gpus-per-node {gpus_per_node} must be at least 1")
+    check_least(1, gpus_per_node=gpus_per_node)
     if inter is None and world_size > gpus_per_node:
         raise UserError(
             f"--inter is missing: the rate of a NIC, such as 100gbit, since {world_size} ranks are "

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.context_parallel.layout import ALONE, ContextLayout
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
@@ -111,8 +111,7 @@ class Workload:
 
     def micro_batches(self, size: int) -> int:
         """Micro-batches of this size per rank and step; `UserError` if it does not divide."""
-        if size < 1:
-            raise UserError(f"--micro-batch-size {size} must be at least 1")
+        check_least(1, micro_batch_size=size)
         batch, num_ranks = self.global_batch_size, self.data_parallel_size
         check_multiple("--global-batch-size", batch, size, num_ranks)
         return batch // (size * num_ranks)
