@@ -94,8 +94,7 @@ def table(distances: Sequence[Distance], reference: Run) -> str:
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
     """Draws the curves in one panel, and their differences below it."""
-    with drawing(path, 2, 1, size=(8, 7), sharex=True) as (_, panels):
-        losses, apart = panels[0][0], panels[1][0]
+    with drawing(path, 2, 1, size=(8, 7), sharex=True) as (_, (losses, apart)):
         for number, run in enumerate(runs):
             curve = losses_of(run)
             style = {"linewidth": 2.5 - number, "linestyle": ("-", "--", ":")[min(number, 2)]}

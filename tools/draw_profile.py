@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,9 +17,9 @@ from paro.errors import UserError
 from paro.planning.step.simulation import Activity
 from paro.report.log import print_line
 from paro.text import align
-from paro.untrusted.schema import Between, Count, Figure, conform, read_json
+from paro.untrusted.schema import Count, conform, read_json
 from tools.planning.pictures import draw_timeline
-from tools.profiles.device import DeviceProfile, device_profile, is_of_device
+from tools.profiles.device import DeviceProfile, Event, device_profile, is_of_device
 from tools.profiles.device_report import device_figures, device_text, draw_streams
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_json
@@ -106,14 +106,6 @@ class _Trace(TypedDict):
     distributedInfo: NotRequired[_Ranked]
 
 
-class _Event(TypedDict):
-    """A range of time, in microseconds."""
-
-    name: str
-    ts: Figure
-    dur: Annotated[float, Between(0.0, 1e30)]
-
-
 def read_profile(path: Path) -> Profile | DeviceProfile:
     """Reads a trace written by a run on CPU or on a GPU; `UserError` for any other file."""
     try:
@@ -123,7 +115,7 @@ def read_profile(path: Path) -> Profile | DeviceProfile:
         if is_of_device(ranges):
             return device_profile(ranges, rank, str(path))
         ours = [event for event in ranges if str(event.get("name")).startswith(_NAMES)]
-        events: list[_Event] = conform(ours, list[_Event], f"{path}: traceEvents")
+        events: list[Event] = conform(ours, list[Event], f"{path}: traceEvents")
     except UserError as error:
         raise UserError(f"{error}; give what --use-pytorch-profiler wrote") from None
     steps = [event for event in events if event["name"].startswith(STEP)]
@@ -135,9 +127,7 @@ def read_profile(path: Path) -> Profile | DeviceProfile:
     return Profile(rank, len(steps), (end - begin) / 1e6, tuple(found))
 
 
-def _activities(
-    events: Iterable[_Event], rank: int, begin: float, end: float
-) -> Iterable[Activity]:
+def _activities(events: Iterable[Event], rank: int, begin: float, end: float) -> Iterable[Activity]:
     """Ranges in the steps, sorted by start; of nested waits the outer ones."""
     waited_until = begin
     for event in events:

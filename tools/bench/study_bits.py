@@ -149,7 +149,7 @@ def _all_of(differences: Sequence[float]) -> str:
 
 def plot(found: Found, path: Path) -> None:
     """Draws losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
-    with drawing(path, 1, 3, size=(13, 4.5)) as (figure, ((training, held_out, long),)):
+    with drawing(path, 1, 3, size=(13, 4.5)) as (figure, (training, held_out, long)):
         for color, variant in enumerate(VARIANTS[1:]):
             style = {"color": f"C{color}", "marker": "."}
             for iterations, seeds, panel in ((SHORT, SEEDS, held_out), (LONG, (1,), long)):

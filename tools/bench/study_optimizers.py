@@ -208,7 +208,7 @@ def _listed(values: Iterable[float], form: str) -> str:
 
 def plot(found: Found, path: Path) -> None:
     """Draws the sweep, and held-out losses by iteration, every seed."""
-    with drawing(path, 1, 2, size=(11, 4.5)) as (_, ((swept, curves),)):
+    with drawing(path, 1, 2, size=(11, 4.5)) as (_, (swept, curves)):
         for color, (variant, like) in enumerate(LIKE.items()):
             style = {"color": f"C{color}", "marker": "."}
             if variant in SWEPT:

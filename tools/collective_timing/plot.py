@@ -16,7 +16,7 @@ def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
     ops = list(dict.fromkeys(row["op"] for row in rows))
     with drawing(path, 1, len(ops), size=(5 * len(ops), 4.5)) as (figure, panels):
         figure.suptitle(title, fontsize="medium")
-        for panel, op in zip(panels[0], ops, strict=True):
+        for panel, op in zip(panels, ops, strict=True):
             _draw(panel, op, [row for row in rows if row["op"] == op])
 
 

@@ -73,7 +73,7 @@ def draw_text(bins: list[Bin]) -> list[str]:
 def draw_picture(path: Path, by_name: dict[str, list[Bin]]) -> None:
     """Writes a panel per data set."""
     with drawing(path, len(by_name), 1, size=(8, 3.5 * len(by_name))) as (_, panels):
-        for panel, (name, bins) in zip(panels[:, 0], by_name.items(), strict=True):
+        for panel, (name, bins) in zip(panels, by_name.items(), strict=True):
             panel.bar([item.label for item in bins], [item.documents for item in bins])
             panel.set(title=name, xlabel="tokens of a document", ylabel="documents")
             panel.tick_params(axis="x", rotation=45)

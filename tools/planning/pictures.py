@@ -13,7 +13,7 @@ from paro.planning.step.simulation import Activity
 from paro.strategy import legal_letters
 from paro.text import count_text
 from tools.planning.labels import place_labels
-from tools.shared.picture import drawing
+from tools.shared.picture import drawing, name_rows
 
 COLORS = {
     "forward": "#4c78a8", "backward": "#54a24b", "recompute": "#9ecae9", "update": "#b279a2",
@@ -27,8 +27,7 @@ def draw_front(
 ) -> None:
     """Plots memory against time: strategies with the flags as given, and the Pareto front."""
     limit = workload.device_bytes / 1e9
-    with drawing(path, 1, 1, size=(9, 5.5)) as (figure, panels):
-        axes = panels[0][0]
+    with drawing(path, 1, 1, size=(9, 5.5)) as (figure, (axes,)):
         axes.plot(
             [e.memory_bytes / 1e9 for e in found.front],
             [e.seconds for e in found.front],
@@ -75,22 +74,17 @@ def draw_timeline(
     """Plots every stream's activities in one or more steps; later ones cover earlier ones."""
     streams = sorted({(s.actor, s.stream) for s in activities if s.stream != "wait"}, key=_rank)
     several = len({actor for actor, _ in streams}) > 1
-    with drawing(path, 1, 1, size=(14, 0.5 * len(streams) + 1.6)) as (_, panels):
-        axes = panels[0][0]
+    with drawing(path, 1, 1, size=(14, 0.5 * len(streams) + 1.6)) as (_, (axes,)):
         for activity in activities:
             if (activity.actor, activity.stream) in streams:
                 row = streams.index((activity.actor, activity.stream))
                 axes.barh(row, activity.end - activity.start, left=activity.start,
                           color=COLORS[activity.kind], height=0.8)  # fmt: skip
         labels = [f"{actor} {a}: {s}" if several else s for a, s in streams]
-        axes.set_yticks(range(len(streams)), labels)
-        axes.set_ylim(len(streams) - 0.5, -0.5)
-        axes.set_xlim(0, max(activity.end for activity in activities))
-        axes.set(xlabel="seconds; a stream is a use and the axes that it serves", title=name)
+        unit = "seconds; a stream is a use and the axes that it serves"
+        axes.set(xlim=(0, max(s.end for s in activities)), xlabel=unit, title=name)
         shown = {activity.kind for activity in activities if activity.stream != "wait"}
-        for kind in (kind for kind in COLORS if kind in shown):
-            axes.barh(0, 0, color=COLORS[kind], label=kind)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+        name_rows(axes, labels, {kind: COLORS[kind] for kind in COLORS if kind in shown})
 
 
 def _rank(stream: tuple[int, str]) -> tuple[int, bool, str]:
@@ -99,8 +93,7 @@ def _rank(stream: tuple[int, str]) -> tuple[int, bool, str]:
 
 def draw_scaling(path: Path, curves: dict[str, list[tuple[int, float]]], name: str) -> None:
     """Plots MFU against the number of ranks."""
-    with drawing(path, 1, 1, size=(9, 5)) as (_, panels):
-        axes = panels[0][0]
+    with drawing(path, 1, 1, size=(9, 5)) as (_, (axes,)):
         for label, points in curves.items():
             best = label not in legal_letters()
             axes.plot(

@@ -40,20 +40,22 @@ class _Placed(TypedDict):
     stream: Count
 
 
-class _Work(TypedDict):
+class Event(TypedDict):
+    """A range of time, in microseconds."""
+
     name: str
-    cat: str
     ts: Figure
     dur: Annotated[float, Between(0.0, 1e30)]
+
+
+class _Work(Event):
+    cat: str
     args: _Placed
 
 
-class _Range(TypedDict):
+class _Range(Event):
     """A range of the program on its thread (`tid` a thread) or on the GPU (a stream)."""
 
-    name: str
-    ts: Figure
-    dur: Annotated[float, Between(0.0, 1e30)]
     tid: int
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.profiles.device import DeviceProfile, Work
 from tools.profiles.kernel_class import CLASSES, NCCL, short_name
-from tools.shared.picture import drawing
+from tools.shared.picture import drawing, name_rows
 
 _TOP_GAPS, _TOP_KERNELS = 5, 15
 _WIDTH = 1800  # pixels in which a row is drawn, about those of the picture
@@ -100,8 +100,7 @@ def draw_streams(path: Path, profiles: Sequence[DeviceProfile], title: str) -> N
         )
     ]
     longest = max(profile.seconds for profile in profiles)
-    with drawing(path, 1, 1, size=(14, 0.5 * len(rows) + 2.0)) as (_, panels):
-        axes = panels[0][0]
+    with drawing(path, 1, 1, size=(14, 0.5 * len(rows) + 2.0)) as (_, (axes,)):
         labels = []
         for row, (profile, stream) in enumerate(rows):
             items = [item for item in profile.work if item.stream == stream]
@@ -111,17 +110,10 @@ def draw_streams(path: Path, profiles: Sequence[DeviceProfile], title: str) -> N
                 # The rows are counted downwards.
                 place = (row + 0.4 - height, height)
                 axes.broken_barh(runs, place, color=_COLORS[kind], linewidth=0)
-        axes.set_yticks(range(len(rows)), labels)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlim(0, 1e3 * longest)
-        axes.set(
-            xlabel="ms from the start of the first step; a height is the share of time in use",
-            title=title,
-        )
+        unit = "ms from the start of the first step; a height is the share of time in use"
+        axes.set(xlim=(0, 1e3 * longest), xlabel=unit, title=title)
         shown = {item.kind for profile in profiles for item in profile.work}
-        for kind in (kind for kind in CLASSES if kind in shown):
-            axes.barh(0, 0, color=_COLORS[kind], label=kind)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
+        name_rows(axes, labels, {kind: _COLORS[kind] for kind in CLASSES if kind in shown})
 
 
 def _use(profile: DeviceProfile, stream: int, items: Iterable[Work]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ def check_outputs(args: Namespace, *flags: str, pictures: Sequence[str] = ()) ->
 @contextmanager
 def drawing(
     path: Path, rows: int, columns: int, *, size: tuple[float, float], **subplots: Any
-) -> Iterator[tuple[Any, Any]]:
-    """A figure of `size` inches and its panels [rows, columns], written when the block succeeds.
+) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure of `size` inches and its panels, row by row, written when the block succeeds.
 
     Other arguments of matplotlib's `subplots` may be given too.
     """
@@ -49,8 +49,17 @@ def drawing(
         rows, columns, figsize=size, squeeze=False, layout="constrained", **subplots
     )
     try:
-        yield figure, panels
+        yield figure, [*panels.flat]
         with output_file(path) as temporary:
             figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
     finally:
         pyplot.close(figure)
+
+
+def name_rows(axes: Any, names: Sequence[str], colors: Mapping[str, str]) -> None:
+    """Labels rows of bars, counted downwards, and lists beside them what has which color."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for kind, color in colors.items():
+        axes.barh(0, 0, color=color, label=kind)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)

@@ -44,7 +44,7 @@ def test_labels_cover_neither_each_other_nor_points(
             yield figure, panels
             drawn.append(figure)
             figure.canvas.draw()
-            check(panels[0][0])
+            check(*panels)
 
     def check(axes: Any) -> None:
         # An annotation's own extent has the line to its point in it.

@@ -21,9 +21,8 @@ PANELS = (
 
 def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -> None:
     """Writes the plot; a figure that was not measured leaves its panel empty."""
-    with drawing(path, 2, 3, size=(16, 9)) as (figure, panels):
+    with drawing(path, 2, 3, size=(16, 9)) as (figure, (*bars, curves)):
         figure.suptitle(title)
-        *bars, curves = panels.flat
         for panel, (label, field, unit) in zip(bars, PANELS, strict=True):
             _draw_bars(
                 panel, label, {row.contender: _scaled(row, field, unit) for row in summaries}

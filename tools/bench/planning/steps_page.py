@@ -132,8 +132,7 @@ def draw(path: Path, chapters: Sequence[Chapter]) -> None:
     columns = 2 if len(names) > 1 else 1
     rows = -(-len(names) // columns)
     with drawing(path, rows, columns, size=(5.2 * columns, 4.6 * rows)) as (_, panels):
-        for index, name in enumerate(names):
-            panel = panels[index // columns][index % columns]
+        for panel, name in zip(panels, names, strict=False):
             mine = [chapter for chapter in chapters if chapter.cluster == name]
             _draw_panel(panel, name, mine)
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tools.bench.recovery.cases import CASES, Case
 from tools.shared.output import write_json
@@ -119,8 +118,7 @@ def _steady(study: Study) -> list[str]:
 def plot(study: Study, path: Path) -> None:
     """Draws the seconds from each kill to the next new iteration, by case."""
     cases = [case for case in CASES if study.of(case)]
-    with drawing(path, 1, 1, size=(8, 0.7 * len(cases) + 1.2)) as (_, panels):
-        panel: Any = panels[0, 0]
+    with drawing(path, 1, 1, size=(8, 0.7 * len(cases) + 1.2)) as (_, (panel,)):
         panel.boxplot(
             [[failure.seconds for failure in study.of(case)] for case in cases],
             orientation="horizontal",
