@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -69,17 +69,22 @@ class Chart:
     wide: bool = False
 
 
-def _curves(field: str, label: str, *, agree: bool, log: bool = False) -> Draw:
+def _curves(
+    field: str, label: str, *, agree: bool = True, log: bool = False, marks: bool = False
+) -> Draw:
+    """A line for each run; `agree`: they may coincide; `marks` validations of the same name."""
+
     def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
         for index, run in enumerate(runs):
-            width = _width(index, runs) if agree else _THIN
-            _plot(axis, run.series(field), palette.of(index), index, label=run.name, width=width)
+            width, colour = _width(index, runs) if agree else _THIN, palette.of(index)
+            _plot(axis, run.series(field), colour, index, label=run.name, width=width)
+            if marks:
+                _mark_validations(axis, run, field, colour, size=2.0 * width)
         if log:
             axis.set_yscale("log", subs=(2, 5))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
-        axis.set_ylabel(label)
-        _number_iterations(axis)
+        _name_axes(axis, label)
 
     return draw
 
@@ -109,18 +114,9 @@ def _plot(
     axis.plot(x, y, line, color=colour, label=label, linewidth=width, **dot)
 
 
-def _number_iterations(axis: Any) -> None:
+def _name_axes(axis: Any, of_y: str) -> None:
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set_xlabel("iteration")
-
-
-def _draw_loss(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    for index, run in enumerate(runs):
-        width = _width(index, runs)
-        _plot(axis, run.series("lm_loss"), palette.of(index), index, label=run.name, width=width)
-        _mark_validations(axis, run, "lm_loss", palette.of(index), size=2.0 * width)
-    axis.set_ylabel("nats per token")
-    _number_iterations(axis)
+    axis.set(xlabel="iteration", ylabel=of_y)
 
 
 def _mark_validations(axis: Any, run: Run, figure: str, colour: str, *, size: float) -> None:
@@ -132,8 +128,7 @@ def _draw_bits(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     for index, run in enumerate(runs):
         size = 2.0 * _width(index, runs)
         _mark_validations(axis, run, BITS, palette.of(index), size=size)
-    axis.set_ylabel("bits per byte")
-    _number_iterations(axis)
+    _name_axes(axis, "bits per byte")
 
 
 def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
@@ -142,13 +137,12 @@ def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
         _plot(axis, full, palette.of(index), index, label=run.name, width=_THIN)
         x, y = run.series("mfu_causal", scale=100.0)
         axis.plot(x, y, ":", color=palette.of(index), linewidth=1.4)
-    axis.set_ylabel("% of the peak")
-    _number_iterations(axis)
+    _name_axes(axis, "% of the peak")
     axis.set_ylim(bottom=0)
 
 
 _FIRST_KIND = 3  # the first colours are those of the runs
-Part = tuple[str, list[float | None]]
+Part = tuple[str, Sequence[float | None]]
 
 
 def _stacked(axis: Any, runs: Sequence[Run], parts: Sequence[Part], palette: Palette) -> None:
@@ -210,30 +204,18 @@ def _draw_memory(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     axis.set_xlabel("MB on a rank, predicted at the peak")
 
 
-def _draw_bytes(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    parts: list[Part] = [
-        (label, [run.typical(name, scale=1e-6) for run in runs])
-        for label, name in (
-            ("inside groups", "intra_bytes"),
-            ("between groups", "inter_bytes"),
-        )
-    ]
-    _stacked(axis, runs, parts, palette)
-    axis.set_xlabel("MB sent by a rank in an iteration")
+def _medians(label: str, parts: Mapping[str, str], *, scale: float = 1.0) -> Draw:
+    """A bar for each run, made of medians of fields by the parts' names."""
 
+    def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+        found: list[Part] = [
+            (part, [run.typical(field, scale=scale) for run in runs])
+            for part, field in parts.items()
+        ]
+        _stacked(axis, runs, found, palette)
+        axis.set_xlabel(label)
 
-def _draw_exposed(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    parts: list[Part] = [
-        (label, [run.typical(name) for run in runs])
-        for label, name in (
-            ("gathers", "exposed_gather_ms"),
-            ("reductions", "exposed_reduce_ms"),
-            ("publishing", "exposed_publish_ms"),
-            ("attention", "exposed_context_ms"),
-        )
-    ]
-    _stacked(axis, runs, parts, palette)
-    axis.set_xlabel("ms of an iteration in which computing waits")
+    return draw
 
 
 def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
@@ -241,11 +223,7 @@ def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
     data = [run.typical("data_wait_ms") or 0.0 for run in runs]
     whole = [run.typical("iteration_time_ms") or 0.0 for run in runs]
     rest = [max(0.0, t - e - d) for t, e, d in zip(whole, exposed, data, strict=True)]
-    parts: list[Part] = [
-        ("computing", list(rest)),
-        ("communication", list(exposed)),
-        ("data", list(data)),
-    ]
+    parts = ("computing", rest), ("communication", exposed), ("data", data)
     _stacked(axis, runs, parts, palette)
     axis.set_xlabel("ms per iteration")
 
@@ -256,7 +234,7 @@ CHARTS = (
         "loss",
         "Loss",
         "Lines: training. Marks: held-out data, a shape for each set.",
-        _draw_loss,
+        _curves("lm_loss", "nats per token", marks=True),
         wide=True,
     ),
     Chart(
@@ -282,19 +260,39 @@ CHARTS = (
         "grad_norm",
         "Gradient norm",
         "Before clipping.",
-        _curves("grad_norm", "norm", agree=True, log=True),
+        _curves("grad_norm", "norm", log=True),
     ),
-    Chart(
-        "learning_rate", "Learning rate", "", _curves("learning_rate", "learning rate", agree=True)
-    ),
+    Chart("learning_rate", "Learning rate", "", _curves("learning_rate", "learning rate")),
     Chart(
         "iteration",
         "Where an iteration goes",
         "Medians: waiting for communication and for batches, and the rest, which is computing.",
         _draw_iteration,
     ),
-    Chart("exposed", "Exposed communication", "By what was waited for; medians.", _draw_exposed),
-    Chart("bytes", "Bytes sent", "Exact, counted where they are sent; medians.", _draw_bytes),
+    Chart(
+        "exposed",
+        "Exposed communication",
+        "By what was waited for; medians.",
+        _medians(
+            "ms of an iteration in which computing waits",
+            {
+                "gathers": "exposed_gather_ms",
+                "reductions": "exposed_reduce_ms",
+                "publishing": "exposed_publish_ms",
+                "attention": "exposed_context_ms",
+            },
+        ),
+    ),
+    Chart(
+        "bytes",
+        "Bytes sent",
+        "Exact, counted where they are sent; medians.",
+        _medians(
+            "MB sent by a rank in an iteration",
+            {"inside groups": "intra_bytes", "between groups": "inter_bytes"},
+            scale=1e-6,
+        ),
+    ),
     Chart(
         "memory",
         "Memory",
@@ -368,9 +366,7 @@ def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     # Element ids are the drawing's own; on a page with several drawings they must differ.
-    text = re.sub(r'\bid="', f'id="{chart.name}-', text)
-    text = re.sub(r"url\(#", f"url(#{chart.name}-", text)
-    text = re.sub(r'href="#', f'href="#{chart.name}-', text)
+    text = re.sub(r'\bid="|url\(#|href="#', rf"\g<0>{chart.name}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
     width = re.search(r'<svg[^>]*\bwidth="([^"]*)"', text)
     assert width is not None, "an SVG without a width"
