@@ -6,12 +6,11 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
 from data.gpt2_tokenizer import MERGE_FILE, VOCAB_FILE
 from data.hugging_face_tokenizer import ADDING_FILES, adds_tokens
@@ -27,6 +26,7 @@ from model.hugging_face import (
 from paro.checkpoint.convert.hugging_face_weights import INDEX, WEIGHTS, find_tensors
 from paro.checkpoint.convert.safetensors_file import write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.torch_file import lazy
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError, about
 from paro.untrusted.schema import conform, read_json
@@ -240,14 +240,9 @@ def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
 
 def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
     """Biases that are zero, one of each layer, in the type of its other biases."""
-
-    def zeros(dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        return torch.zeros(stop - start, dtype=dtype)
-
     dtypes = [source.tensors[f"blocks.{layer}.bq"].dtype for layer in range(len(names))]
-    shape = (source.config.hidden_size,)
     return {
-        name: LazyTensor(shape=shape, dtype=dtype, rows=partial(zeros, dtype))
+        name: lazy(torch.zeros(source.config.hidden_size, dtype=dtype))
         for name, dtype in zip(names, dtypes, strict=True)
     }
 

@@ -205,15 +205,9 @@ def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> N
     """Copies a parameter into its view of the mapped file; Q, K and V group by group."""
     for start, stop in tensor.row_ranges():
         rows = tensor.rows(start, stop)
-        if view.ndim == len(tensor.shape):
-            view[start:stop] = rows
-        else:
-            row, size = start, view.shape[1]
-            while row < stop:
-                group, first = divmod(row, size)
-                count = min(size - first, stop - row)
-                view[group, first : first + count] = rows[row - start : row - start + count]
-                row += count
+        by_group = view.ndim > len(tensor.shape)
+        where = _by_group(view, start, stop) if by_group else slice(start, stop)
+        view[where] = rows.to(view.dtype)
         advance(rows.nbytes)
 
 
@@ -329,15 +323,10 @@ def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
     part = name.rpartition(".")[2]
     groups, head = config.num_query_groups, config.kv_channels
     queries = config.num_attention_heads // groups * head
-    bounds = {
-        "q": (0, queries),
-        "k": (queries, queries + head),
-        "v": (queries + head, queries + 2 * head),
-    }
     ffn = config.ffn_hidden_size
     if part in _BY_GROUP:
-        low, high = bounds[part[1]]
-        return lambda fused: fused.unflatten(0, (groups, -1))[:, low:high]
+        sizes = (queries, head, head)
+        return lambda fused: fused.unflatten(0, (groups, -1)).split(sizes, 1)["qkv".index(part[1])]
     if part in ("w_gate", "w_up"):
         start = 0 if part == "w_gate" else ffn
         return lambda fused: fused[start : start + ffn]
@@ -348,14 +337,18 @@ def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
     """A view as a lazy tensor; with `by_group`, [group, row, ...] is flattened to rows."""
     if not by_group:
         return lazy(view)
-    size = view.shape[1]
+    shape = (view.shape[0] * view.shape[1], *view.shape[2:])
+    return LazyTensor(
+        shape=shape,
+        dtype=view.dtype,
+        rows=lambda start, stop: view[_by_group(view, start, stop)],
+    )
 
-    def rows(start: int, stop: int) -> Tensor:
-        first, last = start // size, -(-stop // size)
-        return view[first:last].flatten(0, 1)[start - first * size : stop - first * size].clone()
 
-    shape = (view.shape[0] * size, *view.shape[2:])
-    return LazyTensor(shape=shape, dtype=view.dtype, rows=rows)
+def _by_group(view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Where the rows [start, stop) are in a view [group, row, ...]: groups, and rows in them."""
+    rows, size = torch.arange(start, stop), view.shape[1]
+    return rows // size, rows % size
 
 
 def _state(
