@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import pytest
 import torch
@@ -46,83 +46,68 @@ SMALL = LlamaConfig(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Workload:
     """A run whose peak is at a point of interest."""
 
     strategy: str
-    config: LlamaConfig
-    precision: PrecisionConfig
-    batch_size: int
+    config: LlamaConfig = SMALL
+    _: KW_ONLY
+    precision: PrecisionConfig = FP32
+    batch_size: int = 8
     seq_length: int = 64
     prefetch_units: int = 1
     num_micro_batches: int = 2
     loss_chunk: int = 512  # tokens
     trainable: Trainable = ALL
     context: ContextLayout = ALONE
-    at: str
+    at: str = "backward"
 
 
 WIDE = replace(SMALL, ffn_hidden_size=2048)  # weights outweigh activations
 CASES = {
     "logits": Workload(
-        strategy="IIG",
-        config=replace(SMALL, vocab_size=2048),
-        precision=BF16,
-        batch_size=4,
-        at="forward",
+        "IIG", replace(SMALL, vocab_size=2048), precision=BF16, batch_size=4, at="forward"
     ),
     "chunks of logits": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=2048),
+        "GGG",
+        replace(SMALL, vocab_size=2048),
         precision=BF16,
         batch_size=4,
         loss_chunk=64,
         at="forward",
     ),
     "chunks of logits, gradients in bf16": Workload(
-        strategy="NIG",
-        config=replace(SMALL, vocab_size=2048),
+        "NIG",
+        replace(SMALL, vocab_size=2048),
         precision=ALL_BF16,
         batch_size=4,
         loss_chunk=64,
         at="forward",
     ),
     "chunks of logits in fp32": Workload(
-        strategy="GGG",
-        config=replace(SMALL, vocab_size=2048),
-        precision=FP32,
-        batch_size=4,
-        loss_chunk=64,
-        at="forward",
+        "GGG", replace(SMALL, vocab_size=2048), batch_size=4, loss_chunk=64, at="forward"
     ),
     "a tied weight, wanted by two units": Workload(
-        strategy="IIG",
-        config=replace(SMALL, vocab_size=16384, tie_embeddings_and_output_weights=True),
-        precision=FP32,
+        "IIG",
+        replace(SMALL, vocab_size=16384, tie_embeddings_and_output_weights=True),
         batch_size=1,
         at="forward",
     ),
     "gradient of the output weight": Workload(
-        strategy="III",
-        config=replace(SMALL, vocab_size=16384, num_layers=1),
-        precision=FP32,
+        "III",
+        replace(SMALL, vocab_size=16384, num_layers=1),
         batch_size=1,
         seq_length=8,
         num_micro_batches=1,
         at="forward of head",
     ),
     "a large embedding": Workload(
-        strategy="NNG",
-        config=replace(SMALL, vocab_size=16384),
-        precision=FP32,
-        batch_size=1,
-        seq_length=8,
-        at="forward of head",
+        "NNG", replace(SMALL, vocab_size=16384), batch_size=1, seq_length=8, at="forward of head"
     ),
     "a large embedding in bf16": Workload(
-        strategy="NIG",
-        config=replace(SMALL, vocab_size=16384),
+        "NIG",
+        replace(SMALL, vocab_size=16384),
         precision=ALL_BF16,
         batch_size=1,
         seq_length=8,
@@ -130,155 +115,78 @@ CASES = {
         prefetch_units=0,
         at="backward of embedding",
     ),
-    "activations": Workload(
-        strategy="NNG", config=SMALL, precision=FP32, batch_size=8, at="backward"
-    ),
+    "activations": Workload("NNG"),
     "scores that are kept": Workload(
-        strategy="NNG",
-        config=replace(SMALL, attention_backend="unfused", ffn_hidden_size=512),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
+        "NNG", replace(SMALL, attention_backend="unfused", ffn_hidden_size=512)
     ),
-    "activations in bf16": Workload(
-        strategy="NIG",
-        config=replace(SMALL, ffn_hidden_size=512),
-        precision=ALL_BF16,
-        batch_size=8,
-        at="backward",
-    ),
-    "recomputed blocks": Workload(
-        strategy="IIG",
-        config=replace(SMALL, recompute=EACH),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
-    ),
+    "activations in bf16": Workload("NIG", replace(SMALL, ffn_hidden_size=512), precision=ALL_BF16),
+    "recomputed blocks": Workload("IIG", replace(SMALL, recompute=EACH)),
     "recomputed blocks that keep attention": Workload(
-        strategy="IIG",
-        config=replace(SMALL, recompute=KEEPS_CORE, num_layers=8),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
+        "IIG", replace(SMALL, recompute=KEEPS_CORE, num_layers=8)
     ),
     "runs of recomputed blocks that keep attention": Workload(
-        strategy="GGG",
-        config=replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
+        "GGG", replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2)
     ),
     "runs of recomputed blocks, whole together": Workload(
-        strategy="GGG",
-        config=replace(SMALL, recompute=RUNS_OF_TWO, ffn_hidden_size=1024),
-        precision=FP32,
+        "GGG",
+        replace(SMALL, recompute=RUNS_OF_TWO, ffn_hidden_size=1024),
         batch_size=1,
-        at="backward",
         prefetch_units=0,
     ),
     "a run of recomputed blocks that begins frozen": Workload(
-        strategy="GGG",
-        config=replace(SMALL, recompute=RUNS_OF_THREE),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
-        trainable=LAST_HALF,
+        "GGG", replace(SMALL, recompute=RUNS_OF_THREE), trainable=LAST_HALF
     ),
     "recomputed blocks below the first that trains": Workload(
-        strategy="GGG",
-        config=replace(SMALL, recompute=EACH),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
-        trainable=LAST_HALF,
+        "GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF
     ),
     "adapters": Workload(
-        strategy="ING",
-        config=replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("all-linear"))),
+        "ING",
+        replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("all-linear"))),
         precision=BF16,
-        batch_size=8,
-        at="backward",
     ),
     "adapters of recomputed blocks": Workload(
-        strategy="GGG",
-        config=replace(
-            SMALL, recompute=EACH, lora=LoraConfig(rank=4, targets=targets_of("all-linear"))
-        ),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
+        "GGG",
+        replace(SMALL, recompute=EACH, lora=LoraConfig(rank=4, targets=targets_of("all-linear"))),
     ),
-    "adapters of queries and values": Workload(
-        strategy="GGG",
-        config=replace(SMALL, lora=LoraConfig(rank=4)),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
-    ),
+    "adapters of queries and values": Workload("GGG", replace(SMALL, lora=LoraConfig(rank=4))),
     "adapters of the MLP": Workload(
-        strategy="GGG",
-        config=replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("gate_proj"))),
-        precision=FP32,
-        batch_size=8,
-        at="backward",
+        "GGG", replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("gate_proj")))
     ),
     "adapters of attention's output beside frozen weights in bf16": Workload(
-        strategy="GGG",
-        config=replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("o_proj"))),
+        "GGG",
+        replace(SMALL, lora=LoraConfig(rank=4, targets=targets_of("o_proj"))),
         precision=BASE_BF16,
-        batch_size=8,
-        at="backward",
     ),
     "frozen weights in bf16 that outweigh activations": Workload(
-        strategy="GGG",
-        config=replace(WIDE, lora=LoraConfig(rank=4, targets=targets_of("down_proj"))),
+        "GGG",
+        replace(WIDE, lora=LoraConfig(rank=4, targets=targets_of("down_proj"))),
         precision=BASE_BF16,
         batch_size=1,
-        at="backward",
     ),
-    "whole units and gradients": Workload(
-        strategy="GGG", config=WIDE, precision=FP32, batch_size=1, at="backward"
-    ),
-    "nothing ahead": Workload(
-        strategy="GGG",
-        config=WIDE,
-        precision=FP32,
-        batch_size=1,
-        at="backward",
-        prefetch_units=0,
-        num_micro_batches=1,
-    ),
-    "three whole units": Workload(
-        strategy="GIG", config=WIDE, precision=FP32, batch_size=1, at="backward", prefetch_units=2
-    ),
+    "whole units and gradients": Workload("GGG", WIDE, batch_size=1),
+    "nothing ahead": Workload("GGG", WIDE, batch_size=1, prefetch_units=0, num_micro_batches=1),
+    "three whole units": Workload("GIG", WIDE, batch_size=1, prefetch_units=2),
     "nothing is gathered ahead in the last micro-batch": Workload(
-        strategy="GGG",
-        config=replace(SMALL, num_layers=1, vocab_size=16384),
-        precision=FP32,
+        "GGG",
+        replace(SMALL, num_layers=1, vocab_size=16384),
         batch_size=1,
         seq_length=8,
         at="forward of head",
         prefetch_units=3,
     ),
     "blocks recomputed together stay until their own backward": Workload(
-        strategy="INI",
-        config=replace(SMALL, recompute=RUNS_OF_THREE, num_layers=3, hidden_size=256),
+        "INI",
+        replace(SMALL, recompute=RUNS_OF_THREE, num_layers=3, hidden_size=256),
         precision=BF16,
         batch_size=1,
         seq_length=8,
         at="reduction",
     ),
     "gradients converted for their reduction": Workload(
-        strategy="ING",
-        config=WIDE,
-        precision=BF16,
-        batch_size=1,
-        seq_length=8,
-        num_micro_batches=1,
-        at="reduction",
+        "ING", WIDE, precision=BF16, batch_size=1, seq_length=8, num_micro_batches=1, at="reduction"
     ),
     "bf16 gradients converted for the update": Workload(
-        strategy="NNN", config=WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
+        "NNN", WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
 }
 
