@@ -92,16 +92,17 @@ def places_to_deal_to(strategy: Strategy, precision: PrecisionConfig) -> int:
 def first_of_buckets(kinds: Sequence[Hashable], places: int) -> list[int]:
     """For every unit that trains: `places` if a bucket begins with it, 0 in one, 1 outside.
 
-    Units of equal kinds are laid out alike; those of kind None stay outside.
+    Units of equal kinds are laid out alike; those of kind None stay outside. The first ones of a
+    kind are left over: the next forward waits less for them, and what is reduced last is short.
     """
-    found = [1] * len(kinds)
-    begin = 0
-    while places > 1 and begin + places <= len(kinds):
-        if kinds[begin] is None or len({*kinds[begin : begin + places]}) > 1:
-            begin += 1
+    found, end = [1] * len(kinds), len(kinds)
+    while places > 1 and end >= places:
+        bucket = slice(end - places, end)
+        if kinds[end - 1] is None or len({*kinds[bucket]}) > 1:
+            end -= 1
             continue
-        found[begin : begin + places] = places, *[0] * (places - 1)
-        begin += places
+        found[bucket] = places, *[0] * (places - 1)
+        end -= places
     return found
 
 

@@ -196,7 +196,7 @@ def test_every_matrix_is_whole_once_and_returns(places: int) -> None:
     ("kinds", "places", "found"),
     [
         ([None, "a", "a", "a", "a", None], 2, [1, 2, 0, 2, 0, 1]),
-        (["a", "a", "a", "a", "a"], 2, [2, 0, 2, 0, 1]),
+        (["a", "a", "a", "a", "a"], 2, [1, 2, 0, 2, 0]),
         (["a", "b", "b", "b", "a", "a"], 3, [1, 3, 0, 0, 1, 1]),
         (["a", "a"], 3, [1, 1]),
         (["a", "a"], 1, [1, 1]),
