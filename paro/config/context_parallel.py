@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from model.config import LlamaConfig
 from paro.context_parallel.layout import ContextLayout, misfit
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.text import listed
 
 AUTO = "auto"
@@ -30,8 +30,7 @@ class ContextParallelConfig:
 
     def __post_init__(self) -> None:
         size = self.context_parallel_size
-        if size < 1:
-            raise UserError(f"--context-parallel-size {size} must be at least 1")
+        check_least(1, context_parallel_size=size)
         if self.cp_comm_type not in TYPES:
             raise UserError(
                 f"--cp-comm-type {self.cp_comm_type} is unknown: choose one of "

@@ -21,7 +21,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
 from paro.optim.matrices import newton_schulz
 from paro.optim.muon_config import MuonConfig
@@ -114,9 +114,7 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
 
 
 def execute(args: argparse.Namespace) -> int:
-    for flag in ("rounds", "batch", "threads"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag} {getattr(args, flag)} must be at least 1")
+    check_least(1, rounds=args.rounds, batch=args.batch, threads=args.threads)
     shapes = shapes_of(args.shapes)
     check_outputs(args, "--json")
     torch.set_num_threads(args.threads)

@@ -16,7 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from model.config import FP8_CAPABILITY
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from paro.text import count_text
 from tools.bench.gpu_check import measures, suites
@@ -89,8 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parts_of(args: argparse.Namespace) -> list[str]:
     """The chosen letters in order; `UserError` names one that does not exist or cannot run."""
-    if args.gpus < 1:
-        raise UserError(f"--gpus {args.gpus} must be at least 1")
+    check_least(1, gpus=args.gpus)
     if args.parts is None:
         return [letter for letter in PARTS if args.gpus > 1 or letter not in OF_SEVERAL_GPUS]
     chosen = {letter.strip() for letter in args.parts.split(",")}

@@ -38,7 +38,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.report.record import PlannedStep
 from paro.text import ranks_text
 from paro.training.planned_time import planned_step
@@ -175,11 +175,9 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
 
 def task_of(args: argparse.Namespace, name: str, world: World) -> Task:
     """The training job as a contender runs it; `UserError` if it is impossible."""
-    least = {"rounds": 1, "warmup_steps": 2, "steps": 1, "micro_batches": 1, "micro_batch_size": 1}
-    for flag, smallest in least.items():
-        if getattr(args, flag) < smallest:
-            name = flag.replace("_", "-")
-            raise UserError(f"--{name} {getattr(args, flag)} must be at least {smallest}")
+    counts = ("rounds", "steps", "micro_batches", "micro_batch_size")
+    check_least(1, **{name: getattr(args, name) for name in counts})
+    check_least(2, warmup_steps=args.warmup_steps)
     if world.size < 2 or "MASTER_ADDR" not in os.environ:
         raise UserError("start it on 2 ranks or more: torchrun --nproc-per-node 2 ...")
     group_size = world.ranks_per_node if args.group_size is None else args.group_size

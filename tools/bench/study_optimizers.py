@@ -19,7 +19,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.tokenizer_config import TOKENIZER_TYPES
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from tools.bench.shared.trainings import Found, Losses, read_found, run_missing
 from tools.bench.shared.turns import ROOT
@@ -226,10 +226,8 @@ def plot(found: Found, path: Path) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    counts = {"--train-iters": args.train_iters, "--eval-interval": args.eval_interval}
-    for flag, value in (counts | {"--at-once": args.at_once}).items():
-        if value < 1:
-            raise UserError(f"{flag} {value} must be at least 1")
+    check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
+    check_least(1, at_once=args.at_once)
     if not Path(f"{args.data_path}.bin").is_file():
         raise UserError(
             f"--data-path {args.data_path}: there is no .bin: run make quickstart first"
