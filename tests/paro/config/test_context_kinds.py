@@ -29,7 +29,7 @@ SIZES = "--hierarchical-context-parallel-sizes"
         ("--bf16 --kv-channels 12", "12 channels in bf16 ... a multiple of 8 ... (--kv-channels)"),
         (f"--cp-comm-type auto {SIZES} 4 2", f"{SIZES} 4 2 contradicts auto"),
         ("--cp-comm-type a2a --num-attention-heads 4", "8 ... 4 heads ... or --cp-comm-type p2p"),
-        ("--cp-comm-type p2p --seq-length 24", "--seq-length 24 is no multiple of 16"),
+        ("--cp-comm-type p2p --bf16 --seq-length 24", "--seq-length 24 is no multiple of 16"),
         (f"{SIZES} 8 1 --cp-comm-type a2a+p2p --num-attention-heads 4", "8 ... 4 heads"),
     ],
 )
