@@ -153,9 +153,8 @@ class UnitShards:
     @property
     def optim_start(self) -> int:
         """Offset of the optimizer's range in the unit's flat buffer, in elements."""
-        return (
-            self.param_start + self._own(self.param_shard, self.context.comm_plan.gather_updated)[0]
-        )
+        begin, _ = self._own(self.param_shard, self.context.comm_plan.gather_updated)
+        return self.param_start + begin
 
     def _start_at(self, degree: int) -> int:
         context = self.context
