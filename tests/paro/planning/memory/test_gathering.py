@@ -185,6 +185,15 @@ CASES = {
     "gradients converted for their reduction": Workload(
         "ING", WIDE, precision=BF16, batch_size=1, seq_length=8, num_micro_batches=1, at="reduction"
     ),
+    "gradients of four blocks, reduced at once": Workload(
+        "2,2,8",
+        SMALL,
+        precision=replace(BF16, optimizer="muon"),
+        batch_size=1,
+        seq_length=8,
+        prefetch_units=0,
+        at="the reduction of blocks.0",
+    ),
     "bf16 gradients converted for the update": Workload(
         "NNN", WIDE, precision=ALL_BF16, batch_size=1, seq_length=8, at="update"
     ),
