@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
 from paro.measuring import race
+from paro.measuring.device import Effort, measure_device
 from paro.measuring.links import with_measured
 from paro.measuring.race import (
     LEAST_REPEATS,
@@ -272,12 +274,14 @@ def test_one_process_alone_is_told_to_start_several() -> None:
 # On ranks
 
 TRAIN = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64"
+ONCE = Effort(warmup=1, steps=1, micro_batches=1)
 FLAGS = ["--distributed-backend", "gloo", "--group-size", "2", "--sizes", "64,4K", "--rounds", "1"]
 
 
 def time_everything_once() -> None:
     race.LEAST_REPEATS = 1
     race.MOST_REPEATS = 1
+    measure_device.__kwdefaults__["effort"] = ONCE
 
 
 @pytest.mark.ranks
@@ -364,8 +368,10 @@ def bench_with_a_wrong_collective(folder: str) -> int | str | None:
     own, race.make_collectives = race.make_collectives, make  # type: ignore[assignment]
     files = ("--json", f"{folder}/rows.json", "--machine-file", f"{folder}/machine.json")
     files += ("--train", TRAIN)
+    words = [*FLAGS, "--ops", "all_gather,all_reduce", "--algorithms", "ring,native", *files]
     try:
-        main([*FLAGS, "--ops", "all_gather,all_reduce", "--algorithms", "ring,native", *files])
+        with mock.patch.dict(measure_device.__kwdefaults__, effort=ONCE):
+            main(words)
     except SystemExit as leaving:
         return leaving.code
     finally:
