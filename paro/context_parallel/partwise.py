@@ -104,6 +104,7 @@ class _Partwise(torch.autograd.Function):
         v_BTKH: Tensor,
     ) -> Tensor:
         mask = _Mask(travel, documents, q_BTNH)
+        q_BTNH = q_BTNH.contiguous()  # saved as a view, it would keep a message of exchanged heads
         own_2BTKH = torch.stack((k_BTKH, v_BTKH))
 
         def attend() -> Attended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,39 +31,45 @@ SHARED = Workload(
     context=ContextLayout(size=4, heads=4),
     at="backward",
 )
-CASES: dict[str, tuple[LlamaConfig, ContextLayout]] = {
-    "heads are exchanged": (SHARED.config, SHARED.context),
-    "exchanged keys and values are repeated, blocks recomputed": (
-        replace(SHARED.config, num_query_groups=2, recompute=EACH),
-        SHARED.context,
+
+
+def shared(layout: ContextLayout = SHARED.context, *, size: int = 4, **config: Any) -> Workload:
+    """As many tokens in `size` samples."""
+    return replace(
+        SHARED,
+        config=replace(SHARED.config, **config),
+        context=layout,
+        batch_size=size,
+        seq_length=1024 // size,
+    )
+
+
+HEADS_AND_RING = ContextLayout(size=8, heads=4, inner=4)
+CASES = {
+    "heads are exchanged": SHARED,
+    "exchanged keys and values are repeated, blocks recomputed": shared(
+        num_query_groups=2, recompute=EACH
     ),
-    "blocks are recomputed but for attention": (
-        replace(SHARED.config, recompute=KEEPS_CORE),
-        SHARED.context,
+    "blocks are recomputed but for attention": shared(recompute=KEEPS_CORE),
+    "the core of exchanged heads is recomputed": shared(
+        recompute=RecomputeConfig(granularity="selective")
     ),
-    "the core of exchanged heads is recomputed": (
-        replace(SHARED.config, recompute=RecomputeConfig(granularity="selective")),
-        SHARED.context,
+    "a ring inside a group": shared(ContextLayout(size=4)),
+    "a ring over groups": shared(ContextLayout(size=8, inner=8)),
+    "a ring between groups, and in each": shared(ContextLayout(size=8)),
+    "rings of more turns, blocks recomputed": shared(
+        ContextLayout(size=8, inner=2), num_query_groups=2, recompute=EACH
     ),
-    "a ring inside a group": (SHARED.config, ContextLayout(size=4)),
-    "a ring over groups": (SHARED.config, ContextLayout(size=8, inner=8)),
-    "a ring between groups, and in each": (SHARED.config, ContextLayout(size=8)),
-    "rings of more turns, blocks recomputed": (
-        replace(SHARED.config, num_query_groups=2, recompute=EACH),
-        ContextLayout(size=8, inner=2),
-    ),
-    "keys and values are gathered": (SHARED.config, ContextLayout(size=8, gathers=True)),
-    "heads are exchanged, keys and values go round": (
-        SHARED.config,
-        ContextLayout(size=8, heads=4, inner=4),
-    ),
+    "keys and values are gathered": shared(ContextLayout(size=8, gathers=True)),
+    "heads are exchanged, keys and values go round": shared(HEADS_AND_RING),
+    # Of one sample, heads are views of the message that brought them.
+    "the same of one sample": shared(HEADS_AND_RING, size=1),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    config, layout = CASES[name]
-    workload = replace(SHARED, config=config, context=layout)
+    workload = CASES[name]
     predicted = predict(workload, device="cpu")
     assert workload.at in predicted.name
     silence(monkeypatch)
@@ -103,17 +110,17 @@ def measured_bytes(workload: Workload) -> int:
     ("layout", "most"),
     [(ContextLayout(size=4), 0.30), (ContextLayout(size=4, heads=4), 0.35)],
 )
-def test_what_4_ranks_need_for_a_token_of_a_sample(
+def test_the_activations_of_a_sample_on_4_ranks_are_those_of_one_divided(
     monkeypatch: pytest.MonkeyPatch,
     layout: ContextLayout,
     most: float,
     peak: Callable[[Workload], int],
 ) -> None:
-    """Of 8,192 tokens, and without what a step of any length needs."""
+    """Of 8,192 tokens, beyond what a step of 64 takes."""
     silence(monkeypatch)
 
     def grows(layout: ContextLayout) -> int:
-        short, long = (replace(LONG, context=layout, seq_length=n) for n in (4096, 8192))
+        short, long = (replace(LONG, context=layout, seq_length=n) for n in (64, 8192))
         return peak(long) - peak(short)
 
     assert grows(layout) <= most * grows(ALONE)
