@@ -188,7 +188,7 @@ CAUGHT = {
     "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
-    "collectives.wire _carry_out: Pending(work, operation.tensor, what).wait()": ("GGG", MUON),
+    "collectives.wire _carry_out: Pending(work, operation.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
     "optim.matrices MuonStep._scatter: self._exposure.wait(WaitKind.REDUCE, moving.event)": (
         "IIG",
