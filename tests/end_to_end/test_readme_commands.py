@@ -51,7 +51,7 @@ LONG = (
     "Let a run choose its strategy",
 )
 # Sections of studies that take a cluster for an hour; tests/tools/bench has tests of the programs.
-STUDIES = ("Measured on the emulated cluster",)
+STUDIES = ("Measured on the emulated cluster", "Compared with AdamW")
 # Commands of other sections, by what runs them.
 BY_CI = (
     "make test",
@@ -64,10 +64,10 @@ BY_VERIFY = (
     "make check",
 )
 
-# The first needs a checkout of another project, fixed_runs.py and comparisons take minutes, and
-# torchrun is a stand-in here: tests/tools has tests of all, and of lm-eval, which is no
-# requirement. `make coverage` repeats all tests; the others need GPUs, and
-# tests/tools/bench/test_check_gpu.py rehearses them.
+# The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
+# stand-in here: tests/tools has tests of all three, and of lm-eval, which is no requirement.
+# `make coverage` repeats all tests; the others need GPUs, and tests/tools/bench/test_check_gpu.py
+# rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "python tools/bench/fixed_runs.py record before.json",
@@ -77,15 +77,8 @@ BY_HAND = (
     "pip install lm-eval==0.4.13 -c constraints.txt",
     "python tools/evaluate.py --load runs/model --tasks arc_easy hellaswag --bf16 "
     "--output scores.json",
-    "python tools/bench/study_optimizers.py --folder runs/optimizers",
-    *(
-        "python tools/emulated_cluster.py run -- tools/bench/compare_peers.py --rounds 9 \\\n"
-        f"    --contenders paro:IIG,paro:IIG+muon{more}"
-        for more in ("", " --micro-batches 1")
-    ),
     "make coverage",
     "make gpu",
-    "make gpu PARTS=k",
     "make gpu PARTS=a,e",
     "make gpu GPUS=8",
     "make gpu REHEARSE=1",
