@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from model.config import LlamaConfig
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.pipelined import PipelinedCollectives
@@ -38,19 +37,11 @@ from paro.strategy import legal_letters, make_comm_plan, rotation_spans, spans_b
 from paro.topology import AxisSpan, Use
 from tests.paro.planning.cases import DEVICE, workload
 from tests.paro.planning.lone_rank import lone_flat_rank, lone_pipelining_rank, silence
+from tests.paro.planning.memory.test_gathering import SMALL
 from tests.paro.planning.on_ranks import on_ranks
 
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
-TINY = LlamaConfig(
-    num_layers=3,
-    hidden_size=64,
-    ffn_hidden_size=176,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=16,
-    max_position_embeddings=64,
-    vocab_size=192,
-)
+TINY = replace(SMALL, num_layers=3, vocab_size=192)
 SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
 
 
