@@ -213,7 +213,16 @@ def test_every_strategy_shares_samples() -> None:
 def grid(world_size: int, group_size: int) -> list[Case]:
     """Every strategy with two kinds, over all shapes with all; flags are drawn."""
     shape, random = SHAPES.index((world_size, group_size)), Random(world_size * 8 + group_size)
-    flags = ("", f"{APART} {MASKED}", f"{PER_TOKEN} {FULL}", f"{APART} {LORA} {CORE}", KEPT, TIED)
+    # Adam divides an adapter's smallest gradients, which are rounding, by themselves.
+    lora = f"{LORA} --adam-eps 1e-4"
+    flags = (
+        "",
+        f"{APART} {MASKED}",
+        f"{PER_TOKEN} {FULL}",
+        f"{APART} {lora} {CORE}",
+        KEPT,
+        TIED,
+    )
     heads = ("", *(f"{GROUPED} {number}" for number in (1, 2, 4)))
     cases = []
     for number, strategy in enumerate(legal_letters()):
