@@ -67,6 +67,7 @@ READERS = {
     "paro.report.run_record_file": "metrics",
     "paro.training.resume": "records",
     "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
+    "tools.bench.shared.trainings": "tests/tools/bench/shared/test_trainings.py",
     "tools.cluster.state": "tests/tools/test_emulated_cluster.py",
     "tools.draw_profile": "trace",
     "tools.profiles.device": "tests/tools/profiles/test_device_trace.py",

@@ -97,12 +97,16 @@ class LateStreams:
         return noted
 
     def _run_one(self, event: _LateEvent) -> None:
-        for buffer, freed in event.buffers:
-            if not buffer.alive or _FREED[buffer] != freed:
-                raise FreedStorageError("a job runs on storage that was freed after its submit")
         assert event.job is not None
-        with torch.no_grad():
-            event.job()
+        try:
+            for buffer, freed in event.buffers:
+                if not buffer.alive or _FREED[buffer] != freed:
+                    raise FreedStorageError("a job runs on storage that was freed after its submit")
+            with torch.no_grad():
+                event.job()
+        except BaseException:
+            self._last.clear()  # else `close` would run what is left
+            raise
         event.job = None
         event.needs.clear()
         event.buffers.clear()

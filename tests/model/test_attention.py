@@ -149,7 +149,7 @@ class FakeHeads(NamedTuple):
     """What is asked of queries on a GPU that is not there."""
 
     device: torch.device
-    dtype: torch.dtype
+    itemsize: int
     shape: tuple[int, ...]
 
 
@@ -175,7 +175,8 @@ def test_one_call_takes_what_flash_attention_takes(
     assert varlen_for(heads(4, 1, torch.bfloat16), "auto") is None, "this is a CPU"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(attention, "_agree", lambda *_: True)  # needs the GPU
-    found = varlen_for(FakeHeads(torch.device("cuda"), dtype, (1, 2, 4, size)), "auto")  # type: ignore[arg-type]
+    given = FakeHeads(torch.device("cuda"), dtype.itemsize, (1, 2, 4, size))
+    found = varlen_for(given, "auto")  # type: ignore[arg-type]
     attention._find_varlen.cache_clear()
     assert (found is not None) == taken
 

@@ -27,7 +27,7 @@ from paro.training.assembly import build_sources, start_state
 from paro.training.replicas import check_replicas
 from paro.training.step import StepResult, Training, evaluate, train_step
 from tests.helpers import training as training_of_tests
-from tests.helpers.late_streams import FreedStorageError, LateStreams, poisoned_buffers
+from tests.helpers.late_streams import LateStreams, poisoned_buffers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, save_run, train
 from tests.helpers.waits import Wait, all_waits
@@ -187,7 +187,7 @@ def outcome(wait: Wait | Mutation, flags: str, group_size: int) -> str:
     with wait.removed():
         try:
             return "; ".join(differing([flags], group_size, SEEDS))
-        except (FreedStorageError, RunError) as error:
+        except (RuntimeError, RunError) as error:  # torch may be the first to see freed storage
             return str(error)
 
 

@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -268,14 +269,17 @@ def planned_steps(args: argparse.Namespace, plan: Comparison) -> dict[str, Plann
 
 
 def report(
-    args: argparse.Namespace, title: str, plan: Comparison, rounds: Rounds, world: World
+    args: argparse.Namespace,
+    plan: Comparison,
+    planned: Mapping[str, PlannedStep],
+    rounds: Rounds,
+    world: World,
 ) -> None:
     """Prints the tables and writes the files."""
-    tokens = samples_of_step(args, world.size) * args.seq_length
+    title, tokens = title_of(args, plan, world), samples_of_step(args, world.size) * args.seq_length
     run = next(iter(plan.tasks.values())).run
     flops = flops_per_token(run.model, args.seq_length, run.trained, causal=True)
     summaries = summarize(rounds, tokens, tokens * flops / world.size)
-    planned = planned_steps(args, plan)
     ratios = {baseline: compare(rounds, baseline) for baseline in plan.baselines}
     print("", summary_table(summaries), sep="\n")
     if planned or any(task.run.context.context_parallel_size > 1 for task in plan.tasks.values()):
@@ -308,9 +312,10 @@ def main() -> None:
         print(title_of(args, plan, world), flush=True)
     if args.distributed_backend == "gloo" and DEEPSPEED_MODES.keys() & plan.tasks.keys():
         import_deepspeed("gloo")  # once, for all turns; on GPUs it would touch CUDA before a fork
+    planned = planned_steps(args, plan)  # now, since the machine file may lack something
     rounds = race(args, plan, world)
     if world.rank == 0:
-        report(args, title_of(args, plan, world), plan, rounds, world)
+        report(args, plan, planned, rounds, world)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,9 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(run_missing((), {"1": ["--a"], "2": ["--b"]}, file, tmp_path)) == {"1", "2"}
     assert run_missing((), {"4": []}, file, tmp_path, deadline=0.0) == read_found(file)
     refused(lambda: run_missing((), {"1": ["--c"]}, file, tmp_path), "1 with other flags")
+    for damaged in ("{", '{"1": {"loss": 1}}', "[]"):
+        file.write_text(damaged)
+        refused(lambda: read_found(file), "runs.json")
 
 
 @pytest.mark.process
