@@ -104,7 +104,12 @@ MUTATIONS = (
         ROTATE,
     ),
     Mutation(
-        SlicePolicy, "after_backward", "actions += [(Verb.WAIT_SHIFTED,)]", "pass", "IIG", IN_PLACE
+        SlicePolicy,
+        "after_backward",
+        "actions += [(Verb.WAIT_SHIFTED,)]",
+        "pass",
+        "IIG",
+        f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
     ),
     Mutation(
         SlicePolicy, "after_backward", "actions.append((Verb.WAIT_GRADS,))", "pass", "IIG", IN_PLACE
