@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paro.distributed.world import World
+from paro.errors import UserError
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
+from tools.bench import compare_peers
 from tools.bench.compare_peers import main, make_parser, plan_of, task_of
 from tools.bench.peers import registry
 from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
@@ -253,3 +256,17 @@ def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
     assert task.model.hidden_size < zero["stage3_param_persistence_threshold"] < 256 * 256
     kept = zero_config(task, MODES["deepspeed-3-kept"])["zero_optimization"]
     assert not any(name.startswith("stage3") for name in kept)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_machine_file_that_lacks_something_is_told_before_the_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lacks(*_: object) -> None:
+        raise UserError("no all_gather was measured")
+
+    monkeypatch.setattr(sys, "argv", ["compare_peers.py", "--contenders", "paro:IIG"])
+    monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
+    monkeypatch.setattr(compare_peers, "planned_steps", lacks)
+    monkeypatch.delattr(compare_peers, "race")
+    refused(compare_peers.main, "no all_gather was measured")
