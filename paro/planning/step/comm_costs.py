@@ -7,12 +7,12 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
-from typing import NamedTuple
 
 from paro.planning.cost_model import Collective, UnitSize, strategy_of, unit_collectives
-from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs, TimedJob
+from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.computing import coding_seconds
+from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import Verb
 from paro.strategy import Strategy
@@ -39,15 +39,7 @@ _KINDS = {
 }
 # Where weights rotate: the shifts of the pass round the ring that replaces a collective.
 _SHIFTS = {Verb.GATHER: (Verb.SHIFT, Verb.SHIFT_BACK), Verb.REDUCE: (Verb.SHIFT_GRADS,)}
-
-
-class Queued(NamedTuple):
-    """Jobs for the comm streams of a use; each phase begins when the one before has ended."""
-
-    name: str
-    kind: str  # of exposed time
-    use: str
-    phases: tuple[ParallelJobs, ...]
+THREAD = "thread"  # the training thread, beside links and comm streams
 
 
 def busy_of(work: Iterable[Queued]) -> dict[Hashable, float]:

@@ -30,8 +30,9 @@ from paro.collectives.schedule import Op
 from paro.planning.context_parallel import Messages, messages_of
 from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs, TimedJob
 from paro.planning.micro_batch import MicroBatch
-from paro.planning.step.comm_costs import Queued, busy_of
+from paro.planning.step.comm_costs import THREAD, busy_of
 from paro.planning.step.computing import Computing
+from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait, unshared
 from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, Topology
 
@@ -65,13 +66,6 @@ class Stretch(NamedTuple):
     queues: Mapping[str, Queued]
     share: float = 0.0
     waits: tuple[str, ...] = ()
-
-
-class Load(NamedTuple):
-    """What attention of all blocks needs of other ranks in a forward, or in a backward."""
-
-    exposed: float  # seconds for which the thread waits at least
-    busy: Mapping[Hashable, float]  # seconds of links, by name, and comm streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,44 +114,36 @@ class ContextCosts:
         forward *= min(1.0, whole / (forward * sum(one.num_forwards for one in passes)))
         return tuple((one, one.num_forwards * forward) for one in passes)
 
-    def exposed(self, move: Move) -> float:
-        """For how long an action waits for other ranks if it shares links with nothing."""
-        return sum(self._waits(*one) for one in self.attended(move))
+    def program(self, attending: Attending, seconds: float, name: str, kind: str) -> Program:
+        """What the training thread does for a pass over a unit's attention."""
+        for stretch in self.passes[attending]:
+            for key, part in stretch.queues.items():
+                yield Queue(key, (part,), name, waits=not self.overlaps)
+            yield Compute(stretch.share * seconds, f"{kind} {name}: attention", kind)
+            yield from map(Wait, stretch.waits)
+
+    def exposed(self, attending: Attending, seconds: float) -> float:
+        """For how long a pass waits for other ranks if it shares links with nothing."""
+        ends, _ = unshared(self.program(attending, seconds, "", ""))
+        return ends - seconds
 
     @cached_property
-    def loads(self) -> tuple[Load, Load]:
-        """Those of a forward and of a backward."""
+    def loads(self) -> tuple[Mapping[Hashable, float], Mapping[Hashable, float]]:
+        """What a forward, and a backward, keeps busy for attention, in seconds.
+
+        Links, by name, and comm streams; the thread, by waiting at least so long.
+        """
         return self._load(Verb.FORWARD), self._load(Verb.RECOMPUTE, Verb.GRADIENTS)
 
-    def _load(self, *verbs: Verb) -> Load:
+    def _load(self, *verbs: Verb) -> Mapping[Hashable, float]:
         moves = ((verb, number) for verb in verbs for number in range(len(self.computing.units)))
-        exposed = 0.0
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (attending, seconds), count in Counter(chain(*map(self.attended, moves))).items():
-            exposed += count * self._waits(attending, seconds)
+            busy[THREAD] += count * self.exposed(attending, seconds)
             queued = [one for part in self.passes[attending] for one in part.queues.values()]
             for load, took in busy_of(queued).items():
                 busy[load] += count * took
-        return Load(exposed, busy)
-
-    def _waits(self, attending: Attending, seconds: float) -> float:
-        """For how long a pass that computes for `seconds` waits."""
-        now = 0.0
-        ends: dict[str, float] = {}
-        free: defaultdict[Hashable, float] = defaultdict(float)  # from when on, by stream
-        for stretch in self.passes[attending]:
-            for name, queued in stretch.queues.items():
-                ends[name] = now
-                for phase in queued.phases:
-                    begin = ends[name]
-                    for job in phase:
-                        free[job.stream] = max(begin, free[job.stream]) + job.seconds
-                        ends[name] = max(ends[name], free[job.stream])
-                if not self.overlaps:
-                    now = ends[name]
-            now += stretch.share * seconds
-            now = max((now, *(ends[name] for name in stretch.waits)))
-        return now - seconds
+        return busy
 
     def _exchanged(self, attending: Attending) -> tuple[Stretch, ...]:
         layout, messages = self._batch.context, self._messages
@@ -239,7 +225,7 @@ def _queued(*jobs: tuple[TimedJob, int]) -> Queued:
 
 
 def _in_phases(phases: tuple[ParallelJobs, ...]) -> Queued:
-    return Queued(KIND, KIND, KIND, phases)
+    return Queued("attention", KIND, KIND, phases)
 
 
 def _size(span: AxisSpan) -> int:

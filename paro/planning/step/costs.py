@@ -12,17 +12,20 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from paro.errors import UserError
 from paro.optim.deal import newton_schulz_flops
 from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
-from paro.planning.machine.collective_time import scalar_seconds
+from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
-from paro.planning.step.comm_costs import BufferCosts, CommCosts
+from paro.planning.step.comm_costs import THREAD, BufferCosts, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
+from paro.planning.step.context import KIND as CONTEXT
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.passes import QUEUES, Counts, StepCounts
+from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait, unshared
 from paro.precision import BYTES_OF
 from paro.step.actions import WAITED_BY, Move, Verb
 from paro.step.plan import StepPlan
@@ -30,6 +33,18 @@ from paro.step.plan import StepPlan
 # What an action queues comes after what another has queued for the same buffer.
 AFTER = {Verb.GATHER: Verb.GATHER_UPDATED, Verb.STEP_REDUCE: Verb.REDUCE}
 _SHIFTS = (Verb.SHIFT, Verb.SHIFT_BACK, Verb.SHIFT_GRADS)
+_COMPUTES = {  # the kind of time
+    Verb.UPDATE: "update",
+    Verb.FORWARD: "forward",
+    Verb.LOSS: "forward",
+    Verb.RECOMPUTE: "recompute",
+    Verb.BACKWARD: "backward",
+    Verb.GRADIENTS: "backward",
+    Verb.REDUCE: "backward",  # of norms, where weights rotate
+    Verb.SHIFT: "copy",
+    Verb.SHIFT_BACK: "copy",
+    Verb.SHIFT_GRADS: "copy",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,40 +160,57 @@ class StepCosts:
         """A rank's time for codes in a step, wherever it is spent."""
         return coding_seconds(self.device, self.comm_costs.coding_bytes)
 
-    @cached_property
-    def _passes(self) -> tuple[float, float, float]:
-        """Compute time of a forward, of a backward and of the update, without copies of slices."""
-        trained, forward = self.counts.num_trained, self.computing.forward_seconds
-        backward = self.computing.seconds - forward + self.collect_seconds(trained)
-        return forward, backward, self.update_seconds(trained) + self.muon_seconds
+    # What the training thread does #
 
-    def compute_seconds(self) -> float:
-        """Compute time of the training thread in a step."""
-        forward, backward, update = self._passes
-        copying = self._copy_seconds(self.counts.of_step(self.num_micro_batches))
-        of_micro_batches = (forward + backward) * self.num_micro_batches
-        return of_micro_batches + update + copying + self.device.step_seconds
+    def program(self, moves: Iterable[Move]) -> Program:
+        """What the training thread of a group's ranks does for these actions."""
+        for move in moves:
+            verb, number, *_ = move
+            for cause in WAITED_BY.get(verb, ()):
+                yield Wait((cause, number))
+            if verb in QUEUES:
+                unit, trains = self.counts.buffers[number]
+                parts = self.queued_by(number).queued.get(verb, ())
+                name = unit.name if trains else f"{unit.name} (frozen)"
+                after = AFTER.get(verb), number
+                yield Queue((verb, number), parts, name, after, waits=self.waits(verb))
+            elif verb is Verb.NORM:
+                seconds = scalar_seconds(self.machine)
+                job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
+                norm = Queued("norm", "agree", "agree", ((job,),), joins=True)
+                yield Queue(verb, (norm,), waits=True)
+            if verb in _COMPUTES:
+                yield from self._compute(move)
 
-    def _copy_seconds(self, counts: Counts) -> float:
-        """Time to copy received slices."""
-        return sum(n * self.computed(move)[1] for move, n in counts.items() if move[0] in _SHIFTS)
+    def _compute(self, move: Move) -> Program:
+        """Computes for an action; attention, which may wait for other ranks, is nearest the input.
+
+        So it comes first in forward, and last in backward.
+        """
+        kind, context = _COMPUTES[move[0]], self.context
+        unit, rest = self.computed(move)
+        attention: list[Iterable[Compute | Queue | Wait]] = []
+        if context is not None:
+            passes = context.attended(move)
+            attention += (context.program(*one, unit.name, kind) for one in passes)
+            rest -= sum(seconds for _, seconds in passes)
+        of_rest = (Compute(rest, f"{kind} {unit.name}", kind),)
+        parts = [of_rest, *attention] if move[0] is Verb.GRADIENTS else [*attention, of_rest]
+        return chain.from_iterable(parts)
 
     # Lower bound #
 
     def least_seconds(self) -> float:
         """Lower bound of a step's time: no schedule beats its compute time or its link loads."""
-        forward, backward, update = self._passes
+        update = self.update_seconds(self.counts.num_trained) + self.muon_seconds
         begin, end = map(self._exposed, self.counts.ends)
         first, then, back, last = self.counts.passes
-        more = self.num_micro_batches - 1
-        passes = self._least(begin + update + forward, first, forwards=1)
-        passes += self._least(end + backward, last, backwards=1)
-        passes += more * (
-            self._least(forward, then, forwards=1) + self._least(backward, back, backwards=1)
-        )
         count = self.num_micro_batches
-        compute = (forward + backward) * count + update
-        whole = self._least(compute, self.counts.of_step(count), forwards=count, backwards=count)
+        passes = self._least(first, forwards=1, more=begin + update)
+        passes += self._least(last, backwards=1, more=end)
+        passes += (count - 1) * (self._least(then, forwards=1) + self._least(back, backwards=1))
+        step = self.counts.of_step(count)
+        whole = self._least(step, forwards=count, backwards=count, more=update)
         least = max(whole, passes) + self.device.step_seconds
         fastest = max(
             (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
@@ -186,49 +218,41 @@ class StepCosts:
         return least / max(1.0, fastest) + scalar_seconds(self.machine)
 
     def _least(
-        self, compute: float, counts: Counts, *, forwards: int = 0, backwards: int = 0
+        self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """The least seconds of a thread that computes for so long, and of what it queues.
-
-        Attention of so many forwards and backwards is among it.
-        """
-        thread, busy = compute + self._copy_seconds(counts), self.busy(counts)
+        """The least seconds of so many passes that queue this; the thread takes some `more`."""
+        busy = self.busy(counts)
+        forward = self.computing.forward_seconds
+        backward = self.computing.seconds - forward
+        backward += self.collect_seconds(self.counts.num_trained)
+        busy[THREAD] += forwards * forward + backwards * backward + more
         attention = () if self.context is None else self.context.loads
         for of_pass, number in zip(attention, (forwards, backwards), strict=False):
-            thread += number * of_pass.exposed
-            for load, seconds in of_pass.busy.items():
-                busy[load] = busy.get(load, 0.0) + number * seconds
-        for (verb, number, *_), count in counts.items():
-            if self.waits(verb):
-                thread += count * self.queued_by(number).seconds.get(verb, 0.0)
-        return max((thread, *busy.values()))
+            for load, seconds in of_pass.items():
+                busy[load] += number * seconds
+        return max(busy.values())
 
-    def busy(self, counts: Counts) -> dict[Hashable, float]:
-        """Seconds for which what is counted keeps links, by name, and comm streams busy."""
+    def busy(self, counts: Counts) -> defaultdict[Hashable, float]:
+        """Seconds for which what is counted keeps links and comm streams busy, and the thread."""
         found: defaultdict[Hashable, float] = defaultdict(float)
-        for (verb, number, *_), count in counts.items():
-            for load, seconds in self.queued_by(number).busy.get(verb, {}).items():
+        for move, count in counts.items():
+            verb, number, *_ = move
+            queued = self.queued_by(number)
+            for load, seconds in queued.busy.get(verb, {}).items():
                 found[load] += count * seconds
+            if self.waits(verb):
+                found[THREAD] += count * queued.seconds.get(verb, 0.0)
+            if verb in _SHIFTS:  # copies what it has received
+                found[THREAD] += count * self.computed(move)[1]
         return found
 
     def _exposed(self, moves: Iterable[Move]) -> float:
-        """For how long the thread waits, at least, for what overlaps among these actions."""
-        now = waited = 0.0
-        ready: dict[tuple[Verb | None, int], float] = {}
-        for move in moves:
-            verb, number, *_ = move
-            for cause in WAITED_BY.get(verb, ()):
-                late = ready.pop((cause, number), now) - now
-                waited, now = waited + max(0.0, late), now + max(0.0, late)
-            if verb in QUEUES:
-                seconds = self.queued_by(number).seconds.get(verb, 0.0)
-                after = max(now, ready.get((AFTER.get(verb), number), now))
-                ready[verb, number] = after + seconds
-                now += seconds if self.waits(verb) else 0.0
-            now += self.computed(move)[1]
-            if self.context is not None:
-                now += self.context.exposed(move)
-        return waited
+        """For how long the thread waits, at least, for what overlaps among these actions.
+
+        Attention, whose waits are counted elsewhere, is not among it.
+        """
+        _, waits = unshared(self.program(moves))
+        return sum(seconds for kind, seconds in waits.items() if kind != CONTEXT)
 
 
 def device_of(machine: Machine) -> Device:

@@ -92,11 +92,13 @@ class StepCounts:
 
 def _of_effect(stretches: Pass) -> tuple[Move, ...]:
     moves = tuple(chain.from_iterable(stretches))
-    queued = {move[:2] for move in _waited_for(stretches)}
-    waits = {
-        (verb, number) for verb in WAITED_BY for cause, number in queued if cause in WAITED_BY[verb]
-    }
-    return tuple(move for move in moves if move[0] >= Verb.FORWARD or move[:2] in queued | waits)
+    buffers = {number for verb, number, *_ in moves if verb in QUEUES}
+    about_buffers = QUEUES.union(WAITED_BY)
+    return tuple(
+        (verb, number, *slots)
+        for verb, number, *slots in moves
+        if verb >= Verb.FORWARD or (verb in about_buffers and number in buffers)
+    )
 
 
 def _waited_for(*passes: Pass) -> Iterable[Move]:

@@ -1,12 +1,13 @@
 """Discrete-event simulation of training threads, communication streams and shared links."""
 
 # An actor stands for the ranks of a group, which all do the same: a training thread that runs a
-# program, and communication streams. A program is a generator: it computes for a while, submits
-# work to streams (at no cost) and waits for work. A stream runs work in the order of submission
-# (distributed/comm_stream.py); work starts when all earlier work of its stream and all its
-# dependencies are done. Work that joins groups starts when it is first in the stream of every group
-# and ends for all at the same time. Where launches keep their order, a collective also starts only
-# after all collectives that its actors have submitted before it have started, on any stream.
+# program, and communication streams. A program is a generator of requests: to compute for a while,
+# to queue work in streams (at no cost) and to wait for work. A stream runs work in the order of
+# queueing (distributed/comm_stream.py); work starts when all earlier work of its stream and all
+# that it comes after are done. Work that joins groups starts when it is first in the stream of
+# every group and ends for all at the same time. Where launches keep their order, a collective also
+# starts only after all collectives that its actors have queued before it have started, on any
+# stream.
 #
 # Running jobs share links: each progresses at 1 / (sum of the shares of time for which they use the
 # link), if that sum is more than 1. The thread loses the processor time that jobs use, and while a
@@ -14,15 +15,53 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterable
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paro.planning.machine.collective_time import StreamAxes, TimedJob
+from paro.planning.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
+from paro.planning.machine.machine import GroupSpeed
 
 _LEAST_COMPUTE = 0.05  # of its speed: a computing thread always makes progress
 _TINY = 1e-12  # seconds
+
+
+class Queued(NamedTuple):
+    """Jobs for the comm streams of a use; each phase begins when the one before has ended."""
+
+    name: str
+    kind: str  # of exposed time
+    use: str
+    phases: tuple[ParallelJobs, ...]
+    joins: bool = False  # all groups take part, also if nothing crosses them
+
+
+class Compute(NamedTuple):
+    """A program's request to compute."""
+
+    seconds: float
+    name: str
+    kind: str
+
+
+class Queue(NamedTuple):
+    """A program's request to queue work under a key, one part after the other."""
+
+    key: Hashable
+    parts: tuple[Queued, ...]
+    of: str = ""  # what it is about
+    after: Hashable = None  # it begins after what was queued last under this key
+    waits: bool = False  # for it, at once
+
+
+class Wait(NamedTuple):
+    """A program's request to wait for what was queued last under a key, if anything was."""
+
+    key: Hashable
+
+
+Program = Iterator[Compute | Queue | Wait]
 
 
 class Activity(NamedTuple):
@@ -37,7 +76,7 @@ class Activity(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class _Work:
     """A job in a communication stream of one actor, or of all of them."""
 
     name: str
@@ -45,17 +84,16 @@ class Work:
     job: TimedJob
     stream: tuple[str, StreamAxes]
     members: int  # the number of actors that take part
-    after: Works
+    after: _Works
     left: float  # remaining seconds if it did not share links
-    arrived: int = 0  # actors in whose stream it is first
-    submitted: list[int] = field(default_factory=list)
+    submitted: list[int] = field(default_factory=list)  # by these actors
     is_ordered: bool = False  # among its actors' launches
     running: bool = False
     done: bool = False
     start: float = 0.0
     rate: float = 1.0
 
-    def blocker(self) -> Work:
+    def blocker(self) -> _Work:
         """The unfinished work at the start of the chain that this one waits for."""
         found = self
         while pending := next((work for work in found.after if not work.done), None):
@@ -63,24 +101,7 @@ class Work:
         return found
 
 
-Works = tuple[Work, ...]
-
-
-class Compute(NamedTuple):
-    """A program's request to compute."""
-
-    seconds: float
-    name: str
-    kind: str
-
-
-class Wait(NamedTuple):
-    """A program's request to wait for work."""
-
-    works: Works
-
-
-Program = Generator[Compute | Wait, None, None]
+_Works = tuple[_Work, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,68 +109,91 @@ class Actor:
     """The state of one group's ranks."""
 
     index: int
-    program: Program | None = None
-    streams: dict[tuple[str, StreamAxes], deque[Work]] = field(default_factory=dict)
+    speed: GroupSpeed
+    program: Program
+    queued: dict[Hashable, _Works] = field(default_factory=dict)  # last, by key
+    num_jobs: int = 0
+    streams: dict[tuple[str, StreamAxes], deque[_Work]] = field(default_factory=dict)
     computing: Compute | None = None
     left: float = 0.0
     start: float = 0.0
-    waiting: Works = ()
+    waiting: _Works = ()
     finished: float | None = None
-    launches: deque[Work] = field(default_factory=deque)  # to start in this order
+    launches: deque[_Work] = field(default_factory=deque)  # to start in this order
     exposed: dict[str, float] = field(default_factory=dict)
     computed: dict[str, float] = field(default_factory=dict)
 
 
 class Simulation:
-    """Runs the programs of some actors from time 0 until the last one ends."""
+    """Runs programs, each at the speed of its actor, from time 0 until the last one ends."""
 
     def __init__(
-        self, num_actors: int, *, record: bool = False, launches_in_order: bool = False
+        self,
+        programs: Iterable[tuple[GroupSpeed, Program]],
+        *,
+        record: bool = False,
+        launches_in_order: bool = False,
     ) -> None:
-        self.actors = [Actor(index) for index in range(num_actors)]
+        self.actors = [Actor(index, *given) for index, given in enumerate(programs)]
         self.activities: list[Activity] = []
         self.now = 0.0
         self._record = record
         self._launches_in_order = launches_in_order
-        self._running: list[Work] = []
-        self._joint: dict[int, Work] = {}  # by submission number
+        self._running: list[_Work] = []
+        self._joint: dict[int, _Work] = {}  # by their number, which all actors give them
 
-    def submit(self, actor: Actor, work: Work, number: int) -> Work:
-        """Queues work in an actor's stream; joint work of one number is one job for all actors."""
-        if work.members > 1:
-            joint = self._joint.setdefault(number, work)
-            if joint is not work:  # it waits for all actors, and is as slow as the slowest
-                joint.after += work.after
-                joint.left = max(joint.left, work.left)
-                work = joint
-        work.submitted.append(actor.index)
-        if self._launches_in_order and (work.job.intra or work.job.inter):
-            work.is_ordered = True
-            actor.launches.append(work)
-        stream = actor.streams.setdefault(work.stream, deque())
-        stream.append(work)
-        if stream[0] is work:
-            self._come_to_front(work)
-        return work
-
-    def run(self, programs: Iterable[Program]) -> float:
+    def run(self) -> float:
         """Runs all programs; returns the time at which the last one ends."""
-        for actor, program in zip(self.actors, programs, strict=True):
-            actor.program = program
+        for actor in self.actors:
             self._advance(actor)
         while any(actor.finished is None for actor in self.actors):
             self._step()
         return self.now
 
-    def _come_to_front(self, work: Work) -> None:
-        work.arrived += 1
-        self._start_if_ready(work)
+    def _queue(self, actor: Actor, request: Queue) -> None:
+        """Queues each phase of a request after the one before."""
+        works = actor.queued.get(request.after, ())
+        for part in request.parts:
+            name = f"{part.name} {request.of}".strip()
+            for phase in part.phases:
+                crosses = part.joins or any(job.inter for job in phase)
+                members = len(self.actors) if crosses else 1
+                works = tuple(
+                    self._submit(actor, part, job, name, members=members, after=works)
+                    for job in phase
+                )
+        actor.queued[request.key] = works
 
-    def _start_if_ready(self, work: Work) -> None:
-        if work.running or work.arrived < work.members or not all(w.done for w in work.after):
+    def _submit(
+        self, actor: Actor, part: Queued, job: TimedJob, name: str, *, members: int, after: _Works
+    ) -> _Work:
+        """Queues a job in an actor's stream; a joint one is the same for all actors."""
+        speed = actor.speed.inter if job.inter else actor.speed.intra if job.intra else 1.0
+        stream = part.use, job.stream
+        work = _Work(name, part.kind, job, stream, members, after, left=job.seconds / speed)
+        actor.num_jobs += 1
+        if members > 1:
+            joint = self._joint.setdefault(actor.num_jobs, work)
+            if joint is not work:  # it waits for all actors, and is as slow as the slowest
+                joint.after += work.after
+                joint.left = max(joint.left, work.left)
+                work = joint
+        work.submitted.append(actor.index)
+        if self._launches_in_order and (job.intra or job.inter):
+            work.is_ordered = True
+            actor.launches.append(work)
+        actor.streams.setdefault(stream, deque()).append(work)
+        self._start_if_ready(work)
+        return work
+
+    def _start_if_ready(self, work: _Work) -> None:
+        """Starts work that is first in all of its streams, and among its actors' launches."""
+        actors = [self.actors[index] for index in work.submitted]
+        if work.running or len(actors) < work.members or not all(w.done for w in work.after):
             return
-        ordered = [self.actors[index].launches for index in work.submitted if work.is_ordered]
-        if any(launches[0] is not work for launches in ordered):
+        ordered = [actor.launches for actor in actors if work.is_ordered]
+        queues = [*ordered, *(actor.streams[work.stream] for actor in actors)]
+        if any(queue[0] is not work for queue in queues):
             return
         work.running, work.start = True, self.now
         self._running.append(work)
@@ -161,17 +205,21 @@ class Simulation:
 
     def _advance(self, actor: Actor) -> None:
         """Runs a program until it computes or has to wait."""
-        assert actor.program is not None
         for request in actor.program:
             if isinstance(request, Compute):
-                if request.seconds > _TINY:
-                    actor.computing, actor.left, actor.start = request, request.seconds, self.now
+                actor.left, actor.start = request.seconds / actor.speed.compute, self.now
+                if actor.left > _TINY:
+                    actor.computing = request
                     return
-            else:
-                waiting = tuple(work for work in request.works if not work.done)
-                if waiting:
-                    actor.waiting, actor.start = waiting, self.now
-                    return
+                continue
+            if isinstance(request, Queue):
+                self._queue(actor, request)
+                if not request.waits:
+                    continue
+            works = actor.queued.get(request.key, ())
+            actor.waiting, actor.start = tuple(w for w in works if not w.done), self.now
+            if actor.waiting:
+                return
         actor.finished = self.now
 
     def _step(self) -> None:
@@ -234,7 +282,7 @@ class Simulation:
         queue = actor.streams.get(blocker.stream)
         return queue[0].kind if queue else blocker.kind
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: _Work) -> None:
         work.done, work.running = True, False
         self._running.remove(work)
         use, axes = work.stream
@@ -245,7 +293,7 @@ class Simulation:
             queue = actor.streams[work.stream]
             assert queue.popleft() is work, f"{work.name} is not first in its stream"
             if queue:
-                self._come_to_front(queue[0])
+                self._start_if_ready(queue[0])
         for actor in self.actors:
             for queue in actor.streams.values():
                 if queue and not queue[0].running:
@@ -267,3 +315,35 @@ class Simulation:
     def _add_span(self, index: int, stream: str, name: str, kind: str, start: float) -> None:
         if self._record:
             self.activities.append(Activity(index, stream, name, kind, start, self.now))
+
+
+def unshared(program: Program) -> tuple[float, Mapping[str, float]]:
+    """When a program would end if each job had its links alone, and its waits by kind until then.
+
+    Those that a request to queue asks for are not among them.
+    """
+    now = 0.0
+    waits: defaultdict[str, float] = defaultdict(float)
+    ends: dict[Hashable, tuple[float, str]] = {}  # and kinds of what was queued
+    free: defaultdict[Hashable, float] = defaultdict(float)  # from when on, by stream
+    for request in program:
+        if isinstance(request, Compute):
+            now += request.seconds
+        elif isinstance(request, Wait):
+            end, kind = ends.get(request.key, (now, ""))
+            waits[kind] += max(0.0, end - now)
+            now = max(now, end)
+        else:
+            end, kind = ends.get(request.after, (now, ""))
+            end = max(now, end)
+            for part in request.parts:
+                kind = part.kind
+                for phase in part.phases:
+                    begin = end
+                    for job in phase:
+                        stream = part.use, job.stream
+                        free[stream] = max(begin, free[stream]) + job.seconds
+                        end = max(end, free[stream])
+            ends[request.key] = end, kind
+            now = end if request.waits else now
+    return now, waits

@@ -15,6 +15,7 @@ from paro.planning.machine.machine import (
 )
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
+from paro.planning.step.costs import StepCosts
 from paro.precision import PrecisionConfig
 
 DEVICE = Device(
@@ -69,6 +70,12 @@ def workload(model: LlamaConfig = SMALL, **changes: Any) -> Workload:
         "precision": BF16,
     }
     return Workload(model=model, **(given | changes))
+
+
+def compute_seconds(step: StepCosts) -> float:
+    """Of the training thread, action by action."""
+    of_actions = sum(step.computed(move)[1] for move in step.plan.actions())
+    return step.device.step_seconds + step.muon_seconds + of_actions
 
 
 TINY = LlamaConfig(

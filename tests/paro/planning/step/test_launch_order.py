@@ -10,31 +10,31 @@ from model.config import LLAMA_PRESETS
 from paro.config.sharding import units_ahead
 from paro.planning.machine.collective_time import TimedJob
 from paro.planning.machine.files import find_machine, machine_from_json, machine_to_json
-from paro.planning.machine.machine import LaunchOrder
+from paro.planning.machine.machine import GroupSpeed, LaunchOrder
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize
-from paro.planning.step.simulation import Program, Simulation, Wait, Work
+from paro.planning.step.simulation import Program, Queue, Queued, Simulation
 from paro.planning.step.timeline import simulate
 from tests.paro.planning.cases import workload
 
 
-def work(name: str, members: int, *, between: bool) -> Work:
+def second(name: str, *, between: bool) -> Queued:
     """A second of communication, on one of two streams."""
     job = TimedJob(stream=(), seconds=1.0, intra=1.0 - between, inter=float(between), cpu=0.0)
-    return Work(name, "gather", job, (name, ()), members=members, after=(), left=1.0)
+    return Queued(name, "gather", name, ((job,),))
 
 
 @pytest.mark.parametrize(("in_order", "seconds"), [(False, 1.0), (True, 2.0)])
 def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, seconds: float) -> None:
-    simulation = Simulation(2, launches_in_order=in_order)
 
-    def program(index: int) -> Program:
-        actor = simulation.actors[index]
+    def program() -> Program:
         for number in range(2):
-            simulation.submit(actor, work("between", 2, between=True), number)
-        yield Wait((simulation.submit(actor, work("inside", 1, between=False), 2 + index),))
+            yield Queue(number, (second("between", between=True),))
+        yield Queue("last", (second("inside", between=False),), waits=True)
 
-    assert simulation.run([program(0), program(1)]) == pytest.approx(seconds)
+    speed = GroupSpeed(num_groups=1)
+    simulation = Simulation([(speed, program()) for _ in range(2)], launches_in_order=in_order)
+    assert simulation.run() == pytest.approx(seconds)
 
 
 def step_seconds(

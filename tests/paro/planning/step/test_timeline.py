@@ -13,10 +13,10 @@ from paro.planning.machine.machine import GroupSpeed
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.simulation import Compute, Program, Simulation, Wait, Work
+from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step.timeline import simulate
 from paro.strategy import legal_letters
-from tests.paro.planning.cases import DEVICE, machine, workload
+from tests.paro.planning.cases import DEVICE, compute_seconds, machine, workload
 
 
 def costs(given: Workload, strategy: str) -> StepCosts:
@@ -45,7 +45,7 @@ def test_without_overlap_parts_add_up(strategy: str) -> None:
     step = costs(workload(prefetch_units=0), strategy)
     timeline = simulate(step)
     assert timeline.seconds == pytest.approx(step.least_seconds())
-    assert timeline.compute_seconds == pytest.approx(step.compute_seconds())
+    assert timeline.compute_seconds == pytest.approx(compute_seconds(step))
     waited = timeline.seconds - timeline.compute_seconds
     assert timeline.exposed_seconds == pytest.approx(waited)
 
@@ -91,24 +91,20 @@ def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
 
 
 def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
-    simulation = Simulation(1)
-    (actor,) = simulation.actors
     job = TimedJob(stream=(0,), seconds=1.0, intra=0.0, inter=1.0, cpu=0.5, slowed=2.0)
 
     def program() -> Program:
         for number in range(2):  # during computation, then while the thread waits
-            work = Work(
-                name="", kind="", job=job, stream=("", (0,)), members=1, after=(), left=job.seconds
-            )
-            simulation.submit(actor, work, number)
+            yield Queue("", (Queued("", "", "", ((job,),)),))
             if number == 0:
                 yield Compute(2.0, "", "")
                 ends.append(simulation.now)
-            yield Wait((work,))
+            yield Wait("")
             ends.append(simulation.now)
 
     ends: list[float] = []
-    simulation.run([program()])
+    simulation = Simulation([(GroupSpeed(num_groups=1), program())])
+    simulation.run()
     # The first job ends after 2 s and has taken half a second from the computing thread.
     assert ends == pytest.approx([2.5, 2.5, 3.5])
 
