@@ -112,38 +112,31 @@ class Communication:
     code_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overheads:
-    """What a rank's device holds in addition to its tensors."""
-
-    context_bytes: int = 0
-    communicator_bytes: int = 0
-    fragmentation: float = 0.0
-
-    @classmethod
-    def of(cls, device: Device | None, device_type: str) -> Overheads:
-        """Those that a machine file gives, otherwise the defaults; under gloo without NCCL's."""
-        in_use = None if device is None else device.reserved_bytes
-        if device_type != "cuda":
-            return cls(context_bytes=in_use or 0)
-        communicator = None if device is None else device.communicator_bytes
-        fragmentation = None if device is None else device.fragmentation
-        return cls(
-            context_bytes=CONTEXT_BYTES if in_use is None else in_use,
-            communicator_bytes=COMMUNICATOR_BYTES if communicator is None else communicator,
-            fragmentation=FRAGMENTATION if fragmentation is None else fragmentation,
-        )
-
-    def added_to(self, allocations: MemorySnapshot, communication: Communication) -> DeviceMemory:
-        allocated = allocations.total + communication.buffer_bytes + communication.code_bytes
-        return DeviceMemory(
-            allocations=allocations,
-            buffers=communication.buffer_bytes,
-            codes=communication.code_bytes,
-            fragmentation=round(self.fragmentation * allocated),
-            communicators=communication.num_groups * self.communicator_bytes,
-            context=self.context_bytes,
-        )
+def device_memory(
+    allocations: MemorySnapshot,
+    communication: Communication,
+    device: Device | None,
+    device_type: str,
+) -> DeviceMemory:
+    """With the figures of a machine file, otherwise the defaults; under gloo without NCCL's."""
+    on_gpu = device_type == "cuda"
+    context = CONTEXT_BYTES if on_gpu else 0
+    communicator, fragmentation = (COMMUNICATOR_BYTES, FRAGMENTATION) if on_gpu else (0, 0.0)
+    if device is not None:
+        context = device.reserved_bytes
+        if on_gpu and device.communicator_bytes is not None:
+            communicator = device.communicator_bytes
+        if on_gpu and device.fragmentation is not None:
+            fragmentation = device.fragmentation
+    allocated = allocations.total + communication.buffer_bytes + communication.code_bytes
+    return DeviceMemory(
+        allocations=allocations,
+        buffers=communication.buffer_bytes,
+        codes=communication.code_bytes,
+        fragmentation=round(fragmentation * allocated),
+        communicators=communication.num_groups * communicator,
+        context=context,
+    )
 
 
 def nccl_communication(

@@ -19,8 +19,8 @@ from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import (
     Communication,
     DeviceMemory,
-    Overheads,
     algorithms_of,
+    device_memory,
     nccl_communication,
 )
 from paro.planning.memory.rotating import part_activations
@@ -154,8 +154,8 @@ class RunMemory:
             name = f"{forward.name} in an evaluation (--eval-micro-batch-size {size})"
             evaluation = replace(forward, name=name, states=snapshot.states)
             snapshot = max(snapshot, evaluation, key=lambda one: one.total)
-        overheads = Overheads.of(None if machine is None else machine.device, plan.device_type)
-        return overheads.added_to(snapshot, self._communication_of(plan))
+        device = None if machine is None else machine.device
+        return device_memory(snapshot, self._communication_of(plan), device, plan.device_type)
 
     def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
         key = (plan.step_kind, plan.micro_batch_size)

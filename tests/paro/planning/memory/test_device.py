@@ -25,8 +25,8 @@ from paro.planning.memory.device import (
     FRAGMENTATION,
     Communication,
     DeviceMemory,
-    Overheads,
     algorithms_of,
+    device_memory,
     nccl_communication,
 )
 from paro.planning.memory.tally import MemorySnapshot
@@ -172,34 +172,31 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
 
 
 def test_figures_are_the_machine_file_s_or_published_ones() -> None:
-    found = Overheads.of(None, "cuda")
-    assert found == Overheads(
-        context_bytes=CONTEXT_BYTES,
-        communicator_bytes=COMMUNICATOR_BYTES,
-        fragmentation=FRAGMENTATION,
-    )
-    memory = found.added_to(SNAPSHOT, Communication(num_groups=3, buffer_bytes=10**9))
-    assert memory.allocated == 11 * 10**9
-    assert memory.reserved == pytest.approx(1.05 * 11e9)
-    assert memory.total == memory.reserved + 3 * COMMUNICATOR_BYTES + CONTEXT_BYTES
-    assert sum(memory.parts().values()) == memory.total
+    communication = Communication(num_groups=3, buffer_bytes=10**9)
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
-    assert Overheads.of(typed, "cuda") == Overheads(
-        context_bytes=5, communicator_bytes=7, fragmentation=0.5
-    )
+    for device, context, communicator, fragmentation in (
+        (None, CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION),
+        (typed, 5, 7, 0.5),
+    ):
+        memory = device_memory(SNAPSHOT, communication, device, "cuda")
+        assert memory.allocated == 11 * 10**9
+        assert memory.reserved == pytest.approx((1 + fragmentation) * 11e9)
+        assert memory.total == memory.reserved + 3 * communicator + context
+        assert sum(memory.parts().values()) == memory.total
 
 
 def test_cpu_ranks_have_only_what_their_process_takes() -> None:
-    assert Overheads.of(None, "cpu") == Overheads()
+    groups, allocated = Communication(num_groups=3), DeviceMemory(allocations=SNAPSHOT)
+    assert device_memory(SNAPSHOT, groups, None, "cpu") == allocated
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
-    assert Overheads.of(typed, "cpu") == Overheads(context_bytes=5)
+    assert device_memory(SNAPSHOT, groups, typed, "cpu") == replace(allocated, context=5)
     given = workload(device_type="cpu", collective="ho-ring")
     memory = Estimator(given).memory(given.candidate(given.strategy("GGG")))
     assert memory == DeviceMemory(allocations=memory.allocations)
 
 
 def test_the_parts_in_words() -> None:
-    memory = Overheads.of(None, "cuda").added_to(SNAPSHOT, Communication(num_groups=2))
+    memory = device_memory(SNAPSHOT, Communication(num_groups=2), None, "cuda")
     assert memory.describe() == (
         "12.6 GB at the update: model states 8.0, transient 2.0, fragmentation 0.5, "
         "communicators 1.4, context 0.7"
