@@ -27,8 +27,8 @@ from paro.optim.deal import (
 from paro.optim.states import master_is_param, optimizer_bytes
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
-from paro.step.actions import UnitKind, Verb
-from paro.step.plan import gathers_per_micro_batch
+from paro.step.actions import StepShape, UnitKind, Verb, number_buffers
+from paro.step.rotation_plan import RotationShape, plan_of
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
 from paro.topology import Axis, AxisSpan, Link, Topology, Use, split_by_link
 
@@ -114,8 +114,24 @@ def size_units(
         )
         for unit in units
     ]
-    counts = gathers_per_micro_batch([size.kind for size in sizes])
-    return tuple(replace(size, gathers_per_micro_batch=counts[size.name]) for size in sizes)
+    numbered = number_buffers([size.kind for size in sizes])
+    # Gathers do not depend on how many are gathered ahead: what is needed again was released.
+    return counted(sizes, StepShape(units=numbered, gathers=True, reduces=False, prefetch_units=0))
+
+
+def counted(sizes: Iterable[UnitSize], shape: StepShape | RotationShape) -> tuple[UnitSize, ...]:
+    """The units with how often they are sent in a micro-batch, by the actions of a step."""
+    counts = Counter((verb, number) for verb, number, *_ in plan_of(shape, 1).actions())
+    each = max(1, shape.num_slices - 1)  # shifts of a pass round the ring
+    found: list[UnitSize] = []
+    buffer = 0
+    for size in sizes:
+        gathers = sum(counts[verb, buffer] for verb in (Verb.GATHER, Verb.SHIFT, Verb.SHIFT_BACK))
+        reductions = sum(counts[verb, buffer] for verb in (Verb.REDUCE, Verb.SHIFT_GRADS))
+        sent = replace(size, gathers_per_micro_batch=gathers // each)
+        found.append(replace(sent, reductions_per_micro_batch=reductions // each))
+        buffer += len(size.kind.trains)
+    return tuple(found)
 
 
 def unit_size(

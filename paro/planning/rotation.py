@@ -14,11 +14,11 @@ from functools import lru_cache, partial
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import halves_of, make_sliced_layout, make_whole_layout
-from paro.planning.cost_model import UnitSize, unit_size
+from paro.planning.cost_model import UnitSize, counted, unit_size
 from paro.precision import PrecisionConfig
 from paro.step.actions import number_buffers
 from paro.step.rotating import RingShape
-from paro.step.rotation_plan import PartShape, RotationShape, passes_per_micro_batch
+from paro.step.rotation_plan import PartShape, RotationShape
 from paro.strategy import FLAG, Strategy
 
 MUON_ROTATES = (
@@ -127,16 +127,7 @@ def rotating_units_of(
     first_replicated = next(readers, len(unit_parts(config)))
     sizes = [replace(norms, replicated=True, first_replicated=first_replicated), *units]
     ring = RingShape(num_steps=degree, in_place=in_place, shares_scratch=True)
-    weights, grads = passes_per_micro_batch(rotation_shape(config, tuple(sizes), ring))
-    numbered = zip(sizes, number_buffers([size.kind for size in sizes]), strict=True)
-    return tuple(
-        replace(
-            size,
-            gathers_per_micro_batch=max(weights[b] for b in unit.needed),
-            reductions_per_micro_batch=max(grads[b] for b in unit.needed),
-        )
-        for size, unit in numbered
-    )
+    return counted(sizes, rotation_shape(config, tuple(sizes), ring))
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import count
 
 
 class Verb(IntEnum):
@@ -85,19 +86,13 @@ class StepUnit:
 
 def number_buffers(kinds: Sequence[UnitKind]) -> tuple[StepUnit, ...]:
     """The units with their buffers numbered."""
-    own: dict[str, range] = {}
-    for kind in kinds:
-        start = sum(map(len, own.values()))
-        own[kind.name] = range(start, start + len(kind.trains))
+    numbers = count()
+    own = {kind.name: [(next(numbers), trains) for trains in kind.trains] for kind in kinds}
     return tuple(
         StepUnit(
-            trainable=tuple(
-                b for b, trains in zip(own[kind.name], kind.trains, strict=True) if trains
-            ),
-            frozen=tuple(
-                b for b, trains in zip(own[kind.name], kind.trains, strict=True) if not trains
-            ),
-            borrowed=tuple(buffer for name in kind.borrows for buffer in own[name]),
+            trainable=tuple(buffer for buffer, trains in own[kind.name] if trains),
+            frozen=tuple(buffer for buffer, trains in own[kind.name] if not trains),
+            borrowed=tuple(buffer for name in kind.borrows for buffer, _ in own[name]),
             backward_needs_weight=kind.backward_needs_weight,
             dealt=kind.dealt,
         )

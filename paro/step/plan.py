@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import Action, Buckets, Move, StepShape, UnitKind, Verb, number_buffers
+from paro.step.actions import Action, Buckets, Move, StepShape, Verb
 from paro.step.gathering import GatheringPolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -67,21 +66,6 @@ def step_plan(
 def updates(trainable: Iterable[int], updating: UpdatingPolicy) -> Iterator[UnitActions]:
     """The update of these buffers."""
     return (((Verb.UPDATE, buffer), *updating.updated(buffer)) for buffer in trainable)
-
-
-def gathers_per_micro_batch(kinds: Sequence[UnitKind]) -> dict[str, int]:
-    """How often each unit's parameters are gathered, by its name, if they are sharded.
-
-    That does not depend on how many are gathered ahead: a unit that is needed again was released.
-    """
-    units = number_buffers(kinds)
-    shape = StepShape(units=units, gathers=True, reduces=False, prefetch_units=0)
-    actions = step_plan(shape, 1).actions()
-    counts = Counter(action[1] for action in actions if action[0] is Verb.GATHER)
-    return {
-        kind.name: counts[(*unit.trainable, *unit.frozen)[0]]
-        for kind, unit in zip(kinds, units, strict=True)
-    }
 
 
 def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:

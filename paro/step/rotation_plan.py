@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,21 +90,6 @@ def plan_of(
     if isinstance(shape, RotationShape):
         return rotation_plan(shape, num_micro_batches, updated_ahead)
     return step_plan(shape, num_micro_batches, updated_ahead)
-
-
-def passes_per_micro_batch(shape: RotationShape) -> tuple[Counter[int], Counter[int]]:
-    """How often the slices of each buffer, and of its gradients, are sent round the ring."""
-    shifts: Counter[int] = Counter()
-    of_grads: Counter[int] = Counter()
-    for action in rotation_plan(shape, 1).actions():
-        if action[0] in (Verb.SHIFT, Verb.SHIFT_BACK):
-            shifts[action[1]] += 1
-        elif action[0] is Verb.SHIFT_GRADS:
-            of_grads[action[1]] += 1
-    for counts in (shifts, of_grads):
-        for buffer in counts:
-            counts[buffer] //= shape.ring.num_steps - 1
-    return shifts, of_grads
 
 
 class _Walk:
