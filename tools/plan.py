@@ -28,12 +28,11 @@ from paro.planning.search.planner import (
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.planning.step.timeline import chrome_trace
 from paro.report.log import print_line
 from tools.planning.failures import as_fields, expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not
 from tools.planning.longest import longest_table
-from tools.planning.pictures import draw_front, draw_scaling, draw_timeline
+from tools.planning.pictures import chrome_trace, draw_front, draw_scaling, draw_timeline
 from tools.planning.tables import (
     as_json,
     front_table,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import TIE, letter_rows
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
@@ -20,6 +21,7 @@ from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, workload
 from tools import plan
 from tools.plan import main
+from tools.planning.pictures import chrome_trace
 from tools.planning.tables import as_json, rows_table
 
 CASE = (
@@ -174,6 +176,19 @@ def test_nothing_overlaps_without_prefetching(tmp_path: Path) -> None:
     with_overlap = {r["strategy"]: r["step_seconds"] for r in planned(tmp_path)["rows"]}
     without = planned(tmp_path, f"{CASE} --paro-prefetch-units 0")["rows"]
     assert all(row["step_seconds"] > with_overlap[row["strategy"]] for row in without)
+
+
+def test_a_trace_has_every_span() -> None:
+    given = workload(global_batch_size=64)
+    estimate = Estimator(given).estimate(given.candidate(given.strategy("IIG")), record=True)
+    events = json.loads(chrome_trace(estimate.timeline.activities))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(estimate.timeline.activities)
+    end = max(event["ts"] + event["dur"] for event in spans)
+    assert end == pytest.approx(1e6 * estimate.seconds)
+    assert {"forward", "backward", "gather", "reduce", "finish", "publish"} <= {
+        event["cat"] for event in spans
+    }
 
 
 @pytest.mark.slow("imports matplotlib")

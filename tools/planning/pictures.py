@@ -1,7 +1,8 @@
-"""Plots of plans: memory against time, a step's streams, and scaling curves."""
+"""Plots of plans: memory against time, a step's streams and trace, and scaling curves."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,31 @@ def draw_timeline(
 
 def _rank(stream: tuple[int, str]) -> tuple[int, bool, str]:
     return stream[0], stream[1] != "compute", stream[1]
+
+
+def chrome_trace(activities: Sequence[Activity]) -> str:
+    """The trace as JSON: a process per group, a thread per stream; times in microseconds."""
+    streams = sorted({(activity.actor, activity.stream) for activity in activities})
+    events: list[dict[str, object]] = []
+    for number, (actor, stream) in enumerate(streams):
+        name = {"name": stream}
+        events.append({"ph": "M", "name": "thread_name", "pid": actor, "tid": number, "args": name})
+    for actor in sorted({actor for actor, _ in streams}):
+        name = {"name": f"ranks of group {actor}"}
+        events.append({"ph": "M", "name": "process_name", "pid": actor, "args": name})
+    for activity in activities:
+        events.append(
+            {
+                "ph": "X",
+                "name": activity.name,
+                "cat": activity.kind,
+                "pid": activity.actor,
+                "tid": streams.index((activity.actor, activity.stream)),
+                "ts": activity.start * 1e6,
+                "dur": (activity.end - activity.start) * 1e6,
+            }
+        )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
 def draw_scaling(path: Path, curves: dict[str, list[tuple[int, float]]], name: str) -> None:

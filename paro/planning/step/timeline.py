@@ -1,4 +1,4 @@
-"""Simulates one optimizer step: its duration, exposed communication, and trace."""
+"""Simulates one optimizer step: its duration and exposed communication."""
 
 # The list of actions (step/plan.py) goes from one point at which all communication streams are
 # empty (gradients are complete, their norm is known) to the next. So it begins with the update,
@@ -11,8 +11,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paro.planning.machine.machine import GroupSpeed
@@ -86,28 +84,3 @@ def _speeds(costs: StepCosts) -> list[GroupSpeed]:
     others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
     usual = [GroupSpeed(num_groups=others)] if others else []
     return [*usual, *machine.uneven]
-
-
-def chrome_trace(activities: Sequence[Activity]) -> str:
-    """The trace as JSON: a process per group, a thread per stream; times in microseconds."""
-    streams = sorted({(activity.actor, activity.stream) for activity in activities})
-    events: list[dict[str, object]] = []
-    for number, (actor, stream) in enumerate(streams):
-        name = {"name": stream}
-        events.append({"ph": "M", "name": "thread_name", "pid": actor, "tid": number, "args": name})
-    for actor in sorted({actor for actor, _ in streams}):
-        name = {"name": f"ranks of group {actor}"}
-        events.append({"ph": "M", "name": "process_name", "pid": actor, "args": name})
-    for activity in activities:
-        events.append(
-            {
-                "ph": "X",
-                "name": activity.name,
-                "cat": activity.kind,
-                "pid": activity.actor,
-                "tid": streams.index((activity.actor, activity.stream)),
-                "ts": activity.start * 1e6,
-                "dur": (activity.end - activity.start) * 1e6,
-            }
-        )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +31,6 @@ from paro.planning.search.search_space import (
     legal_strategies,
 )
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.timeline import chrome_trace
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology
@@ -303,19 +301,6 @@ def test_what_a_measured_collective_wants() -> None:
     fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
     (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
     assert job.inter == pytest.approx(link / 100 / 0.02)
-
-
-def test_a_trace_has_every_span() -> None:
-    given = workload(global_batch_size=64)
-    estimate = Estimator(given).estimate(given.candidate(given.strategy("IIG")), record=True)
-    events = json.loads(chrome_trace(estimate.timeline.activities))["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(estimate.timeline.activities)
-    end = max(event["ts"] + event["dur"] for event in spans)
-    assert end == pytest.approx(1e6 * estimate.seconds)
-    assert {"forward", "backward", "gather", "reduce", "finish", "publish"} <= {
-        event["cat"] for event in spans
-    }
 
 
 @pytest.mark.slow("plans LLaMA-65B three times")
