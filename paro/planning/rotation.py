@@ -7,15 +7,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import accumulate
 
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import halves_of, make_sliced_layout, make_whole_layout
 from paro.planning.cost_model import UnitSize, counted, unit_size
-from paro.precision import PrecisionConfig
 from paro.step.actions import number_buffers
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import PartShape, RotationShape
@@ -29,21 +30,19 @@ MUON_ROTATES = (
 
 def rotation_conflict(config: LlamaConfig) -> str | None:
     """Why a model's weights cannot rotate on any ranks; None if they can on some."""
-    if config.fp8_format is not None:
-        return (
-            "--paro-materialize rotate has no fp8, whose scales are those of whole weights: leave "
-            "--fp8-format out, or gather parameters"
-        )
-    if config.torch_compile is not None:
-        return (
-            "--paro-materialize rotate computes blocks in slices, which are not compiled: leave "
-            "--torch-compile out, or gather parameters"
-        )
-    if config.keeps_core:
-        return (
-            "--paro-materialize rotate recomputes attention slice by slice and keeps nothing of "
-            "it: leave --paro-recompute-keep out, or gather parameters"
-        )
+    conflicts = {
+        "has no fp8, whose scales are those of whole weights: leave --fp8-format out": (
+            config.fp8_format is not None
+        ),
+        "computes blocks in slices, which are not compiled: leave --torch-compile out": (
+            config.torch_compile is not None
+        ),
+        "recomputes attention slice by slice and keeps nothing of it: leave --paro-recompute-keep "
+        "out": config.keeps_core,
+    }
+    for conflict, is_there in conflicts.items():
+        if is_there:
+            return f"--paro-materialize rotate {conflict}, or gather parameters"
     return None
 
 
@@ -135,12 +134,6 @@ def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
     return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
 
 
-def ring_shape(strategy: Strategy, precision: PrecisionConfig, *, in_place: bool) -> RingShape:
-    """What the moves of slices depend on."""
-    shares_scratch = precision.compute == precision.wire
-    return RingShape(num_steps=strategy.params, in_place=in_place, shares_scratch=shares_scratch)
-
-
 @lru_cache(maxsize=64)
 def rotation_shape(
     config: LlamaConfig, units: tuple[UnitSize, ...], ring: RingShape
@@ -153,30 +146,27 @@ def rotation_shape(
     trainable = tuple(buffer for unit in numbers for buffer in unit.trainable)
     norms = units[0]
     assert norms.replicated, f"{norms.name} is cut"
-    specs = unit_specs(config)
-    parts: list[PartShape] = []
-    starts: list[int] = []  # of every unit: the index of its first part
-    for spec in specs:
-        starts.append(len(parts))
-        for part in spec.parts:
-            parts.append(
-                PartShape(
-                    halves=tuple(halves[spec.label_of(part)]),
-                    backward_needs_weight=spec.backward_needs_weight,
-                    recomputed=spec.recomputed_from is not None,
-                    completes=not spec.borrows,
-                )
-            )
+    parts = tuple(
+        PartShape(
+            halves=tuple(halves[spec.label_of(part)]),
+            backward_needs_weight=spec.backward_needs_weight,
+            recomputed=spec.recomputed_from is not None,
+            completes=not spec.borrows,
+        )
+        for spec, part in unit_parts(config)
+    )
     trained = (
         index
         for index, shape in enumerate(parts)
         if any(buffer in trainable for half in shape.halves for buffer in half)
     )
     first = min(next(trained, len(parts)), norms.first_replicated)
-    first_unit = sum(start <= first for start in starts) - 1 if first < len(parts) else len(specs)
+    specs = unit_specs(config)
+    starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # of units, and the end
+    first_unit = bisect_right(starts, first) - 1
     return RotationShape(
         ring=ring,
-        parts=tuple(parts),
+        parts=parts,
         trainable=trainable,
         replicated=numbers[0].needed,
         first_trained=first,

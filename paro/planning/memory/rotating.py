@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from paro.layout import chunk_numel
@@ -52,7 +52,7 @@ def part_activations(
     mlp = residual + 2 * tokens * config.ffn_hidden_size * size
     needed = {"attention": block_activations(config, batch) - mlp, "mlp": mlp}
     begins = {group[0] for group in shape.recomputed}
-    of_blocks: dict[tuple[object, ...], UnitActivations] = {}  # most are alike
+    of_block = cache(partial(_of_block, config, batch, direct=direct))  # most are alike
     for index, (spec, part) in enumerate(unit_parts(config)):
         own = shape.parts[index]
         steps = shape.ring.num_steps * len(own.halves)
@@ -61,12 +61,8 @@ def part_activations(
         elif part.method == "loss":
             found = _loss(config, batch, steps, direct=direct)
         else:
-            key = part.method, steps, own.recomputed, index in begins
-            if key not in of_blocks:
-                kept = (residual if index in begins else 0) if own.recomputed else None
-                block = _of_block(config, batch, steps, direct=direct)
-                of_blocks[key] = _keeping(block, needed[part.method], kept)
-            found = of_blocks[key]
+            kept = (residual if index in begins else 0) if own.recomputed else None
+            found = _keeping(of_block(steps), needed[part.method], kept)
         yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
 
 

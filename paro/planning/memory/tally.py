@@ -113,8 +113,8 @@ class StepTally:
     world_size: int
 
     def __post_init__(self) -> None:
-        self.now = dict.fromkeys(("whole_params", "whole_grads", "slices", "casts"), 0)
-        self.now["activations"] = 0
+        kinds = ("whole_params", "whole_grads", "slices", "casts", "activations")
+        self.now = dict.fromkeys(kinds, 0)
         self._kept = [0] * len(self.activations)
         self._slices_done = [0] * len(self.activations)  # in backward
         self._keeps: set[int] = set()  # buffers whose weights' casts stay

@@ -14,7 +14,7 @@ from paro.planning.search.run_memory import RunMemory, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
 from paro.planning.search.traffic import sent_per_step
 from paro.planning.step.comm_costs import CommCosts
-from paro.planning.step.computing import Computing, RotatingComputing
+from paro.planning.step.computing import Computing, RotatingComputing, coding_seconds
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import StepCounts
@@ -108,7 +108,7 @@ class Estimator:
             computing=self._computing_of(candidate),
             comm_costs=self._comm_costs_of(candidate),
             counts=self._counts_of(candidate),
-            prefetch_units=workload.prefetch_units,
+            overlaps=workload.prefetch_units > 0,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
             context=self._context_of(candidate),
         )
@@ -192,7 +192,7 @@ class Estimator:
             mfu=flops / timeline.seconds / costs.device.peak_flops,
             sent=self.sent(candidate),
             precision=candidate.precision(workload),
-            coding_seconds=costs.coding_seconds,
+            coding_seconds=coding_seconds(costs.device, costs.comm_costs.coding_bytes),
             muon_seconds=costs.muon_seconds,
         )
 

@@ -26,7 +26,7 @@ from paro.planning.memory.device import (
 from paro.planning.memory.rotating import part_activations
 from paro.planning.memory.tally import MemorySnapshot, Point, StepTally, largest
 from paro.planning.micro_batch import MicroBatch
-from paro.planning.rotation import ring_shape, rotation_shape
+from paro.planning.rotation import rotation_shape
 from paro.planning.search.search_space import Materialize
 from paro.planning.units import (
     activations_of,
@@ -36,6 +36,7 @@ from paro.planning.units import (
 )
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import StepShape
+from paro.step.rotating import RingShape
 from paro.step.rotation_plan import RotationShape
 from paro.strategy import Strategy
 from paro.topology import make_topology
@@ -132,7 +133,11 @@ class RunMemory:
         kind, strategy = plan.step_kind, plan.strategy
         if kind not in self._shapes:
             if plan.materialize.rotates:
-                ring = ring_shape(strategy, plan.precision, in_place=plan.materialize.in_place)
+                ring = RingShape(
+                    num_steps=strategy.params,
+                    in_place=plan.materialize.in_place,
+                    shares_scratch=plan.precision.compute == plan.precision.wire,
+                )
                 self._shapes[kind] = rotation_shape(plan.config, self.units(plan), ring)
             else:
                 self._shapes[kind] = shape_of(

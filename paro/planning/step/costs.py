@@ -54,7 +54,7 @@ class StepCosts:
     computing: Computing
     comm_costs: CommCosts
     counts: StepCounts
-    prefetch_units: int
+    overlaps: bool  # whether anything travels while the thread computes
     num_micro_batches: int
     context: ContextCosts | None = None  # None: no ranks share samples
 
@@ -70,11 +70,6 @@ class StepCosts:
     @property
     def device(self) -> Device:
         return self.computing.device
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether anything travels while the thread computes."""
-        return self.prefetch_units > 0
 
     def waits(self, verb: Verb) -> bool:
         """Whether what an action queues is waited for at once, and overlaps with nothing."""
@@ -154,11 +149,6 @@ class StepCosts:
             if link is not None
         )
         return max(computing, moving) if self.overlaps else computing + moving
-
-    @property
-    def coding_seconds(self) -> float:
-        """A rank's time for codes in a step, wherever it is spent."""
-        return coding_seconds(self.device, self.comm_costs.coding_bytes)
 
     # What the training thread does #
 
