@@ -280,39 +280,6 @@ def _uses_nics(machine: Machine, span: AxisSpan) -> bool:
     return _axes(machine, span) is not Axes.INTRA
 
 
-class RingSpeed(NamedTuple):
-    """One ring through all ranks of a span; it is as slow as its slowest links."""
-
-    size: int
-    lap_seconds: float  # latency from the first rank to the last
-    hop_seconds: float  # latency of a hop over the slowest links
-    seconds_per_byte: float  # on the slowest links, shared by all such rings
-
-
-def ring_speed(machine: Machine, span: AxisSpan, *, own_nics: bool = False) -> RingSpeed:
-    """The ring of a non-empty span, in which the ranks of a group are neighbours.
-
-    With `own_nics` each flow of a group has one of its NICs at most, else all of them together.
-    """
-    size = _size(span)
-    if span[-1].outer <= machine.group_size:
-        speed = speed_of(machine, Link.INTRA)
-        lap = (size - 1) * speed.latency_seconds
-        return RingSpeed(size, lap, speed.latency_seconds, 8 / speed.bits_per_second)
-    speed = speed_of(machine, Link.INTER)
-    flows = min(span[0].inner, machine.group_size)
-    inside = machine.group_size // flows  # ring ranks per group, which are neighbours
-    crossings = size // inside - 1
-    lap = crossings * speed.latency_seconds
-    if inside > 1:
-        lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
-    share = 1.0 if own_nics else flows / machine.group_size
-    if machine.nic is Nic.SHARED:
-        share = max(flows, machine.nics) if own_nics else flows
-    per_byte = 8 * share / speed.bits_per_second
-    return RingSpeed(size, lap, speed.latency_seconds, per_byte)
-
-
 def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) -> float:
     return sum(_ring(machine, op, span, num_bytes))
 
@@ -320,13 +287,31 @@ def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) ->
 def _ring(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: float, *, own_nics: bool = False
 ) -> tuple[float, float]:
-    """A ring's total latency, and the time for which it keeps its slowest links busy."""
-    ring = ring_speed(machine, span, own_nics=own_nics)
-    passes = 2 if op is Op.ALL_REDUCE else 1
-    latency = passes * ring.lap_seconds
+    """A ring's total latency, and the time for which it keeps its slowest links busy.
+
+    The ranks of a group are neighbours in the ring of a span. With `own_nics` each flow of a group
+    has one of its NICs at most, else all of them together.
+    """
+    size, passes, share = _size(span), 2 if op is Op.ALL_REDUCE else 1, 1.0
+    if span[-1].outer <= machine.group_size:
+        speed = speed_of(machine, Link.INTRA)
+        lap = (size - 1) * speed.latency_seconds
+    else:
+        speed = speed_of(machine, Link.INTER)
+        flows = min(span[0].inner, machine.group_size)
+        inside = machine.group_size // flows  # ring ranks per group
+        crossings = size // inside - 1
+        lap = crossings * speed.latency_seconds
+        if inside > 1:
+            lap += (size - 1 - crossings) * speed_of(machine, Link.INTRA).latency_seconds
+        share = 1.0 if own_nics else flows / machine.group_size
+        if machine.nic is Nic.SHARED:
+            share = max(flows, machine.nics) if own_nics else flows
+    latency = passes * lap
     if op is Op.ALL_REDUCE:
-        latency = min(latency, 2 * math.ceil(math.log2(ring.size)) * ring.hop_seconds)
-    return latency, passes * num_bytes * (ring.size - 1) / ring.size * ring.seconds_per_byte
+        latency = min(latency, 2 * math.ceil(math.log2(size)) * speed.latency_seconds)
+    seconds_per_byte = 8 * share / speed.bits_per_second
+    return latency, passes * num_bytes * (size - 1) / size * seconds_per_byte
 
 
 def pipeline_seconds(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 from model.flops import flops_per_token
 from paro.distributed.byte_counter import Sent
@@ -65,7 +65,7 @@ class Estimator:
         self.workload = workload
         self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
         self._counts: dict[tuple[object, ...], StepCounts] = {}
-        self._times: dict[str, CollectiveTimes] = {}
+        self._times_of = cache(partial(CollectiveTimes, workload.machine))
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._context: dict[tuple[object, ...], ContextCosts] = {}
         self._memory = RunMemory(workload.machine)
@@ -125,10 +125,6 @@ class Estimator:
                 overlaps=self.workload.prefetch_units > 0,
             )
         return self._context[key]
-
-    def _times_of(self, collective: str) -> CollectiveTimes:
-        machine = self.workload.machine
-        return self._times.setdefault(collective, CollectiveTimes(machine, collective))
 
     def _counts_of(self, candidate: Candidate) -> StepCounts:
         recompute, rotates = candidate.recompute, candidate.materialize.rotates
