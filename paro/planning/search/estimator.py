@@ -108,7 +108,6 @@ class Estimator:
             computing=self._computing_of(candidate),
             comm_costs=self._comm_costs_of(candidate),
             counts=self._counts_of(candidate),
-            overlaps=workload.prefetch_units > 0,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
             context=self._context_of(candidate),
         )
@@ -157,6 +156,7 @@ class Estimator:
                 group_size=self.workload.group_size,
                 precision=precision,
                 times=self._times_of(candidate.collective),
+                overlaps=self.workload.prefetch_units > 0,
                 rotates=rotates,
                 in_place=candidate.materialize.in_place,
             )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import fsum
+from itertools import chain
 
 from paro.planning.cost_model import Collective, UnitSize, strategy_of, unit_collectives
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
@@ -38,40 +38,32 @@ _KINDS = {
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
 # Where weights rotate: the shifts of the pass round the ring that replaces a collective.
-_SHIFTS = {Verb.GATHER: (Verb.SHIFT, Verb.SHIFT_BACK), Verb.REDUCE: (Verb.SHIFT_GRADS,)}
+_PASSES = {Verb.GATHER: (Verb.SHIFT, Verb.SHIFT_BACK), Verb.REDUCE: (Verb.SHIFT_GRADS,)}
+SHIFTS = frozenset(chain.from_iterable(_PASSES.values()))
 THREAD = "thread"  # the training thread, beside links and comm streams
 
 
-def busy_of(work: Iterable[Queued]) -> dict[Hashable, float]:
-    """Seconds for which work keeps links, by name, and comm streams busy."""
+def busy_of(work: Iterable[Queued], *, waits: bool) -> Mapping[Hashable, float]:
+    """Seconds for which work keeps links, by name, comm streams and a thread that `waits` busy."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
-    for use, job in ((one.use, job) for one in work for p in one.phases for job in p):
-        busy["intra"] += job.seconds * job.intra
-        busy["inter"] += job.seconds * job.inter
-        busy[use, job.stream] += job.seconds
+    for use, phase in ((one.use, phase) for one in work for phase in one.phases):
+        for job in phase:
+            busy["intra"] += job.seconds * job.intra
+            busy["inter"] += job.seconds * job.inter
+            busy[use, job.stream] += job.seconds
+        if waits:
+            busy[THREAD] += max(job.seconds for job in phase)
     return busy
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BufferCosts:
     """What the actions on one of a unit's flat buffers queue, one after the other."""
 
-    queued: dict[Verb, tuple[Queued, ...]]
+    queued: Mapping[Verb, tuple[Queued, ...]]
+    busy: Mapping[Verb, Mapping[Hashable, float]]  # see `busy_of`
     encoded_bytes: int = 0  # read and written to encode updated parameters and decode them
     coding_bytes: int = 0  # the same of all codes, wherever they are made
-
-    @cached_property
-    def seconds(self) -> dict[Verb, float]:
-        """The time of what an action queues, if it shares links with nothing else."""
-        return {
-            verb: fsum(max(job.seconds for job in phase) for one in work for phase in one.phases)
-            for verb, work in self.queued.items()
-        }
-
-    @cached_property
-    def busy(self) -> dict[Verb, dict[Hashable, float]]:
-        """Seconds for which what an action queues keeps links, and comm streams, busy."""
-        return {verb: busy_of(work) for verb, work in self.queued.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +75,13 @@ class CommCosts:
     group_size: int
     precision: PrecisionConfig
     times: CollectiveTimes
+    overlaps: bool  # whether anything travels while the thread computes
     rotates: bool = False
     in_place: bool = False
+
+    def waits(self, verb: Verb) -> bool:
+        """Whether what an action queues is waited for at once, and overlaps with nothing."""
+        return not self.overlaps or (self.in_place and verb in SHIFTS)
 
     @property
     def machine(self) -> Machine:
@@ -125,17 +122,21 @@ class CommCosts:
         for trains in unit.kind.trains:
             own = {verb: found for (verb, of), found in sent.items() if of is trains}
             queued = dict(self._queued(own))
-            yield self._with_copies(unit, own, queued) if trains else BufferCosts(queued=queued)
+            yield self._with_copies(unit, own, queued) if trains else self._costs(queued)
+
+    def _costs(self, queued: Mapping[Verb, tuple[Queued, ...]], **coding: int) -> BufferCosts:
+        busy = {verb: busy_of(work, waits=self.waits(verb)) for verb, work in queued.items()}
+        return BufferCosts(queued=queued, busy=busy, **coding)
 
     def _queued(
         self, sent: dict[Verb, tuple[Collective, ...]]
     ) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
         """What the actions queue that send these collectives."""
         for verb, collectives in sent.items():
-            if self.rotates and verb in _SHIFTS:
+            if self.rotates and verb in _PASSES:
                 (one,) = collectives
                 shifts = self.times.shifts(one.span, one.num_bytes, in_place=self.in_place)
-                found = [(shift, shifts[:1]) for shift in _SHIFTS[verb]]
+                found = [(shift, shifts[:1]) for shift in _PASSES[verb]]
             else:
                 of_each = (self.times.phases(o.op, o.span, o.num_bytes) for o in collectives)
                 found = [(verb, tuple(phase for phases in of_each for phase in phases))]
@@ -180,9 +181,7 @@ class CommCosts:
             decoded = (params - optim) * _DECODED_BYTES
             code = self._coded("decode", gathered[0].phases[0][0], decoded)
             queued[Verb.GATHER_UPDATED] = (*gathered, code)
-        return BufferCosts(
-            queued=queued, encoded_bytes=encoded, coding_bytes=encoded + decoded + coded
-        )
+        return self._costs(queued, encoded_bytes=encoded, coding_bytes=encoded + decoded + coded)
 
     def _copied(self, name: str, beside: TimedJob, num_bytes: int) -> Queued:
         """A copy in the stream of a reduction."""

@@ -141,7 +141,7 @@ class ContextCosts:
         for (attending, seconds), count in Counter(chain(*map(self.attended, moves))).items():
             busy[THREAD] += count * self.exposed(attending, seconds)
             queued = [one for part in self.passes[attending] for one in part.queues.values()]
-            for load, took in busy_of(queued).items():
+            for load, took in busy_of(queued, waits=False).items():
                 busy[load] += count * took
         return busy
 

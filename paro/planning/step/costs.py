@@ -20,7 +20,7 @@ from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
 from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
-from paro.planning.step.comm_costs import THREAD, BufferCosts, CommCosts
+from paro.planning.step.comm_costs import SHIFTS, THREAD, BufferCosts, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.context import KIND as CONTEXT
 from paro.planning.step.context import ContextCosts
@@ -32,7 +32,6 @@ from paro.step.plan import StepPlan
 
 # What an action queues comes after what another has queued for the same buffer.
 AFTER = {Verb.GATHER: Verb.GATHER_UPDATED, Verb.STEP_REDUCE: Verb.REDUCE}
-_SHIFTS = (Verb.SHIFT, Verb.SHIFT_BACK, Verb.SHIFT_GRADS)
 _COMPUTES = {  # the kind of time
     Verb.UPDATE: "update",
     Verb.FORWARD: "forward",
@@ -54,7 +53,6 @@ class StepCosts:
     computing: Computing
     comm_costs: CommCosts
     counts: StepCounts
-    overlaps: bool  # whether anything travels while the thread computes
     num_micro_batches: int
     context: ContextCosts | None = None  # None: no ranks share samples
 
@@ -70,10 +68,6 @@ class StepCosts:
     @property
     def device(self) -> Device:
         return self.computing.device
-
-    def waits(self, verb: Verb) -> bool:
-        """Whether what an action queues is waited for at once, and overlaps with nothing."""
-        return not self.overlaps or (self.comm_costs.in_place and verb in _SHIFTS)
 
     def queued_by(self, number: int) -> BufferCosts:
         """What the actions on a buffer queue."""
@@ -108,7 +102,7 @@ class StepCosts:
             took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             took = self.collect_seconds(unit.trainable_numel)
-        elif verb in _SHIFTS and slots[0] == slots[1]:  # in place, a copy out of staging
+        elif verb in SHIFTS and slots[0] == slots[1]:  # in place, a copy out of staging
             precision = self.comm_costs.precision
             kind = precision.compute if trains else precision.frozen
             kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
@@ -148,7 +142,7 @@ class StepCosts:
             for link, num_bytes in links
             if link is not None
         )
-        return max(computing, moving) if self.overlaps else computing + moving
+        return max(computing, moving) if comm.overlaps else computing + moving
 
     # What the training thread does #
 
@@ -163,7 +157,7 @@ class StepCosts:
                 parts = self.queued_by(number).queued.get(verb, ())
                 name = unit.name if trains else f"{unit.name} (frozen)"
                 after = AFTER.get(verb), number
-                yield Queue((verb, number), parts, name, after, waits=self.waits(verb))
+                yield Queue((verb, number), parts, name, after, waits=self.comm_costs.waits(verb))
             elif verb is Verb.NORM:
                 seconds = scalar_seconds(self.machine)
                 job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
@@ -227,12 +221,9 @@ class StepCosts:
         found: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move
-            queued = self.queued_by(number)
-            for load, seconds in queued.busy.get(verb, {}).items():
+            for load, seconds in self.queued_by(number).busy.get(verb, {}).items():
                 found[load] += count * seconds
-            if self.waits(verb):
-                found[THREAD] += count * queued.seconds.get(verb, 0.0)
-            if verb in _SHIFTS:  # copies what it has received
+            if verb in SHIFTS:  # copies what it has received
                 found[THREAD] += count * self.computed(move)[1]
         return found
 
