@@ -186,34 +186,28 @@ class ContextCosts:
         """Keys and values go round the rings."""
         inner, outer = self._batch.context.rings(self._topology)
         steps, turns = _size(inner), _size(outer)
-        share = 1 / (steps * turns)
-        found: list[Stretch] = []
-        sums = int(attending is Attending.BACKWARD)
-        if turns > 1:
-            more = turns - 1
-            going = {"outer": self._hops(outer, more, sums * (turns - 2))}
-            if steps > 1:
-                hops = more * (steps - 1)
-                going["inner"] = self._hops(inner, hops, sums * hops)
-            found.append(Stretch(going, more * (steps - 1) * share, tuple({"inner"} & {*going})))
-            found.append(Stretch({}, more * share, ("outer",)))
-        if steps > 1:
-            going = {"inner": self._hops(inner, steps - 1, sums * (steps - 2))}
-            found.append(Stretch(going, (steps - 1) * share, ("inner",)))
-        found.append(Stretch({}, share))
-        for name, span, size in (("inner sum", inner, steps), ("outer sum", outer, turns)):
-            if sums and size > 1:
-                found.append(Stretch({name: self._hops(span, 0, 1)}, waits=(name,)))
-        return tuple(found)
+        share, sums = 1 / (steps * turns), attending is Attending.BACKWARD
+        before_last = (turns - 1) * (steps - 1)
+        in_group = self._hops(inner, before_last, sums * before_last)
+        between = self._hops(outer, turns - 1, sums * (turns - 2))
+        last = self._hops(inner, steps - 1, sums * (steps - 2))
+        ends = {"inner sum": inner, "outer sum": outer} if sums else {}
+        return (
+            Stretch({"outer": between, "inner": in_group}, before_last * share, ("inner",)),
+            Stretch({}, (turns - 1) * share, ("outer",)),
+            Stretch({"inner": last}, (steps - 1) * share, ("inner",)),
+            Stretch({}, share),
+            *(Stretch({end: self._hops(span, 0, 1)}, waits=(end,)) for end, span in ends.items()),
+        )
 
     def _hops(self, span: AxisSpan, keys: int, sums: int) -> Queued:
         """Messages to the next rank of a ring: keys and values, and sums of their gradients."""
-        messages = self._messages
+        messages, others = self._messages, _size(span) - 1
         return _queued(
             *(
                 (self.times.hop(span, num_bytes // messages.pieces), messages.pieces * number)
                 for num_bytes, number in ((messages.keys, keys), (messages.grads, sums))
-                if number
+                if others and number > 0
             )
         )
 
