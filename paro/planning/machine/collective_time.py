@@ -54,7 +54,7 @@ class TimedJob(NamedTuple):
 ParallelJobs = tuple[TimedJob, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CollectiveTimes:
     """Times of a machine's collectives by one algorithm, or the fastest for every size (auto)."""
 

@@ -67,7 +67,10 @@ class Estimator:
         self._counts: dict[tuple[object, ...], StepCounts] = {}
         self._times_of = cache(partial(CollectiveTimes, workload.machine))
         self._computing: dict[tuple[object, ...], Computing] = {}
-        self._context: dict[tuple[object, ...], ContextCosts] = {}
+        overlaps = workload.prefetch_units > 0
+        self._context_of = cache(
+            partial(ContextCosts, group_size=workload.group_size, overlaps=overlaps)
+        )
         self._memory = RunMemory(workload.machine)
         self._trained = workload.trainable.names(workload.model)
 
@@ -103,27 +106,15 @@ class Estimator:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
-        workload = self.workload
+        workload, computing = self.workload, self._computing_of(candidate)
+        times, shared = self._times_of(candidate.collective), workload.context.size > 1
         return StepCosts(
-            computing=self._computing_of(candidate),
+            computing=computing,
             comm_costs=self._comm_costs_of(candidate),
             counts=self._counts_of(candidate),
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
-            context=self._context_of(candidate),
+            context=self._context_of(computing=computing, times=times) if shared else None,
         )
-
-    def _context_of(self, candidate: Candidate) -> ContextCosts | None:
-        if self.workload.context.size == 1:
-            return None
-        key = candidate.micro_batch_size, candidate.recompute, candidate.collective
-        if key not in self._context:
-            self._context[key] = ContextCosts(
-                computing=self._computing_of(candidate),
-                times=self._times_of(candidate.collective),
-                group_size=self.workload.group_size,
-                overlaps=self.workload.prefetch_units > 0,
-            )
-        return self._context[key]
 
     def _counts_of(self, candidate: Candidate) -> StepCounts:
         recompute, rotates = candidate.recompute, candidate.materialize.rotates

@@ -52,7 +52,7 @@ class Flops(NamedTuple):
     attention: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Computing:
     """Compute time of a model's micro-batch on a device."""
 
@@ -205,7 +205,7 @@ def coding_seconds(device: Device, num_bytes: float) -> float:
     return num_bytes / rate
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RotatingComputing(Computing):
     """Compute time of a micro-batch in slices; `units` are those of gathered parameters.
 
