@@ -21,3 +21,7 @@ class MicroBatch:
     def num_tokens(self) -> int:
         """Of its samples on one rank."""
         return self.size * self.seq_length // self.context.size
+
+    def tensor_bytes(self, width: int) -> int:
+        """Of a tensor in the compute type with so many elements for each token."""
+        return self.num_tokens * width * self.compute_bytes

@@ -119,7 +119,7 @@ def activations_of(
 
 
 def _embedding(config: LlamaConfig, batch: MicroBatch, *, direct: bool) -> UnitActivations:
-    residual = _residual(config, batch)
+    residual = batch.tensor_bytes(config.hidden_size)
     gradient = config.vocab_size * config.hidden_size * batch.compute_bytes
     tied = config.tie_embeddings_and_output_weights
     by_rows = direct and embedding_adds_rows(batch) and not tied
@@ -149,7 +149,7 @@ def _block(
     unkept = _before_adapters(config, batch) if index == 1 else 0
     if recomputed_from is None:
         return UnitActivations(kept=block_activations(config, batch) - unkept, **transients)
-    kept = _residual(config, batch) if index == recomputed_from else 0
+    kept = batch.tensor_bytes(config.hidden_size) if index == recomputed_from else 0
     if config.keeps_core:
         width = config.kv_channels * batch.compute_bytes
         kept += batch.num_tokens * config.num_attention_heads * (width + 4)
@@ -160,8 +160,8 @@ def _block(
 
 def _transients(config: LlamaConfig, batch: MicroBatch, *, direct: bool) -> dict[str, int]:
     """Peak bytes of a block's forward and backward in addition to those it keeps, by field."""
-    residual = _residual(config, batch)
-    ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
+    residual = batch.tensor_bytes(config.hidden_size)
+    ffn = batch.tensor_bytes(config.ffn_hidden_size)
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
     norm = norm_backward(config, batch)
     # Backward peaks at the start of the MLP: the gradients of w_down, of gate and up and of their
@@ -200,7 +200,7 @@ def _fp8_transients(
     gradients are products that are then copied or added to their buffers.
     """
     size, on_gpu = batch.compute_bytes, batch.device_type == "cuda"
-    residual, norm = _residual(config, batch), norm_backward(config, batch)
+    residual, norm = batch.tensor_bytes(config.hidden_size), norm_backward(config, batch)
     narrow = batch.num_tokens * config.hidden_size  # elements, which are bytes in fp8
     wide = batch.num_tokens * config.ffn_hidden_size
     weight = config.hidden_size * config.ffn_hidden_size
@@ -234,8 +234,8 @@ def _compiled_backward(config: LlamaConfig, batch: MicroBatch, *, direct: bool) 
 
     Gate and up, which are counted as kept, are freed before the first gradient of a weight.
     """
-    residual = _residual(config, batch)
-    ffn = batch.num_tokens * config.ffn_hidden_size * batch.compute_bytes
+    residual = batch.tensor_bytes(config.hidden_size)
+    ffn = batch.tensor_bytes(config.ffn_hidden_size)
     weight = config.hidden_size * config.ffn_hidden_size * batch.compute_bytes
     before, after = residual + 4 * ffn, 5 * residual
     if config.fp8_format is None:
@@ -272,11 +272,6 @@ def _before_adapters(config: LlamaConfig, batch: MicroBatch) -> int:
         if targets == {"w_down"}:
             width += config.hidden_size
     return _with_scores(config, batch, width)
-
-
-def _residual(config: LlamaConfig, batch: MicroBatch) -> int:
-    """Bytes of one tensor of the residual stream's width."""
-    return batch.num_tokens * config.hidden_size * batch.compute_bytes
 
 
 def block_activations(config: LlamaConfig, batch: MicroBatch) -> int:
@@ -325,14 +320,14 @@ def norm_backward(config: LlamaConfig, batch: MicroBatch) -> int:
     These are the gradients of the block's output, of the normalized input and of the input, and the
     normalized input; on a CPU, below fp32, the norm uses two fp32 tensors instead of the last one.
     """
-    residual = _residual(config, batch)
+    residual = batch.tensor_bytes(config.hidden_size)
     if batch.device_type == "cpu" and batch.compute_bytes < 4:
         return 3 * residual + 2 * residual * 4 // batch.compute_bytes
     return 4 * residual
 
 
 def _head(config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> UnitActivations:
-    residual = _residual(config, batch)
+    residual = batch.tensor_bytes(config.hidden_size)
     weight = config.vocab_size * config.hidden_size * batch.compute_bytes
     tied = config.tie_embeddings_and_output_weights
     loss = _tied_loss(config, batch) if tied else _chunk_of_loss(config, batch)[0]
@@ -379,7 +374,7 @@ def _written_loss(config: LlamaConfig, batch: MicroBatch, grad_bytes: int) -> in
     before, after = _chunk_of_loss(config, batch)
     numel = config.vocab_size * config.hidden_size
     total, product = _output_grad_transient(numel, grad_bytes, batch)
-    return _residual(config, batch) + total + max(before, after + product)
+    return batch.tensor_bytes(config.hidden_size) + total + max(before, after + product)
 
 
 def _tied_loss(config: LlamaConfig, batch: MicroBatch) -> int:

@@ -47,9 +47,8 @@ def part_activations(
     config: LlamaConfig, batch: MicroBatch, shape: RotationShape, *, direct: bool
 ) -> Iterator[tuple[str, UnitActivations]]:
     """The parts by name, in forward order; `direct`: matmuls write gradients into their buffers."""
-    tokens, size = batch.num_tokens, batch.compute_bytes
-    residual = tokens * config.hidden_size * size
-    mlp = residual + 2 * tokens * config.ffn_hidden_size * size
+    residual = batch.tensor_bytes(config.hidden_size)
+    mlp = residual + 2 * batch.tensor_bytes(config.ffn_hidden_size)
     needed = {"attention": block_activations(config, batch) - mlp, "mlp": mlp}
     begins = {group[0] for group in shape.recomputed}
     of_block = cache(partial(_of_block, config, batch, direct=direct))  # most are alike
@@ -77,12 +76,11 @@ def _keeping(part: UnitActivations, needed: int, kept: int | None) -> UnitActiva
 def _look_up(
     config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool
 ) -> UnitActivations:
-    tokens, size = batch.num_tokens, batch.compute_bytes
-    residual = tokens * config.hidden_size * size
+    residual = batch.tensor_bytes(config.hidden_size)
     by_rows = direct and embedding_adds_rows(batch)
-    vocabulary = -(-config.vocab_size // steps) * config.hidden_size * size
+    vocabulary = -(-config.vocab_size // steps) * config.hidden_size * batch.compute_bytes
     return UnitActivations(
-        kept=tokens * 9 * steps,
+        kept=batch.num_tokens * 9 * steps,
         in_forward=3 * residual,
         in_backward=2 * residual + (0 if by_rows else vocabulary),
     )
@@ -91,11 +89,10 @@ def _look_up(
 def _of_block(
     config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool
 ) -> UnitActivations:
-    tokens, size = batch.num_tokens, batch.compute_bytes
-    residual = tokens * config.hidden_size * size
+    residual = batch.tensor_bytes(config.hidden_size)
     columns = -(-config.ffn_hidden_size // steps)
-    ffn = tokens * columns * size
-    matrix = 0 if direct else columns * config.hidden_size * size
+    ffn = batch.tensor_bytes(columns)
+    matrix = 0 if direct else columns * config.hidden_size * batch.compute_bytes
     norm = norm_backward(config, batch)
     return UnitActivations(
         kept=0,
@@ -106,7 +103,7 @@ def _of_block(
 
 def _loss(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> UnitActivations:
     tokens, size = batch.num_tokens, batch.compute_bytes
-    residual = tokens * config.hidden_size * size
+    residual = batch.tensor_bytes(config.hidden_size)
     rows = -(-config.vocab_size // steps)
     chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
     gradient = 0 if direct else rows * config.hidden_size * size

@@ -99,7 +99,7 @@ class Computing:
 
     @property
     def residual_bytes(self) -> int:
-        return self.batch.num_tokens * self.model.hidden_size * self.batch.compute_bytes
+        return self.batch.tensor_bytes(self.model.hidden_size)
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of memory-bound work that reads and writes this many bytes."""
