@@ -235,17 +235,8 @@ class RotatingComputing(Computing):
             else:
                 flops = self.of_attention if part.method == "attention" else self.of_mlp
                 whole = self.forward_and_back(flops, trained=trained, recomputed=recomputed)
-            found.append(self._in_slices(whole, self.degree * len(shape.halves)))
+            found.append(self._in_slices(whole, self.rotation.num_slices * len(shape.halves)))
         return tuple(found)
-
-    @property
-    def degree(self) -> int:
-        return self.rotation.ring.num_steps
-
-    @property
-    def adding_seconds(self) -> float:
-        """Time to add an extra slice's result to the output, or to the input's gradient."""
-        return self.memory_seconds(3 * self.residual_bytes)
 
     def collect_seconds(
         self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
@@ -255,9 +246,9 @@ class RotatingComputing(Computing):
         The first rank of a pass writes its gradients without reading the buffer's old content.
         """
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-        accumulate = BYTES_OF[precision.accumulate]
-        in_ring = compute + 2 * wire - wire / self.degree
-        at_owner = (wire + 2 * accumulate) / self.degree
+        accumulate, degree = BYTES_OF[precision.accumulate], self.rotation.num_slices
+        in_ring = compute + 2 * wire - wire / degree
+        at_owner = (wire + 2 * accumulate) / degree
         return self.memory_seconds(trainable_numel * (in_ring + at_owner))
 
     def _trained(self, index: int) -> float:
@@ -276,7 +267,8 @@ class RotatingComputing(Computing):
 
     def _in_slices(self, whole: UnitSeconds, number: int) -> UnitSeconds:
         """The times with the extra cost of computing in this number of slices."""
-        piece, adding = self.device.piece_seconds, self.adding_seconds
+        piece = self.device.piece_seconds
+        adding = self.memory_seconds(3 * self.residual_bytes)  # to the output, or its gradient
         forward = (number - 1) * (piece * _FORWARD_SHARE + adding)
         backward = (number - 1) * (piece * (1 - _FORWARD_SHARE) + adding)
         found = {**whole, Verb.FORWARD: whole[Verb.FORWARD] + forward}
