@@ -56,7 +56,7 @@ def busy_of(work: Iterable[Queued], *, waits: bool) -> Mapping[Hashable, float]:
     return busy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BufferCosts:
     """What the actions on one of a unit's flat buffers queue, one after the other."""
 
@@ -64,6 +64,14 @@ class BufferCosts:
     busy: Mapping[Verb, Mapping[Hashable, float]]  # see `busy_of`
     encoded_bytes: int = 0  # read and written to encode updated parameters and decode them
     coding_bytes: int = 0  # the same of all codes, wherever they are made
+
+    @cached_property
+    def seconds(self) -> Mapping[Verb, float]:
+        """Of what an action queues, if it shares links with nothing."""
+        return {
+            verb: sum(max(job.seconds for job in phase) for one in work for phase in one.phases)
+            for verb, work in self.queued.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,11 @@ from typing import NamedTuple
 from paro.collectives.schedule import Op
 from paro.planning.context_parallel import Messages, messages_of
 from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs, TimedJob
+from paro.planning.machine.machine import GroupSpeed
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.step.comm_costs import THREAD, busy_of
 from paro.planning.step.computing import Computing
-from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait, unshared
+from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, Topology
 
@@ -123,9 +124,9 @@ class ContextCosts:
             yield from map(Wait, stretch.waits)
 
     def exposed(self, attending: Attending, seconds: float) -> float:
-        """For how long a pass waits for other ranks if it shares links with nothing."""
-        ends, _ = unshared(self.program(attending, seconds, "", ""))
-        return ends - seconds
+        """For how long a pass waits for other ranks if nothing else is sent."""
+        alone = GroupSpeed(num_groups=1), self.program(attending, seconds, "", "")
+        return Simulation([alone]).run() - seconds
 
     @cached_property
     def loads(self) -> tuple[Mapping[Hashable, float], Mapping[Hashable, float]]:

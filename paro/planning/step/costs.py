@@ -22,10 +22,9 @@ from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
 from paro.planning.step.comm_costs import SHIFTS, THREAD, BufferCosts, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
-from paro.planning.step.context import KIND as CONTEXT
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.passes import QUEUES, Counts, StepCounts
-from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait, unshared
+from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait
 from paro.precision import BYTES_OF
 from paro.step.actions import WAITED_BY, Move, Verb
 from paro.step.plan import StepPlan
@@ -227,13 +226,16 @@ class StepCosts:
                 found[THREAD] += count * self.computed(move)[1]
         return found
 
-    def _exposed(self, moves: Iterable[Move]) -> float:
-        """For how long the thread waits, at least, for what overlaps among these actions.
+    def _exposed(self, counts: Counts) -> float:
+        """For how long the thread waits, at least, for what may overlap and has nothing to.
 
-        Attention, whose waits are counted elsewhere, is not among it.
+        What is queued for one buffer comes one after the other.
         """
-        _, waits = unshared(self.program(moves))
-        return sum(seconds for kind, seconds in waits.items() if kind != CONTEXT)
+        of_buffer: defaultdict[int, float] = defaultdict(float)
+        for (verb, number, *_), count in counts.items():
+            if not self.comm_costs.waits(verb):
+                of_buffer[number] += count * self.queued_by(number).seconds.get(verb, 0.0)
+        return max(of_buffer.values(), default=0.0)
 
 
 def device_of(machine: Machine) -> Device:

@@ -10,7 +10,7 @@ from itertools import chain
 
 from paro.planning.cost_model import UnitSize
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
-from paro.step.plan import Pass, StepPlan
+from paro.step.plan import StepPlan
 from paro.step.rotation_plan import RotationShape, plan_of
 
 Counts = Mapping[Move, int]
@@ -50,15 +50,17 @@ class StepCounts:
         return tuple(self._merged(Counter(_waited_for(*found))) for found in passes)
 
     @cached_property
-    def ends(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
-        """The actions with which the first forward begins, and those with which a step ends.
+    def ends(self) -> tuple[Counts, Counts]:
+        """Of what a step waits for before the first computation of a forward, and after the last.
 
-        Those that compute, and what is queued and waited for among them.
+        Both are without the update.
         """
         plan = self.plan(1)
         ((forward, backward),) = plan.micro_batches
-        ends = forward[:2], (*backward[-3:], *plan.end)
-        return _of_effect(ends[0]), _of_effect(ends[1])
+        moves = [*chain.from_iterable((*forward, *backward, *plan.end))]
+        computing = [place for place, (verb, *_) in enumerate(moves) if verb >= Verb.FORWARD]
+        begin, end = moves[: computing[0]], moves[computing[-1] :]
+        return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 
     def of_step(self, num_micro_batches: int) -> Counts:
         """Of all that a step of `num_micro_batches` micro-batches queues."""
@@ -90,18 +92,7 @@ class StepCounts:
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 
 
-def _of_effect(stretches: Pass) -> tuple[Move, ...]:
-    moves = tuple(chain.from_iterable(stretches))
-    buffers = {number for verb, number, *_ in moves if verb in QUEUES}
-    about_buffers = QUEUES.union(WAITED_BY)
-    return tuple(
-        (verb, number, *slots)
-        for verb, number, *slots in moves
-        if verb >= Verb.FORWARD or (verb in about_buffers and number in buffers)
-    )
-
-
-def _waited_for(*passes: Pass) -> Iterable[Move]:
+def _waited_for(*passes: Iterable[Iterable[Move]]) -> Iterable[Move]:
     queued: dict[tuple[Verb, int], list[Move]] = {}
     for move in chain.from_iterable(chain(*passes)):
         verb, number = move[:2]

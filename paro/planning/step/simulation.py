@@ -15,8 +15,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -315,35 +315,3 @@ class Simulation:
     def _add_span(self, index: int, stream: str, name: str, kind: str, start: float) -> None:
         if self._record:
             self.activities.append(Activity(index, stream, name, kind, start, self.now))
-
-
-def unshared(program: Program) -> tuple[float, Mapping[str, float]]:
-    """When a program would end if each job had its links alone, and its waits by kind until then.
-
-    Those that a request to queue asks for are not among them.
-    """
-    now = 0.0
-    waits: defaultdict[str, float] = defaultdict(float)
-    ends: dict[Hashable, tuple[float, str]] = {}  # and kinds of what was queued
-    free: defaultdict[Hashable, float] = defaultdict(float)  # from when on, by stream
-    for request in program:
-        if isinstance(request, Compute):
-            now += request.seconds
-        elif isinstance(request, Wait):
-            end, kind = ends.get(request.key, (now, ""))
-            waits[kind] += max(0.0, end - now)
-            now = max(now, end)
-        else:
-            end, kind = ends.get(request.after, (now, ""))
-            end = max(now, end)
-            for part in request.parts:
-                kind = part.kind
-                for phase in part.phases:
-                    begin = end
-                    for job in phase:
-                        stream = part.use, job.stream
-                        free[stream] = max(begin, free[stream]) + job.seconds
-                        end = max(end, free[stream])
-            ends[request.key] = end, kind
-            now = end if request.waits else now
-    return now, waits
