@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from model.units import UnitSpec
@@ -27,10 +28,10 @@ from paro.optim.deal import (
 from paro.optim.states import master_is_param, optimizer_bytes
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
-from paro.step.actions import StepShape, UnitKind, Verb, number_buffers
+from paro.step.actions import PASS_OF, StepShape, UnitKind, Verb, number_buffers
 from paro.step.rotation_plan import RotationShape, plan_of
 from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
-from paro.topology import Axis, AxisSpan, Link, Topology, Use, split_by_link
+from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class UnitSize:
     part: str = ""  # where weights rotate: the part of the model that reads these
     trainable_numel: int
     frozen_numel: int
-    gathers_per_micro_batch: int
+    gathers_per_micro_batch: int = 0
     borrows: tuple[str, ...] = ()
     backward_needs_weight: bool = True
     reductions_per_micro_batch: int = 1
@@ -50,8 +51,7 @@ class UnitSize:
     # Of the trainable buffer: its equal slices, and matrices are before this element of each.
     num_slices: int = 1
     matrix_stop: int = 0
-    # The matrices that Muon would update: offset, rows and columns.
-    matrices: tuple[tuple[int, int, int], ...] = ()
+    matrices: tuple[tuple[int, int, int], ...] = ()  # that Muon would update: offset, rows, columns
     dealt: int = 1  # of a bucket: its number of units if it is the first of them, else 0
 
     @property
@@ -103,7 +103,7 @@ def size_units(
 ) -> tuple[UnitSize, ...]:
     """Sizes and gather counts of units; a parameter trains unless `is_trained(name)` is false.
 
-    Gathers are counted in the actions of a step.
+    Gathers do not depend on how many are gathered ahead: what is needed again was released.
     """
     layout = partial(make_whole_layout, world_size=world_size)
     sizes = [
@@ -115,23 +115,22 @@ def size_units(
         for unit in units
     ]
     numbered = number_buffers([size.kind for size in sizes])
-    # Gathers do not depend on how many are gathered ahead: what is needed again was released.
     return counted(sizes, StepShape(units=numbered, gathers=True, reduces=False, prefetch_units=0))
 
 
-def counted(sizes: Iterable[UnitSize], shape: StepShape | RotationShape) -> tuple[UnitSize, ...]:
+def counted(sizes: Sequence[UnitSize], shape: StepShape | RotationShape) -> tuple[UnitSize, ...]:
     """The units with how often they are sent in a micro-batch, by the actions of a step."""
-    counts = Counter((verb, number) for verb, number, *_ in plan_of(shape, 1).actions())
-    each = max(1, shape.num_slices - 1)  # shifts of a pass round the ring
-    found: list[UnitSize] = []
-    buffer = 0
-    for size in sizes:
-        gathers = sum(counts[verb, buffer] for verb in (Verb.GATHER, Verb.SHIFT, Verb.SHIFT_BACK))
-        reductions = sum(counts[verb, buffer] for verb in (Verb.REDUCE, Verb.SHIFT_GRADS))
-        sent = replace(size, gathers_per_micro_batch=gathers // each)
-        found.append(replace(sent, reductions_per_micro_batch=reductions // each))
-        buffer += len(size.kind.trains)
-    return tuple(found)
+    counts = Counter((PASS_OF.get(one[0], one[0]), one[1]) for one in plan_of(shape, 1).actions())
+    each = max(1, shape.num_slices - 1)  # shifts of a pass
+    firsts = accumulate((len(size.kind.trains) for size in sizes), initial=0)
+    return tuple(
+        replace(
+            size,
+            gathers_per_micro_batch=counts[Verb.GATHER, first] // each,
+            reductions_per_micro_batch=counts[Verb.REDUCE, first] // each,
+        )
+        for size, first in zip(sizes, firsts, strict=False)
+    )
 
 
 def unit_size(
@@ -149,7 +148,6 @@ def unit_size(
         name=name,
         trainable_numel=trainable.numel,
         frozen_numel=frozen.numel,
-        gathers_per_micro_batch=0,
         num_slices=trainable.num_slices,
         matrix_stop=trainable.decayed_stop,
         matrices=muon_places(trainable),
@@ -232,9 +230,8 @@ def exchanged(
             link = Link.INTRA if groups[holder] == groups[owner] else Link.INTER
             times = 2 if rank is None else (ranks[holder] == rank) + (ranks[owner] == rank)
             sent[link] += times * numel * BYTES_OF[precision.matrix_wire]
-        if rank is None:
-            sent = {link: num_bytes // degree for link, num_bytes in sent.items()}
-        total += Sent(sent[Link.INTRA], sent[Link.INTER])
+        share = degree if rank is None else 1
+        total += Sent(sent[Link.INTRA] // share, sent[Link.INTER] // share)
     return total
 
 
@@ -304,7 +301,9 @@ def sent_by(collectives: Iterable[Collective]) -> Sent:
     for one in collectives:
         passes = 2 if one.op is Op.ALL_REDUCE else 1
         for axis in one.span:
-            sent[axis.link] += passes * _sent_along(axis, one.whole_bytes)
+            assert one.whole_bytes % axis.outer == 0, f"{one} is not padded for {axis}"
+            own = one.whole_bytes // axis.inner - one.whole_bytes // axis.outer
+            sent[axis.link] += passes * own
     return Sent(sent[Link.INTRA], sent[Link.INTER])
 
 
@@ -363,12 +362,6 @@ def codes_of(
 def strategy_of(unit: UnitSize, strategy: Strategy) -> Strategy:
     """How a unit's states are sharded: replicated units keep params and grads whole."""
     return replicated(strategy) if unit.replicated else strategy
-
-
-def _sent_along(axis: Axis, num_bytes: int) -> int:
-    """Bytes a rank sends to gather or reduce along an axis; `num_bytes` is the whole buffer."""
-    assert num_bytes % axis.outer == 0, f"{num_bytes} bytes are not padded for {axis}"
-    return num_bytes // axis.inner - num_bytes // axis.outer
 
 
 def model_state_bytes(

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import exchanged, sent_by, unit_collectives
 from paro.planning.memory.tally import StepTally
-from paro.step.actions import WAITED_BY, Move, Verb
+from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import align, count_text, size_text
 from paro.topology import Axis, Link, Topology, Use
@@ -51,8 +51,6 @@ _SENT = {
     Verb.SHIFT_BACK: ("send the slice of {} back",),
     Verb.SHIFT_GRADS: ("send the slice's gradients of {} back",),
 }
-# Of a pass round the ring, which sends what these would, an action is one shift.
-_PASS = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
 # The same of what is sent as codes.
 _CODED = {
     Verb.STEP_REDUCE: (
@@ -240,13 +238,13 @@ class _Follower:
         if verb not in _SENT:
             return
         index, trains = self._buffers[action[1]]
-        collectives = self._collectives[index][_PASS.get(verb, verb), trains]
+        collectives = self._collectives[index][PASS_OF.get(verb, verb), trains]
         listed = _CODED if collectives[-1].is_coded else _SENT
         for words, one in zip(listed[verb], collectives, strict=True):
             if one.span:
                 axes = ", ".join(map(self._axis_text, one.span))
                 use, sent = one.use, sent_by([one])
-                if verb in _PASS:
+                if verb in PASS_OF:
                     shifts, use = self.tally.strategy.params - 1, Use.ROTATE
                     sent = Sent(sent.intra // shifts, sent.inter // shifts)
                 yield words, f"{use.value} {axes}", sent

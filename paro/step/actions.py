@@ -52,6 +52,9 @@ WAITED_BY = {
     Verb.WAIT_GRADS: (Verb.SHIFT_GRADS,),
 }
 
+# A pass of slices round the ring, of which these are a step, sends as much as this.
+PASS_OF = {Verb.SHIFT: Verb.GATHER, Verb.SHIFT_BACK: Verb.GATHER, Verb.SHIFT_GRADS: Verb.REDUCE}
+
 Action = tuple[Verb, int]  # and the number of a buffer or a unit
 SliceMove = tuple[Verb, *tuple[int, ...]]  # of a slice of some buffer, with slots
 Move = tuple[Verb, int, *tuple[int, ...]]  # either, with the number

@@ -153,7 +153,6 @@ def measured_units(training: Training) -> tuple[UnitSize, ...]:
             name=unit.name,
             trainable_numel=unit.layout.numel if unit.trainable else 0,
             frozen_numel=0 if unit.trainable else unit.layout.numel,
-            gathers_per_micro_batch=0,  # only sizes are used here
             replicated=isinstance(training.model, RotatedModel) and isinstance(unit, ShardedUnit),
             num_slices=unit.layout.num_slices,
             matrix_stop=unit.layout.decayed_stop,

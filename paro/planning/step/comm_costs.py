@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from paro.planning.cost_model import Collective, UnitSize, strategy_of, unit_collectives
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
@@ -14,7 +13,7 @@ from paro.planning.machine.machine import Device, Machine
 from paro.planning.step.computing import coding_seconds
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Verb
+from paro.step.actions import PASS_OF, Verb
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology
 
@@ -37,9 +36,6 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
-# Where weights rotate: the shifts of the pass round the ring that replaces a collective.
-_PASSES = {Verb.GATHER: (Verb.SHIFT, Verb.SHIFT_BACK), Verb.REDUCE: (Verb.SHIFT_GRADS,)}
-SHIFTS = frozenset(chain.from_iterable(_PASSES.values()))
 THREAD = "thread"  # the training thread, beside links and comm streams
 
 
@@ -89,7 +85,7 @@ class CommCosts:
 
     def waits(self, verb: Verb) -> bool:
         """Whether what an action queues is waited for at once, and overlaps with nothing."""
-        return not self.overlaps or (self.in_place and verb in SHIFTS)
+        return not self.overlaps or (self.in_place and verb in PASS_OF)
 
     @property
     def machine(self) -> Machine:
@@ -141,10 +137,10 @@ class CommCosts:
     ) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
         """What the actions queue that send these collectives."""
         for verb, collectives in sent.items():
-            if self.rotates and verb in _PASSES:
+            if self.rotates and verb in PASS_OF.values():
                 (one,) = collectives
                 shifts = self.times.shifts(one.span, one.num_bytes, in_place=self.in_place)
-                found = [(shift, shifts[:1]) for shift in _PASSES[verb]]
+                found = [(shift, shifts[:1]) for shift, of in PASS_OF.items() if of is verb]
             else:
                 of_each = (self.times.phases(o.op, o.span, o.num_bytes) for o in collectives)
                 found = [(verb, tuple(phase for phases in of_each for phase in phases))]

@@ -20,13 +20,13 @@ from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
 from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
-from paro.planning.step.comm_costs import SHIFTS, THREAD, BufferCosts, CommCosts
+from paro.planning.step.comm_costs import THREAD, BufferCosts, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.passes import QUEUES, Counts, StepCounts
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait
 from paro.precision import BYTES_OF
-from paro.step.actions import WAITED_BY, Move, Verb
+from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import StepPlan
 
 # What an action queues comes after what another has queued for the same buffer.
@@ -101,7 +101,7 @@ class StepCosts:
             took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             took = self.collect_seconds(unit.trainable_numel)
-        elif verb in SHIFTS and slots[0] == slots[1]:  # in place, a copy out of staging
+        elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
             precision = self.comm_costs.precision
             kind = precision.compute if trains else precision.frozen
             kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
@@ -222,7 +222,7 @@ class StepCosts:
             verb, number, *_ = move
             for load, seconds in self.queued_by(number).busy.get(verb, {}).items():
                 found[load] += count * seconds
-            if verb in SHIFTS:  # copies what it has received
+            if verb in PASS_OF:  # copies what it has received
                 found[THREAD] += count * self.computed(move)[1]
         return found
 
