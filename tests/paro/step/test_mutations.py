@@ -10,7 +10,7 @@ import pytest
 from paro.planning.search.estimator import Estimator
 from paro.planning.step.timeline import simulate
 from paro.step import plan
-from paro.step.actions import Move
+from paro.step.actions import Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.updating import UpdatingPolicy
 from tests.paro.late_mutations import Mutation
@@ -85,11 +85,11 @@ def test_gathers_below_the_first_unit_that_trains_are_noticed() -> None:
 
 def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
     """Without the check a tied head would free the embedding that is gathered for it."""
-    shape = plan.StepShape(
-        units=plan.number_buffers(
+    shape = StepShape(
+        units=number_buffers(
             [
-                plan.UnitKind(name="embedding", trains=(True,), backward_needs_weight=False),
-                plan.UnitKind(name="head", trains=(True,), borrows=("embedding",)),
+                UnitKind(name="embedding", trains=(True,), backward_needs_weight=False),
+                UnitKind(name="head", trains=(True,), borrows=("embedding",)),
             ]
         ),
         gathers=True,
@@ -99,4 +99,4 @@ def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
     policy = GatheringPolicy(shape, UpdatingPolicy([], None))
     with patch.object(policy, "_live", [0, 1]), patch.object(policy, "_whole", {0, 1}):
         assert policy._release(0) == []
-        assert policy._release(1) == [(plan.Verb.RELEASE, 1), (plan.Verb.RELEASE, 0)]
+        assert policy._release(1) == [(Verb.RELEASE, 1), (Verb.RELEASE, 0)]
