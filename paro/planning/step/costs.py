@@ -147,6 +147,7 @@ class StepCosts:
 
     def program(self, moves: Iterable[Move]) -> Program:
         """What the training thread of a group's ranks does for these actions."""
+        at_once = {verb for verb in QUEUES if self.comm_costs.waits(verb)}
         for move in moves:
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
@@ -156,7 +157,7 @@ class StepCosts:
                 parts = self.queued_by(number).queued.get(verb, ())
                 name = unit.name if trains else f"{unit.name} (frozen)"
                 after = AFTER.get(verb), number
-                yield Queue((verb, number), parts, name, after, waits=self.comm_costs.waits(verb))
+                yield Queue((verb, number), parts, name, after, verb in at_once)
             elif verb is Verb.NORM:
                 seconds = scalar_seconds(self.machine)
                 job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)

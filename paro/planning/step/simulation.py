@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -79,19 +79,22 @@ class Activity(NamedTuple):
 class _Work:
     """A job in a communication stream of one actor, or of all of them."""
 
-    name: str
-    kind: str
+    part: Queued
+    of: str  # what it is about
     job: TimedJob
-    stream: tuple[str, StreamAxes]
     members: int  # the number of actors that take part
     after: _Works
-    left: float  # remaining seconds if it did not share links
+    left: float = 0.0  # remaining seconds if it did not share links
     submitted: list[int] = field(default_factory=list)  # by these actors
     is_ordered: bool = False  # among its actors' launches
     running: bool = False
     done: bool = False
     start: float = 0.0
     rate: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.part.name} {self.of}".strip()
 
     def blocker(self) -> _Work:
         """The unfinished work at the start of the chain that this one waits for."""
@@ -113,12 +116,14 @@ class Actor:
     program: Program
     queued: dict[Hashable, _Works] = field(default_factory=dict)  # last, by key
     num_jobs: int = 0
-    streams: dict[tuple[str, StreamAxes], deque[_Work]] = field(default_factory=dict)
+    streams: defaultdict[tuple[str, StreamAxes], deque[_Work]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     computing: Compute | None = None
     left: float = 0.0
     start: float = 0.0
     waiting: _Works = ()
-    finished: float | None = None
+    finished: bool = False
     launches: deque[_Work] = field(default_factory=deque)  # to start in this order
     exposed: dict[str, float] = field(default_factory=dict)
     computed: dict[str, float] = field(default_factory=dict)
@@ -146,7 +151,7 @@ class Simulation:
         """Runs all programs; returns the time at which the last one ends."""
         for actor in self.actors:
             self._advance(actor)
-        while any(actor.finished is None for actor in self.actors):
+        while not all([actor.finished for actor in self.actors]):
             self._step()
         return self.now
 
@@ -154,25 +159,19 @@ class Simulation:
         """Queues each phase of a request after the one before."""
         works = actor.queued.get(request.after, ())
         for part in request.parts:
-            name = f"{part.name} {request.of}".strip()
             for phase in part.phases:
                 crosses = part.joins or any(job.inter for job in phase)
                 members = len(self.actors) if crosses else 1
-                works = tuple(
-                    self._submit(actor, part, job, name, members=members, after=works)
-                    for job in phase
-                )
+                jobs = [_Work(part, request.of, job, members, works) for job in phase]
+                works = tuple(self._submit(actor, work) for work in jobs)
         actor.queued[request.key] = works
 
-    def _submit(
-        self, actor: Actor, part: Queued, job: TimedJob, name: str, *, members: int, after: _Works
-    ) -> _Work:
+    def _submit(self, actor: Actor, work: _Work) -> _Work:
         """Queues a job in an actor's stream; a joint one is the same for all actors."""
-        speed = actor.speed.inter if job.inter else actor.speed.intra if job.intra else 1.0
-        stream = part.use, job.stream
-        work = _Work(name, part.kind, job, stream, members, after, left=job.seconds / speed)
+        job, speed = work.job, actor.speed
+        work.left = job.seconds / (speed.inter if job.inter else speed.intra if job.intra else 1.0)
         actor.num_jobs += 1
-        if members > 1:
+        if work.members > 1:
             joint = self._joint.setdefault(actor.num_jobs, work)
             if joint is not work:  # it waits for all actors, and is as slow as the slowest
                 joint.after += work.after
@@ -182,8 +181,10 @@ class Simulation:
         if self._launches_in_order and (job.intra or job.inter):
             work.is_ordered = True
             actor.launches.append(work)
-        actor.streams.setdefault(stream, deque()).append(work)
-        self._start_if_ready(work)
+        queue = actor.streams[work.part.use, job.stream]
+        queue.append(work)
+        if queue[0] is work:
+            self._start_if_ready(work)
         return work
 
     def _start_if_ready(self, work: _Work) -> None:
@@ -191,12 +192,14 @@ class Simulation:
         actors = [self.actors[index] for index in work.submitted]
         if work.running or len(actors) < work.members or not all(w.done for w in work.after):
             return
-        ordered = [actor.launches for actor in actors if work.is_ordered]
-        queues = [*ordered, *(actor.streams[work.stream] for actor in actors)]
-        if any(queue[0] is not work for queue in queues):
-            return
+        stream = work.part.use, work.job.stream
+        for actor in actors:
+            in_turn = not work.is_ordered or actor.launches[0] is work
+            if not in_turn or actor.streams[stream][0] is not work:
+                return
         work.running, work.start = True, self.now
         self._running.append(work)
+        ordered = [actor.launches for actor in actors if work.is_ordered]
         for launches in ordered:
             launches.popleft()
         for launches in ordered:
@@ -207,20 +210,20 @@ class Simulation:
         """Runs a program until it computes or has to wait."""
         for request in actor.program:
             if isinstance(request, Compute):
-                actor.left, actor.start = request.seconds / actor.speed.compute, self.now
-                if actor.left > _TINY:
-                    actor.computing = request
+                seconds = request.seconds / actor.speed.compute
+                if seconds > _TINY:
+                    actor.computing, actor.left, actor.start = request, seconds, self.now
                     return
                 continue
             if isinstance(request, Queue):
                 self._queue(actor, request)
                 if not request.waits:
                     continue
-            works = actor.queued.get(request.key, ())
-            actor.waiting, actor.start = tuple(w for w in works if not w.done), self.now
-            if actor.waiting:
+            waiting = tuple(w for w in actor.queued.get(request.key, ()) if not w.done)
+            if waiting:
+                actor.waiting, actor.start = waiting, self.now
                 return
-        actor.finished = self.now
+        actor.finished = True
 
     def _step(self) -> None:
         """Advances to the next end of a computation or of a job."""
@@ -279,18 +282,19 @@ class Simulation:
     def _blocking_kind(self, actor: Actor) -> str:
         """The kind of the first unfinished work that an actor needs."""
         blocker = actor.waiting[0].blocker()
-        queue = actor.streams.get(blocker.stream)
-        return queue[0].kind if queue else blocker.kind
+        queue = actor.streams[blocker.part.use, blocker.job.stream]
+        return (queue[0] if queue else blocker).part.kind
 
     def _finish(self, work: _Work) -> None:
         work.done, work.running = True, False
         self._running.remove(work)
-        use, axes = work.stream
-        stream = f"{use} {'+'.join(map(str, axes))}" if self._record else use
+        part, axes = work.part, work.job.stream
         for index in work.submitted:
             actor = self.actors[index]
-            self._add_span(index, stream, work.name, work.kind, work.start)
-            queue = actor.streams[work.stream]
+            if self._record:
+                stream = f"{part.use} {'+'.join(map(str, axes))}"
+                self._add_span(index, stream, work.name, part.kind, work.start)
+            queue = actor.streams[part.use, axes]
             assert queue.popleft() is work, f"{work.name} is not first in its stream"
             if queue:
                 self._start_if_ready(queue[0])
