@@ -1,9 +1,9 @@
 """Time of attention where ranks share samples: what travels, and while how much is computed."""
 
-# A pass over a block's attention is a list of stretches. Each queues work, computes a share of the
-# pass, and waits for some of what is queued. Turns of a ring are alike, so they are one stretch:
-# n turns in each of which a message of m seconds travels while p are computed take
-# n max(m, p) = max(n m, n p). The same holds of the pieces in which heads are exchanged.
+# A pass over a block's attention queues work, computes shares of the pass, and waits for what is
+# queued. Turns of a ring are alike, so they are one: n turns in each of which a message of m
+# seconds travels while p are computed take n max(m, p) = max(n m, n p). The same holds of the
+# pieces in which heads are exchanged.
 #
 #     ring       Ri ranks inside, Ro outside, p = 1 / (Ri Ro) of the pass: in a turn Ri - 1 messages
 #                of the inner ring travel beside as many p, and one of the outer beside Ri of them;
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 from paro.collectives.schedule import Op
 from paro.planning.context_parallel import Messages, messages_of
@@ -61,12 +60,8 @@ _ATTENDS = {
 }
 
 
-class Stretch(NamedTuple):
-    """A part of a pass: queues work by name, computes a share of the pass, waits for work."""
-
-    queues: Mapping[str, Queued]
-    share: float = 0.0
-    waits: tuple[str, ...] = ()
+# What a pass does, one after the other; a number is a share of its computation.
+Pass = tuple[Queue | Wait | float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +89,8 @@ class ContextCosts:
         )
 
     @cached_property
-    def passes(self) -> dict[Attending, tuple[Stretch, ...]]:
-        """The stretches of every kind of pass."""
+    def passes(self) -> dict[Attending, Pass]:
+        """Every kind of pass."""
         return {one: self._exchanged(one) for one in Attending}
 
     def attended(self, move: Move) -> tuple[tuple[Attending, float], ...]:
@@ -117,11 +112,11 @@ class ContextCosts:
 
     def program(self, attending: Attending, seconds: float, name: str, kind: str) -> Program:
         """What the training thread does for a pass over a unit's attention."""
-        for stretch in self.passes[attending]:
-            for key, part in stretch.queues.items():
-                yield Queue(key, (part,), name, waits=not self.overlaps)
-            yield Compute(stretch.share * seconds, f"{kind} {name}: attention", kind)
-            yield from map(Wait, stretch.waits)
+        for request in self.passes[attending]:
+            if isinstance(request, float):
+                yield Compute(request * seconds, f"{kind} {name}: attention", kind)
+            else:
+                yield request._replace(of=name) if isinstance(request, Queue) else request
 
     def exposed(self, attending: Attending, seconds: float) -> float:
         """For how long a pass waits for other ranks if nothing else is sent."""
@@ -141,86 +136,89 @@ class ContextCosts:
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (attending, seconds), count in Counter(chain(*map(self.attended, moves))).items():
             busy[THREAD] += count * self.exposed(attending, seconds)
-            queued = [one for part in self.passes[attending] for one in part.queues.values()]
-            for load, took in busy_of(queued, waits=False).items():
+            queues = (one for one in self.passes[attending] if isinstance(one, Queue))
+            parts = chain.from_iterable(queue.parts for queue in queues)
+            for load, took in busy_of(parts, waits=False).items():
                 busy[load] += count * took
         return busy
 
-    def _exchanged(self, attending: Attending) -> tuple[Stretch, ...]:
+    def _exchanged(self, attending: Attending) -> Pass:
         layout, messages = self._batch.context, self._messages
         within = self._within(attending)
         if layout.heads == 1:
             return within
-        span, pieces = layout.heads_span(self._topology), messages.pieces
+        span, more = layout.heads_span(self._topology), messages.pieces - 1
         there, back = (
-            self.times.exchange(span, num_bytes // pieces)
+            self.times.exchange(span, num_bytes // messages.pieces)
             for num_bytes in (messages.there, messages.back)
         )
         first, last = (back, there) if attending is Attending.BACKWARD else (there, back)
-        found = [Stretch({"first": _queued((first, 1))}, waits=("first",)), *within]
-        if pieces > 1:
-            beside = _queued((there, pieces - 1), (back, pieces - 1))
-            found[1] = found[1]._replace(queues={"others": beside, **found[1].queues})
-            found.append(Stretch({}, waits=("others",)))
-        if attending is not Attending.CORE:
-            found.append(Stretch({"last": _queued((last, 1))}, waits=("last",)))
-        return tuple(found)
+        return (
+            self._queue("first", _repeated((first, 1)), waits=True),
+            self._queue("others", _repeated((there, more), (back, more))),
+            *within,
+            Wait("others"),
+            self._queue("last", _repeated((last, attending is not Attending.CORE)), waits=True),
+        )
 
-    def _within(self, attending: Attending) -> tuple[Stretch, ...]:
+    def _within(self, attending: Attending) -> Pass:
         if attending is Attending.KEPT:
-            return (Stretch({}),)
+            return ()
         gathers = self._batch.context.gathers
         return self._gathered(attending) if gathers else self._turned(attending)
 
-    def _gathered(self, attending: Attending) -> tuple[Stretch, ...]:
+    def _gathered(self, attending: Attending) -> Pass:
         """Keys and values of all places by a collective."""
         layout, messages = self._batch.context, self._messages
         span, own = layout.ring_span(self._topology), 1 / layout.ring
         phases = self.times.phases(Op.ALL_GATHER, span, layout.ring * messages.keys)
-        found = Stretch({"keys": _in_phases(phases)}, own, ("keys",)), Stretch({}, 1 - own)
+        found = self._queue("keys", phases), own, Wait("keys"), 1 - own
         if attending is not Attending.BACKWARD:
             return found
         phases = self.times.phases(Op.REDUCE_SCATTER, span, layout.ring * messages.grads)
-        return *found, Stretch({"grads": _in_phases(phases)}, waits=("grads",))
+        return *found, self._queue("grads", phases, waits=True)
 
-    def _turned(self, attending: Attending) -> tuple[Stretch, ...]:
+    def _turned(self, attending: Attending) -> Pass:
         """Keys and values go round the rings."""
-        inner, outer = self._batch.context.rings(self._topology)
-        steps, turns = _size(inner), _size(outer)
+        rings = self._batch.context.rings(self._topology)
+        inner, outer = rings
+        steps, turns = map(_size, rings)
         share, sums = 1 / (steps * turns), attending is Attending.BACKWARD
         before_last = (turns - 1) * (steps - 1)
-        in_group = self._hops(inner, before_last, sums * before_last)
-        between = self._hops(outer, turns - 1, sums * (turns - 2))
-        last = self._hops(inner, steps - 1, sums * (steps - 2))
-        ends = {"inner sum": inner, "outer sum": outer} if sums else {}
         return (
-            Stretch({"outer": between, "inner": in_group}, before_last * share, ("inner",)),
-            Stretch({}, (turns - 1) * share, ("outer",)),
-            Stretch({"inner": last}, (steps - 1) * share, ("inner",)),
-            Stretch({}, share),
-            *(Stretch({end: self._hops(span, 0, 1)}, waits=(end,)) for end, span in ends.items()),
+            self._queue("outer", self._hops(outer, turns - 1, sums * (turns - 2))),
+            self._queue("inner", self._hops(inner, before_last, sums * before_last)),
+            before_last * share,
+            Wait("inner"),
+            (turns - 1) * share,
+            Wait("outer"),
+            self._queue("inner", self._hops(inner, steps - 1, sums * (steps - 2))),
+            (steps - 1) * share,
+            Wait("inner"),
+            share,
+            self._queue("inner", self._hops(inner, 0, sums * min(1, steps - 1)), waits=True),
+            self._queue("outer", self._hops(outer, 0, sums * min(1, turns - 1)), waits=True),
         )
 
-    def _hops(self, span: AxisSpan, keys: int, sums: int) -> Queued:
+    def _queue(self, key: str, phases: tuple[ParallelJobs, ...], *, waits: bool = False) -> Queue:
+        part = Queued("attention", KIND, KIND, phases)
+        return Queue(key, (part,), waits=waits or not self.overlaps)
+
+    def _hops(self, span: AxisSpan, keys: int, sums: int) -> tuple[ParallelJobs, ...]:
         """Messages to the next rank of a ring: keys and values, and sums of their gradients."""
-        messages, others = self._messages, _size(span) - 1
-        return _queued(
+        messages = self._messages
+        return _repeated(
             *(
                 (self.times.hop(span, num_bytes // messages.pieces), messages.pieces * number)
                 for num_bytes, number in ((messages.keys, keys), (messages.grads, sums))
-                if others and number > 0
+                if number > 0
             )
         )
 
 
-def _queued(*jobs: tuple[TimedJob, int]) -> Queued:
+def _repeated(*jobs: tuple[TimedJob, int]) -> tuple[ParallelJobs, ...]:
     """So many times each job."""
-    repeated = (job._replace(seconds=job.seconds * number) for job, number in jobs)
-    return _in_phases(tuple((job,) for job in repeated))
-
-
-def _in_phases(phases: tuple[ParallelJobs, ...]) -> Queued:
-    return Queued("attention", KIND, KIND, phases)
+    return tuple((job._replace(seconds=job.seconds * n),) for job, n in jobs if n)
 
 
 def _size(span: AxisSpan) -> int:

@@ -151,7 +151,7 @@ class Simulation:
         """Runs all programs; returns the time at which the last one ends."""
         for actor in self.actors:
             self._advance(actor)
-        while not all([actor.finished for actor in self.actors]):
+        while not all(actor.finished for actor in self.actors):
             self._step()
         return self.now
 
