@@ -174,19 +174,23 @@ class CollectiveTimes:
         self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str, *, own_nics: bool = False
     ) -> TimedJob:
         """One job over all axes of a span; with `own_nics` each flow has one NIC."""
-        axes = _axes(self.machine, span)
-        found, ring = self._measured(op, span, num_bytes, algorithm), (0.0, 0.0)
-        if not found or _has_links(self.machine, axes):
-            ring = _ring(self.machine, op, span, num_bytes, own_nics=own_nics)
-        time, cpu, slowed = found or _Found(sum(ring))
-        busy = min(1.0, ring[1] / time) if found and _has_links(self.machine, axes) else 1.0
+        found, busy = self._measured(op, span, num_bytes, algorithm), 1.0
+        if found is None or _has_links(self.machine, _axes(self.machine, span)):
+            latency, on_links = _ring(self.machine, op, span, num_bytes, own_nics=own_nics)
+            busy = 1.0 if found is None else min(1.0, on_links / found.seconds)
+            found = found or _Found(latency + on_links)
+        return self._job(span, found, busy)
+
+    def _job(self, span: AxisSpan, found: _Found, busy: float) -> TimedJob:
+        """A job that keeps the links of a span busy for this share of its time."""
+        on_nics = _uses_nics(self.machine, span)
         return TimedJob(
             stream=tuple(axis.index for axis in span),
-            seconds=time,
-            intra=busy if axes is Axes.INTRA else 0.0,
-            inter=0.0 if axes is Axes.INTRA else busy,
-            cpu=cpu,
-            slowed=slowed,
+            seconds=found.seconds,
+            intra=0.0 if on_nics else busy,
+            inter=busy if on_nics else 0.0,
+            cpu=found.cpu,
+            slowed=found.slowed,
         )
 
     def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> ParallelJobs:
@@ -208,20 +212,14 @@ class CollectiveTimes:
             else:
                 last = self._last_piece(op, inner, outer, num_bytes)
                 found = _Found(max(within, between) + last)
-        time, cpu, slowed = found
-        jobs = []
-        for part, own in ((inner, within), (outer, between)):
-            busy, on_nics = min(1.0, own / time), _uses_nics(self.machine, part)
-            job = TimedJob(
-                stream=tuple(axis.index for axis in part),
-                seconds=time,
-                intra=0.0 if on_nics else busy,
-                inter=busy if on_nics else 0.0,
-                cpu=cpu * own / (within + between),
-                slowed=slowed,
+        return tuple(
+            self._job(
+                part,
+                found._replace(cpu=found.cpu * own / (within + between)),
+                min(1.0, own / found.seconds),
             )
-            jobs.append(job)
-        return tuple(jobs)
+            for part, own in ((inner, within), (outer, between))
+        )
 
     def _last_piece(self, op: Op, inner: AxisSpan, outer: AxisSpan, num_bytes: int) -> float:
         """Time inside a group after the last piece has arrived from another one."""
