@@ -26,9 +26,8 @@ from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.search.run_memory import RunMemory, sent_per_step
 from paro.planning.search.search_space import MEMORY_MARGIN, Workload
-from paro.planning.search.traffic import sent_per_step
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
 from paro.sharding.shards import UnitShards

@@ -15,8 +15,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.search.run_memory import RunMemory
-from paro.planning.search.traffic import sent_per_step
+from paro.planning.search.run_memory import RunMemory, sent_per_step
 from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.memory_check import plan_of

@@ -10,9 +10,8 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.run_memory import RunMemory, RunPlan
+from paro.planning.search.run_memory import RunMemory, RunPlan, sent_per_step
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
-from paro.planning.search.traffic import sent_per_step
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing, RotatingComputing, coding_seconds
 from paro.planning.step.context import ContextCosts

@@ -1,18 +1,22 @@
-"""Predicts what a rank of a run takes of its device; trainer, dry run and planner read it."""
+"""Predicts what a rank of a run takes of its device, and sends, for trainer and planner."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
+from paro.distributed.byte_counter import Sent
 from paro.optim.deal import places_to_deal_to
+from paro.planning.context_parallel import context_traffic
 from paro.planning.cost_model import (
     UnitSize,
     code_bytes,
     in_buckets,
     merged,
     model_state_bytes,
+    traffic_per_step,
 )
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
@@ -39,7 +43,7 @@ from paro.step.actions import StepShape
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import RotationShape
 from paro.strategy import Strategy
-from paro.topology import make_topology
+from paro.topology import Topology, make_topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,13 @@ class RunPlan:
         return replace(self.model, recompute=self.recompute)
 
     @property
+    def topology(self) -> Topology:
+        degrees = self.strategy.degrees
+        return make_topology(
+            world_size=self.world_size, group_size=self.group_size, degrees=degrees
+        )
+
+    @property
     def batch(self) -> MicroBatch:
         return MicroBatch(
             size=self.micro_batch_size,
@@ -89,6 +100,16 @@ class RunPlan:
             device_type=self.device_type,
             context=self.context.in_groups(self.group_size),
         )
+
+
+def sent_per_step(
+    plan: RunPlan, units: Sequence[UnitSize], num_micro_batches: int, rank: int = 0
+) -> Sent:
+    """Bytes sent in a step of so many micro-batches: states of the plan's units, and attention."""
+    topology, precision = plan.topology, plan.precision
+    states = traffic_per_step(plan.strategy, topology, units, precision, num_micro_batches)
+    attention = context_traffic(plan.config, plan.batch, units, topology, rank)
+    return states + attention * num_micro_batches
 
 
 class RunMemory:
@@ -198,10 +219,7 @@ class RunMemory:
         return self._communication[key]
 
     def _communicate(self, plan: RunPlan) -> Communication:
-        topology = make_topology(
-            world_size=plan.world_size, group_size=plan.group_size, degrees=plan.strategy.degrees
-        )
-        found = Communication()
+        topology, found = plan.topology, Communication()
         if plan.device_type == "cuda":
             found = nccl_communication(
                 plan.strategy,
