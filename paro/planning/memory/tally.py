@@ -17,8 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -249,17 +249,3 @@ class StepTally:
             else:
                 found.append({"whole_params": numel * size, "whole_grads": numel * wire})
         return found
-
-
-def largest(
-    points: Iterable[tuple[MemorySnapshot, Point]],
-    strategy: Strategy,
-    precision: PrecisionConfig,
-    *,
-    world_size: int,
-    states: int,
-) -> MemorySnapshot:
-    """The snapshot of a step with the largest total, from the largest points of its kind."""
-    added = [(point.added(strategy, precision, world_size), now) for now, point in points]
-    transient, now = max(added, key=lambda both: both[0] + both[1].total - both[1].transient)
-    return replace(now, states=states, transient=transient)

@@ -28,7 +28,7 @@ from paro.planning.memory.device import (
     nccl_communication,
 )
 from paro.planning.memory.rotating import part_activations
-from paro.planning.memory.tally import MemorySnapshot, Point, StepTally, largest
+from paro.planning.memory.tally import MemorySnapshot, Point, StepTally
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import rotation_shape
 from paro.planning.search.search_space import Materialize
@@ -188,8 +188,10 @@ class RunMemory:
         if key not in self._points:
             self._points[key] = self.tally(plan).largest(plan.num_micro_batches)
         states = model_state_bytes(plan.strategy, self._sizes(plan)[1], plan.precision)
-        given = plan.strategy, plan.precision
-        return largest(self._points[key], *given, world_size=plan.world_size, states=states.total)
+        given = plan.strategy, plan.precision, plan.world_size
+        added = [(point.added(*given), now) for now, point in self._points[key]]
+        transient, now = max(added, key=lambda both: both[0] + both[1].total - both[1].transient)
+        return replace(now, states=states.total, transient=transient)
 
     def tally(self, plan: RunPlan) -> StepTally:
         """What is allocated while the actions of a step are carried out."""
