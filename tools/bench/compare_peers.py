@@ -39,7 +39,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
-from paro.errors import UserError, check_least
+from paro.errors import UserError, about, check_least
 from paro.report.record import PlannedStep
 from paro.text import ranks_text
 from paro.training.planned_time import planned_step
@@ -264,7 +264,10 @@ def title_of(args: argparse.Namespace, plan: Comparison, world: World) -> str:
 def planned_steps(args: argparse.Namespace, plan: Comparison) -> dict[str, PlannedStep]:
     """Predicted steps of this project's contenders, where --paro-machine has a device."""
     device_type = "cpu" if args.distributed_backend == "gloo" else "cuda"
-    planned = {name: planned_step(task.run, device_type) for name, task in plan.tasks.items()}
+    planned = {}
+    for name, task in plan.tasks.items():
+        with about(f"--contenders {name}: "):
+            planned[name] = planned_step(task.run, device_type)
     return {name: step for name, step in planned.items() if step is not None}
 
 

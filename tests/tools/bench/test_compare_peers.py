@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from paro.collectives.schedule import Op
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.planning.machine.files import machine_to_json
+from paro.planning.machine.machine import Measured
+from paro.topology import Axes
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
+from tests.paro.planning.cases import machine
 from tools.bench import compare_peers
 from tools.bench.compare_peers import main, make_parser, plan_of, task_of
 from tools.bench.peers import registry
@@ -260,13 +264,18 @@ def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
 
 @pytest.mark.usefixtures("launched")
 def test_a_machine_file_that_lacks_something_is_told_before_the_turns(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def lacks(*_: object) -> None:
-        raise UserError("no all_gather was measured")
-
-    monkeypatch.setattr(sys, "argv", ["compare_peers.py", "--contenders", "paro:IIG"])
+    rows = tuple(
+        Measured(axes=axes, op=op, algorithm="native", bytes=64, seconds=1.0)
+        for axes in (Axes.INTRA, Axes.INTER)
+        for op in Op
+    )
+    path = tmp_path / "native.json"
+    path.write_text(machine_to_json(machine(world_size=4, group_size=2, measured=rows)))
+    words = ["compare_peers.py", "--group-size", "2", "--paro-machine", str(path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--contenders", "paro:IIG+p2p/4,paro:IIG+flat/4"])
     monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
-    monkeypatch.setattr(compare_peers, "planned_steps", lacks)
     monkeypatch.delattr(compare_peers, "race")
-    refused(compare_peers.main, "no all_gather was measured")
+    told = "--contenders paro:IIG+flat/4: machine typed: ... by ring ... bench_collectives.py"
+    refused(compare_peers.main, told)
