@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -26,8 +27,9 @@ from paro.planning.machine.machine import Device, Machine, Measured, fit_link
 from paro.topology import AxisSpan, Link, axes_of
 
 SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the whole buffer, up to 64 MiB
-_LEAST_SIZES = 2  # of two follow a latency and a bandwidth
-_RUNS = 8  # of a collective, about, with the slower ones while ranks compute
+# Larger messages than the largest that is timed take what the two largest say of bandwidth. Where
+# both are mostly latency, that is noise: 4 and 16 KB say nothing of 1 MB.
+_GROWTH = 3  # of the time of the smallest size, at the second that is timed
 
 
 def time_links(
@@ -40,12 +42,12 @@ def time_links(
 ) -> list[Outcome]:
     """Every op along each of these spans by all algorithms, in about so many seconds; collective.
 
-    Sizes grow until one is `most_bytes`, or a curve has used its share of the time that is left;
-    the two smallest are always timed.
+    A curve has the smallest size, and one whose bytes take most of its time, or the largest; others
+    while its share of the time that is left lasts. The largest is `most_bytes`, or a step above.
     """
     found: list[Outcome] = []
     end = time.monotonic() + seconds
-    sizes = [size for size in SIZES if size < 4 * most_bytes or size in SIZES[:_LEAST_SIZES]]
+    sizes = [size for size in SIZES if size < 4 * most_bytes or size in SIZES[:2]]
     num_visits = len(spans) * len(race.algorithms)
     for span in spans:
         say(f"links, {axes_of(span).value}")
@@ -62,33 +64,43 @@ def time_links(
 
 def _curve(
     race: Race, collectives: Collectives, name: str, moves: Sequence[Move], seconds: float
-) -> Iterator[Outcome]:
-    """A collective at growing sizes, while the next is expected to end within `seconds`."""
+) -> list[Outcome]:
+    """A collective at two sizes or more, as `seconds` allow."""
     rank, device = race.control.world.rank, race.control.device
-    left, before = seconds, 0.0
-    for number, move in enumerate(moves):
-        if number >= _LEAST_SIZES:
-            expected = before * move.num_bytes / moves[number - 1].num_bytes
-            if _RUNS * expected > left:
-                return
+    found: dict[int, Outcome] = {}
+
+    def time_at(move: Move) -> Outcome:
         outcome = _timed(race, collectives, name, zero_trial(move, rank, device))
-        before = min(outcome.seconds_by_round)
-        left -= _RUNS * outcome.seconds
-        yield outcome
+        found[move.num_bytes] = outcome
+        return outcome
+
+    smallest, *larger = moves
+    outcome = time_at(smallest)
+    enough = _GROWTH * outcome.seconds
+    for move in larger:
+        trial = zero_trial(move, rank, device)
+        once = min(_turn(race, collectives, trial, 1).seconds for _ in range(2))  # undisturbed
+        if once >= enough or move is larger[-1]:
+            outcome = time_at(move)
+            if outcome.seconds >= enough:
+                break
+    far = outcome.move.num_bytes
+    for move in sorted(larger, key=lambda move: abs(math.log(move.num_bytes / far))):
+        used = sum(_seconds_to_time(race, each.move, each) for each in found.values())
+        expected = _seconds_to_time(race, move, outcome)
+        if move.num_bytes not in found and used + expected <= seconds:
+            time_at(move)
+    return [found[size] for size in sorted(found)]
 
 
 def _timed(race: Race, collectives: Collectives, name: str, trial: Trial) -> Outcome:
     """A collective at one size."""
-
-    def turn(repeats: int) -> Turn:
-        return turn_of_all(race.control.gather(race.turn(collectives, trial, repeats)))
-
-    repeats = count_repeats(trial.move, turn(1))
-    turns = [turn(repeats) for _ in range(race.rounds)]
+    repeats = count_repeats(trial.move, _turn(race, collectives, trial, 1))
+    turns = [_turn(race, collectives, trial, repeats) for _ in range(race.rounds)]
     busy: float | None = None
     if race.while_computing:
         with computing(race.control.device):
-            busy = turn(min(repeats, LEAST_REPEATS)).seconds
+            busy = _turn(race, collectives, trial, min(repeats, LEAST_REPEATS)).seconds
     return Outcome(
         move=trial.move,
         algorithm=name,
@@ -98,6 +110,19 @@ def _timed(race: Race, collectives: Collectives, name: str, trial: Trial) -> Out
         cpu_seconds=median(turn.cpu_seconds for turn in turns),
         busy_seconds=busy,
     )
+
+
+def _turn(race: Race, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
+    return turn_of_all(race.control.gather(race.turn(collectives, trial, repeats)))
+
+
+def _seconds_to_time(race: Race, move: Move, like: Outcome) -> float:
+    """About how long `_timed` takes, at most, for more or fewer bytes than `like` has."""
+    longer = max(1.0, move.num_bytes / like.move.num_bytes)
+    once = longer * like.seconds
+    repeats = count_repeats(move, Turn(once, correct=True))
+    busy = longer * (like.busy_seconds or 0.0) * min(repeats, LEAST_REPEATS)
+    return (1 + race.rounds * repeats) * once + busy
 
 
 def with_measured(

@@ -25,6 +25,7 @@ from paro.measuring.measure import (
 from paro.measuring.race import Race, Turn
 from paro.measuring.trial import Trial
 from paro.planning.machine.machine import Machine
+from paro.planning.machine.machine import seconds as seconds_of
 from paro.topology import Axes, axes_of, make_topology
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure
@@ -117,14 +118,16 @@ def test_algorithms_that_the_planner_may_time(flags: str, names: tuple[str, ...]
     assert algorithms_of(configure(f"{AUTO} {flags}")) == names
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, seconds: float, most_bytes: int) -> Machine:
+def timed(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, most_bytes: int, per_byte: float = PER_BYTE
+) -> Machine:
     """The machine of links whose collectives all take a latency and a time per byte."""
 
     count = itertools.count(1)
 
     def turn(_race: Race, _collectives: object, trial: Trial, _repeats: int) -> Turn:
         disturbed = 40 if trial.move.num_bytes == SIZES[1] and next(count) % 4 == 3 else 1
-        seconds = LATENCY + PER_BYTE * trial.move.num_bytes
+        seconds = LATENCY + per_byte * trial.move.num_bytes
         return Turn(disturbed * seconds, correct=True, cpu_seconds=1e-4)
 
     monkeypatch.setattr(racing, "make_collectives", lambda *_, **__: Still())
@@ -150,8 +153,8 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: float, most_bytes: int) -> M
         (0.0, 2**30, SIZES[1]),  # of two sizes follow latency and bandwidth
         (1e4, 2**20, 2**20),
         (1e4, 2**19, 2**20),
-        (6 * 15.0, 2**30, 2**20),  # 8 of its runs and those of the smaller take 11 s, of 4 MiB 34
-        (6 * 60.0, 2**30, 2**22),
+        (6 * 10.0, 2**30, 2**20),  # it is expected to take 4.5 s, and 4 MiB 18
+        (6 * 30.0, 2**30, 2**22),
     ],
 )
 def test_sizes_grow_while_there_is_time(
@@ -166,3 +169,16 @@ def test_sizes_grow_while_there_is_time(
             assert rows[1].seconds == pytest.approx(LATENCY + PER_BYTE * SIZES[1])
     assert machine.intra is not None
     assert machine.inter is not None
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "largest"), [(2**30, 2**22), (2**20, 2**20), (2**17, 2**18), (1, SIZES[1])]
+)
+def test_a_curve_of_little_time_says_how_fast_large_messages_are(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, largest: int
+) -> None:
+    machine = timed(monkeypatch, 0.0, most_bytes, per_byte=1e-9)  # 4 MiB take 5 ms, 4 KiB 1 ms
+    sizes = {row.bytes for row in machine.measured}
+    assert sizes == {SIZES[0], largest}
+    took = seconds_of(machine, Op.ALL_GATHER, Axes.INTER, "native", 2**26)
+    assert took == pytest.approx(LATENCY + 2**26 * 1e-9, rel=0.01)
