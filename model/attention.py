@@ -164,6 +164,17 @@ def _agree(one: Varlen, other: Varlen, device: torch.device) -> bool:
     return torch.allclose(found[0], found[1], atol=2.0**-5)
 
 
+def chosen_kernel(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, backend: AttentionBackend
+) -> SDPBackend:
+    """The kernel that computes attention of them, without documents."""
+    if backend != "auto":
+        return _KERNELS[backend]
+    grouped = q_BSNH.shape[2] != k_BSKH.shape[2]
+    q, k, v = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped))
+
+
 def check_attention(
     config: LlamaConfig, dtype: torch.dtype, device: torch.device, *, documents: bool = False
 ) -> str:
@@ -179,20 +190,16 @@ def check_attention(
         ).requires_grad_()
         for heads in (config.num_attention_heads, *2 * (config.num_query_groups,))
     )
+    chosen = chosen_kernel(q_BSNH, k_BSKH, v_BSKH, backend)
+    name = _NAMES.get(chosen, "another kernel")
+    words = f"{backend}, {name}"
     if backend == "auto":
-        grouped = config.num_attention_heads != config.num_query_groups
-        q, k, v = (part.transpose(1, 2) for part in (q_BSNH, k_BSKH, v_BSKH))
-        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped))
-        name = _NAMES.get(chosen, "another kernel")
         words = f"auto, for these heads {name}"
         if chosen is SDPBackend.MATH:
             words += (
                 ", which keep all scores: the predicted memory counts them with "
                 "--attention-backend unfused"
             )
-    else:
-        name = _NAMES[_KERNELS[backend]]
-        words = f"{backend}, {name}"
     half = _PROBE_TOKENS // 2
     lengths = documents_of((half, half) if documents else None, 1, device)
     try:

@@ -2,8 +2,9 @@
 
 # All at once, because ranks that share cores, memory or a power budget slow each other down.
 # There is no communication: a step is as long as its computing. FLOP/s follow from the time of an
-# additional micro-batch, the speed of what only reads and writes memory from the time of an update
-# alone; the rest of a step is counted separately. These are the rates in
+# additional micro-batch, less that of attention, which is timed alone (attention.py); the speed of
+# what only reads and writes memory follows from the time of an update alone; the rest of a step is
+# counted separately. These are the rates in
 # paro/planning/step/computing.py, so a device is right for models like the one it was timed with.
 # The cost of cutting a part of a model into slices follows from a model that is one such slice.
 
@@ -28,6 +29,7 @@ from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.measuring.attention import attention_rates
 from paro.planning.machine.machine import Device
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.search.trainable import Trainable
@@ -66,11 +68,17 @@ THOROUGH = Effort()
 
 
 def measure_device(
-    config: RunConfig, control: Control, *, group_size: int, effort: Effort = THOROUGH
+    config: RunConfig,
+    control: Control,
+    *,
+    group_size: int,
+    sequence: int | None = None,
+    effort: Effort = THOROUGH,
 ) -> Device:
     """The device of a rank, the slowest where they differ; collective over all ranks.
 
-    Slices are cut as for a ring of a group, or of as many of its ranks as divide the heads.
+    `sequence` is the length to plan for; None: that of the configuration's samples. Slices are cut
+    as for a ring of a group, or of as many of its ranks as divide the heads.
     """
     reserved = _bytes_in_use(control.device) if control.device.type == "cpu" else 0
     cores = min(control.gather(_cores(control))) if control.device.type == "cpu" else None
@@ -79,7 +87,10 @@ def measure_device(
     bytes_by_second = _bytes_by_second(timed, clock)
     one, micro_batch = _seconds_of(timed, clock)
     updating = _computed(timed, math.inf, bytes_by_second).update
-    sustained = _sustained_flops(*_whole(config, timed, micro_batch, clock), bytes_by_second)
+    whole = _whole(config, timed, micro_batch, clock)
+    sequence = sequence or config.data.seq_length
+    attention = attention_rates(timed, sequence, control.device, clock.median)
+    sustained = _sustained_flops(*whole, bytes_by_second, attention.of_micro_batch)
     slices = math.gcd(config.model.num_query_groups, group_size) if effort.slices else 1
     piece = _piece_seconds(timed, clock, slices, micro_batch, bytes_by_second)
     if control.device.type == "cuda":  # now that the kernels of a training step are loaded
@@ -103,6 +114,7 @@ def measure_device(
         step_seconds=max(0.0, one - micro_batch - updating),
         piece_seconds=piece,
         job_seconds=job,
+        attention_flops=attention.of_sequence,
         cores=cores,
     )
 
@@ -121,10 +133,12 @@ def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:
     return _computed(whole, math.inf, 1.0).update / updating
 
 
-def _sustained_flops(config: RunConfig, micro_batch: float, bytes_by_second: float) -> float:
-    """The FLOP/s with which the planner computes the time of a micro-batch."""
-    without_products = _computed(config, math.inf, bytes_by_second).micro_batch
-    flops = _computed(config, 1.0, math.inf).micro_batch
+def _sustained_flops(
+    config: RunConfig, micro_batch: float, bytes_by_second: float, attention_flops: float
+) -> float:
+    """The FLOP/s with which the planner computes the time of a micro-batch beside attention's."""
+    without_products = _computed(config, math.inf, bytes_by_second, attention_flops).micro_batch
+    flops = _computed(config, 1.0, math.inf, math.inf).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10)
 
 
@@ -154,7 +168,9 @@ def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
     )
 
 
-def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> PartsOfStep:
+def _computed(
+    config: RunConfig, flops: float, bytes_by_second: float, attention_flops: float | None = None
+) -> PartsOfStep:
     """What the planner computes that a rank alone would take with these rates."""
     fast = 1e30
     device = Device(
@@ -164,6 +180,7 @@ def _computed(config: RunConfig, flops: float, bytes_by_second: float) -> PartsO
         peak_flops=min(flops, fast),
         sustained_flops=min(flops, fast),
         memory_bytes_per_second=min(bytes_by_second, fast),
+        attention_flops=None if attention_flops is None else min(attention_flops, fast),
     )
     units = config.trainable.units(config.model, world_size=1)
     batch = MicroBatch(

@@ -99,7 +99,13 @@ def _device(config: RunConfig, control: Control) -> Device:
     fitting = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
     timed, effort = affordable(lone, fitting, lambda trial: parts_of_step(trial, control))
     effort = replace(effort, slices=config.sharding.materialize == "rotate")
-    return measure_device(timed, control, group_size=config.world.group_size, effort=effort)
+    return measure_device(
+        timed,
+        control,
+        group_size=config.world.group_size,
+        sequence=config.data.seq_length,
+        effort=effort,
+    )
 
 
 def affordable(

@@ -98,7 +98,8 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
         + ", copy engine" * config.runtime.paro_nccl_copy_engine,
         "places": str(hosts),
         "model": str(alone.model),
-        "tokens": f"{alone.batches.micro_batch_size} x {alone.data.seq_length}",
+        "tokens": f"{alone.batches.micro_batch_size} x {alone.data.seq_length} of "
+        f"{config.data.seq_length}",
         "types": f"{asdict(alone.precision)}, {alone.fusions}, {alone.optim.adam_implementation}",
         "materialize": config.sharding.materialize,
     }

@@ -337,6 +337,7 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     assert not machine.intra.is_typed
     assert machine.device is not None
     assert 0 < machine.device.sustained_flops <= machine.device.peak_flops
+    assert machine.device.attention_flops is not None
     assert machine.device.cores is not None
     assert fastest_algorithm(machine, Op.ALL_REDUCE, Axes.BOTH, 1_000) in names
 

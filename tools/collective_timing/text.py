@@ -76,6 +76,8 @@ def written_lines(path: Path, machine: Machine) -> list[str]:
             )
     if device is not None:
         flops = f"{device.sustained_flops / 1e9:,.0f} of {device.peak_flops / 1e9:,.0f} GFLOP/s"
+        if device.attention_flops is not None:
+            flops += f", {device.attention_flops / 1e9:,.0f} in attention,"
         lines.append(f"  {device.name}, {size_text(device.memory_bytes)}, {flops} in training")
     return [
         *lines,

@@ -99,6 +99,7 @@ class Device:
     step_seconds: float = 0.0  # per step, for any model and batch
     piece_seconds: float = 0.0  # per extra slice of a part of the model
     job_seconds: float = 0.0  # per job in a comm stream that is no collective, beyond its bytes
+    attention_flops: float | None = None  # of scores and their sums; None: as all of training
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
     communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
@@ -110,7 +111,7 @@ class Device:
     def mistakes(given: Mapping[str, Any]) -> list[str]:
         """What is wrong with these fields, of which some may be missing."""
         positive = ("memory_bytes", "peak_flops", "memory_bytes_per_second", "cores")
-        wrong = numbers(given, *positive, "coding_bytes_per_second")
+        wrong = numbers(given, *positive, "coding_bytes_per_second", "attention_flops")
         may_be_zero = ("step_seconds", "piece_seconds", "job_seconds", "communicator_bytes")
         wrong += numbers(given, *may_be_zero, or_zero=True)
         memory, reserved = given.get("memory_bytes"), given.get("reserved_bytes")

@@ -1,8 +1,9 @@
 """Compute time of a rank in a micro-batch and in an update, unit by unit, or part by part."""
 
 # Matrix products are counted as in model/flops.py's flops_per_token, attention in full, and run at
-# the device's sustained FLOP/s; memory-bound work takes its bytes over the memory bandwidth. The
-# loss computes its gradients in forward, so the head's backward is part of its forward. Backward is
+# the device's sustained FLOP/s; where the device has a rate of attention's own, its FLOPs count as
+# those that take as long. Memory-bound work takes its bytes over the memory bandwidth. The loss
+# computes its gradients in forward, so the head's backward is part of its forward. Backward is
 # twice the forward: once for the gradients of inputs, once for those of weights, as far as these
 # train. Below the first trained unit there is none.
 #
@@ -46,10 +47,10 @@ _FORWARD_SHARE = 1 / 3  # share of an extra slice's cost; backward has twice the
 
 
 class Flops(NamedTuple):
-    """FLOPs of a forward: products with weights, and attention's products without weights."""
+    """FLOPs of a forward, at the rate of products with weights."""
 
     products: float
-    attention: float = 0.0
+    attention: float = 0.0  # its products without weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,9 +140,10 @@ class Computing:
         """FLOPs of the forward of a block's attention."""
         config, tokens = self.model, self.batch.num_tokens
         query = config.num_attention_heads * config.kv_channels
+        own, others = self.device.attention_flops, self.device.sustained_flops
         return Flops(
             products=2.0 * tokens * self._weights("attention"),
-            attention=2.0 * tokens * 2 * self.batch.seq_length * query,
+            attention=2.0 * tokens * 2 * self.batch.seq_length * query * (others / (own or others)),
         )
 
     @cached_property

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.measuring import device as timing
 from paro.measuring.device import Effort, measure_device
-from paro.planning.machine.machine import Machine
+from paro.planning.machine.machine import Device, Machine
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from tests.helpers.refusals import refused
@@ -30,42 +32,71 @@ def alone() -> Control:
 @pytest.mark.parametrize("part", ["", "--trainable last-blocks:0.5", "--lora-rank 2"])
 def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     config = training_config(f"{TINY} {part}", "gloo")
-    times = iter(
-        (0.3, 1.4, 1.4 + 4 * 1.0, 1e-9, 0.017, 0.2)
-    )  # update, 1 and 5, product, codes, jobs
+    # Update, 1 and 5 micro-batches, attention, product, codes, jobs.
+    times = iter((0.3, 1.4, 1.4 + 4 * 1.0, 0.1, 1e-9, 0.017, 0.2))
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=1)
     assert device.job_seconds == pytest.approx(0.2 / 100)
+    assert device.attention_flops == pytest.approx(2 * 12 * 16 * 16 * 32 / 0.1)  # of two blocks
     assert device.coding_bytes_per_second == pytest.approx(170 * 2**20 / 0.017)
-    machine = Machine(name="one", source="", world_size=1, group_size=1, device=device)
     for count, seconds in ((1, 1.4), (5, 5.4)):
-        case = Workload(
-            model=config.model,
-            machine=machine,
-            group_size=1,
-            seq_length=16,
-            micro_batch_size=1,
-            global_batch_size=count,
-            precision=config.precision,
-            trainable=config.trainable,
-            device_type="cpu",
-        )
-        estimate = Estimator(case).estimate(case.candidate(case.strategy("NNN")))
-        assert estimate.seconds == pytest.approx(seconds, rel=1e-6)
+        assert planned_seconds(config, device, 16, count) == pytest.approx(seconds, rel=1e-6)
+
+
+def planned_seconds(config: RunConfig, device: Device, length: int, count: int = 1) -> float:
+    """A step of one rank alone of `count` micro-batches of one sample."""
+    case = Workload(
+        model=config.model,
+        machine=Machine(name="one", source="", world_size=1, group_size=1, device=device),
+        group_size=1,
+        seq_length=length,
+        micro_batch_size=1,
+        global_batch_size=count,
+        precision=config.precision,
+        trainable=config.trainable,
+        device_type="cpu",
+    )
+    return Estimator(case).estimate(case.candidate(case.strategy("NNN"))).seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "sequence", "longest", "heads"),
+    [
+        ("", 16, 16, 2),
+        ("", 48, 48, 2),
+        ("", 1024, 80, 1),  # in 0.4 s
+        ("--attention-backend unfused", 48, 16, 2),
+    ],
+)
+def test_attention_is_timed_for_the_sequence_to_plan_for(
+    monkeypatch: pytest.MonkeyPatch, flags: str, sequence: int, longest: int, heads: int
+) -> None:
+    config = training_config(f"{TINY} {flags}", "gloo")
+    # Two heads and 16 tokens take 0.0245 s, one head and 80 tokens 0.31 s.
+    attention = (0.049, *([0.3] if longest > 16 else []))
+    times = iter((0.3, 1.4, 1.4 + 4 * 1.0, *attention, 1e-9, 1e-9, 1e-9))
+    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+    device = measure_device(config, alone(), group_size=1, sequence=sequence)
+    of_micro_batch = 2 * 12 * 16 * 16 * 32 / 0.049
+    of_longest = 12 * longest**2 * heads * 16 / 0.3 if longest > 16 else of_micro_batch
+    assert device.attention_flops == pytest.approx(of_longest)
+    as_timed = replace(device, attention_flops=of_micro_batch)
+    assert planned_seconds(config, as_timed, 16) == pytest.approx(1.4)
 
 
 def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = training_config(f"{TINY} --num-layers 6", "gloo")
-    # Update; 1 and 3 micro-batches of 2 layers, then of 1; product, codes, jobs.
-    times = iter((0.3, 1.4, 1.4 + 2 * 1.0, 0.9, 0.9 + 2 * 0.6, 1e-9, 0.017, 0.2))
+    # Update; 1 and 3 micro-batches of 2 layers, then of 1; attention, product, codes, jobs.
+    times = iter((0.3, 1.4, 1.4 + 2 * 1.0, 0.9, 0.9 + 2 * 0.6, 0.1, 1e-9, 0.017, 0.2))
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     effort = Effort(num_layers=2, micro_batches=2)
     device = measure_device(config, alone(), group_size=1, effort=effort)
-    computed = timing._computed(config, device.sustained_flops, device.memory_bytes_per_second)
+    rates = device.sustained_flops, device.memory_bytes_per_second, device.attention_flops
+    computed = timing._computed(config, *rates)
     assert computed.micro_batch == pytest.approx(1.0 + 4 * (1.0 - 0.6))
     assert device.piece_seconds == 0
 
@@ -84,7 +115,7 @@ def test_steps_that_count_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for part in ("", "--trainable last-blocks:0.5", "--lora-rank 2"):
-        times = iter((0.3, 1.4, 5.4, 1e-9, 0.017, 0.2))
+        times = iter((0.3, 1.4, 5.4, 1e-9, 1e-9, 0.017, 0.2))
         monkeypatch.setattr(timing._Clock, "median", lambda *_, times=times: next(times))
         config = training_config(f"{TINY} {part}", "gloo")
         found.append(measure_device(config, alone(), group_size=1))
@@ -98,7 +129,8 @@ def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) 
 
 def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training_config(TINY, "gloo")
-    times = iter((0.3, 1.4, 5.4, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9, 1e-9))  # of it, of a slice
+    # Of it, its attention, of a slice.
+    times = iter((0.3, 1.4, 5.4, 0.1, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9, 1e-9))
     monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
     device = measure_device(config, alone(), group_size=2)
@@ -120,6 +152,7 @@ def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_PRODUCT", 64)
     device = measure_device(training_config(TINY, "gloo"), alone(), group_size=2)
     assert 0 < device.sustained_flops <= device.peak_flops
+    assert device.attention_flops is not None
     assert device.memory_bytes_per_second > 0
     assert 0 < device.job_seconds < 0.01
     assert device.reserved_bytes < device.memory_bytes

@@ -107,10 +107,9 @@ def _median_device(devices: Sequence[Device | None]) -> Device | None:
         "peak_flops", "sustained_flops", "memory_bytes_per_second", "step_seconds", "piece_seconds",
         "job_seconds",
     )  # fmt: skip
-    rates = [device.coding_bytes_per_second for device in known]
-    coding = [rate for rate in rates if rate is not None]
-    return replace(
-        known[0],
-        coding_bytes_per_second=median(coding) if coding else None,
-        **{name: median(getattr(device, name) for device in known) for name in names},
-    )
+    optional = ("coding_bytes_per_second", "attention_flops")
+    given = {
+        name: [rate for device in known if (rate := getattr(device, name)) is not None]
+        for name in (*names, *optional)
+    }
+    return replace(known[0], **{name: median(rates) for name, rates in given.items() if rates})

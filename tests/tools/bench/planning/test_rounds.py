@@ -43,7 +43,12 @@ def test_a_machine_is_the_median_of_its_files() -> None:
     rounds = [
         machine(
             inter=10 * factor,
-            device=replace(DEVICE, sustained_flops=factor * 1e12, piece_seconds=factor),
+            device=replace(
+                DEVICE,
+                sustained_flops=factor * 1e12,
+                attention_flops=factor * 1e12 if factor > 1 else None,
+                piece_seconds=factor,
+            ),
             measured=(timed(64, factor), *([timed(128, 1.0)] if factor < 3 else [])),
         )
         for factor in (1.0, 3.0, 2.0)
@@ -53,4 +58,5 @@ def test_a_machine_is_the_median_of_its_files() -> None:
     assert found.inter == speed(20)
     assert found.device is not None
     assert (found.device.sustained_flops, found.device.piece_seconds) == (2e12, 2.0)
+    assert found.device.attention_flops == 2.5e12  # of the files that have it
     assert median_machine(rounds[:1]) == rounds[0]
