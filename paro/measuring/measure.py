@@ -38,7 +38,7 @@ from paro.topology import AxisSpan
 SECONDS = 60.0  # of a measurement, at most
 _LINKS = 25.0  # of them for links, or what is left
 _LEAST_FOR_LINKS = 20.0  # two sizes that take no time say little of large buffers
-_MICRO_BATCH = 0.4  # seconds; longer ones are cut
+_MICRO_BATCH = 1.0  # seconds; longer ones are cut, and compute slower the shorter they are
 _GROWTH = 4  # of the tokens of the next trial: attention makes its time grow by more
 _STEP = 1.0  # seconds, of as many layers as are timed: the device has 30 of the 60
 _MOST_STEP = 4.0  # of one layer

@@ -81,10 +81,10 @@ def test_as_many_layers_are_timed_as_fit_a_rank() -> None:
     ("of_layer", "of_token", "layers", "left", "warmup"),
     [
         (1e-3, 1e-7, 4, (4, 4096), 2),  # all of it is fast
-        (1e-3, 1e-5, 4, (2, 4096), 2),
+        (1e-3, 2.5e-5, 4, (2, 4096), 2),
         (0.4, 1e-5, 2, (4, 4096), 2),  # an update takes long: fewer layers
-        (3.0, 1e-4, 1, (1, 4000), 1),  # of one layer too: fewer steps
-        (1e-3, 1e-2, 1, (1, 64), 2),
+        (3.0, 2.5e-4, 1, (1, 4000), 1),  # of one layer too: fewer steps
+        (1e-3, 2e-2, 1, (1, 64), 1),
     ],
 )
 def test_what_is_timed_takes_no_minutes(
@@ -101,7 +101,7 @@ def test_what_is_timed_takes_no_minutes(
     lone = one_rank(configure(f"{AUTO} {flags}"))
     timed, effort = affordable(lone, 4, took)
     assert (effort.num_layers, tokens(timed), effort.warmup) == (layers, left, warmup)
-    assert max(tried[1:], default=0.0) <= 0.4  # the first is as short as any can be
+    assert max(tried[1:], default=0.0) <= 1.0  # the first is as short as any can be
     slow = PartsOfStep(micro_batch=1.0, update=4.0)
     refused(lambda: affordable(lone, 4, lambda _: slow), "one block ... give --paro-machine")
 
