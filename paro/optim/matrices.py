@@ -133,8 +133,8 @@ class MuonStep:
         back = _Moving(moving.dealt)
         if moving.own is not None and moving.whole is not None:
             matrix = moving.own.matrix
-            whole = moving.whole.view(matrix.rows, matrix.columns).float()
-            update = muon_update(whole, self._config).to(self._wire).reshape(-1)
+            whole = moving.whole.view(matrix.rows, matrix.columns)
+            update = orthogonal(whole, self._config).to(self._wire).reshape(-1)
             for holder, low, high in matrix.parts(self._exchange.num_places):
                 back.sent[holder] = update[low:high]
         for owner, part in moving.sent.items():
@@ -149,12 +149,13 @@ class MuonStep:
         assert back.event is not None, "the all-to-all was not queued"
         self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)
         for each in back.dealt:
+            scale = self._config.scale(each.matrix.rows, each.matrix.columns)
             for holder, low, high in each.matrix.parts(self._exchange.num_places):
                 if holder == self._exchange.place:
                     held = self._ranges[each.matrix.unit]
                     master = held.master[_part(held.unit, each.matrix, low, high)]
                     master.mul_(1.0 - lr * weight_decay)
-                    master.add_(back.received[each.owner].float(), alpha=-lr)
+                    master.add_(back.received[each.owner].float(), alpha=-lr * scale)
             left[each.matrix.unit] -= 1
             if not left[each.matrix.unit]:
                 yield each.matrix.unit
@@ -170,18 +171,33 @@ def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
     return slice(begin + low, begin + high)
 
 
-def muon_update(matrix: Tensor, config: MuonConfig) -> Tensor:
-    """What the learning rate multiplies, from the momentum of a matrix in fp32."""
-    with _matmul_precision(config.muon_fp32_matmul_prec):
-        update = newton_schulz(matrix, config.coefficients())
-    return update.mul_(config.scale(*matrix.shape))
+def orthogonal(matrix: Tensor, config: MuonConfig) -> Tensor:
+    """Nearly the matrix with all its singular values 1, in the type of its products."""
+    precision, dtype = config.muon_fp32_matmul_prec, torch.float32
+    if precision in ("low", "medium"):
+        # Torch has no products of fp32 in bf16: its "medium" is TF32 on GPUs, fp32 on CPUs.
+        precision = "high"
+        if _multiplies_bf16(matrix.device):
+            dtype = torch.bfloat16
+    with _matmul_precision(precision):
+        return newton_schulz(matrix, config.coefficients(), dtype)
 
 
-def newton_schulz(matrix: Tensor, coefficients: tuple[Coefficients, ...]) -> Tensor:
-    """Nearly the matrix with all its singular values 1, after one step for each coefficients."""
+def _multiplies_bf16(device: torch.device) -> bool:
+    """Whether products of bf16 are instructions of its own."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def newton_schulz(
+    matrix: Tensor, coefficients: tuple[Coefficients, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The matrix in `dtype` after one step for each coefficients."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix
-    x = x / torch.linalg.vector_norm(x).clamp(min=_EPS)
+    x = x.to(torch.promote_types(x.dtype, dtype))  # divided in the wider type, rounded once
+    x = (x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=_EPS)).to(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -23,7 +23,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
-from paro.optim.matrices import newton_schulz
+from paro.optim.matrices import orthogonal
 from paro.optim.muon_config import MuonConfig
 from paro.report.flops import find_peak
 from paro.report.log import print_line
@@ -34,7 +34,8 @@ from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
 DESCRIPTION = """\
-Times Newton-Schulz, with its FLOP/s and their part of the device's peak in bf16. The default
+Times Newton-Schulz, in bf16 where the device multiplies it, with its FLOP/s and their part of the
+device's peak in bf16. The default
 shapes are those of LLaMA 7B.
 
   python tools/bench/bench_newton_schulz.py --shapes 256x256,688x256 --batch 4 --threads 1
@@ -45,11 +46,11 @@ CONFIG = MuonConfig()
 Row = dict[str, Any]
 
 
-def batched(matrices: Tensor) -> Tensor:
+def batched(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Newton-Schulz of equal matrices [number, rows, columns] by one product for all of them."""
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    x = x / torch.linalg.matrix_norm(x, keepdim=True)
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype)
     for a, b, c in CONFIG.coefficients():
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -99,14 +100,16 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
     matrices = torch.randn((args.batch, *shape), device=device, generator=generator)
 
     def apart() -> list[Tensor]:
-        return [newton_schulz(matrix, CONFIG.coefficients()) for matrix in matrices]
+        return [orthogonal(matrix, CONFIG) for matrix in matrices]
 
-    one, other = torch.stack(apart()), batched(matrices)
+    one = torch.stack(apart())
+    other = batched(matrices, one.dtype)
     if torch.linalg.vector_norm(one - other) > 0.1 * torch.linalg.vector_norm(one):
         raise RuntimeError(f"{shape}: batched products have another result")
-    each, together = timed((apart, lambda: batched(matrices)), device, args.rounds)
+    each, together = timed((apart, lambda: batched(matrices, one.dtype)), device, args.rounds)
     return {
         "shape": list(shape),
+        "dtype": str(one.dtype).removeprefix("torch."),
         "seconds": median(each) / args.batch,
         "flops_per_second": args.batch * flops_of(*shape) / median(each),
         "apart_over_batched": median_ratio(each, together),
@@ -118,7 +121,6 @@ def execute(args: argparse.Namespace) -> int:
     shapes = shapes_of(args.shapes)
     check_outputs(args, "--json")
     torch.set_num_threads(args.threads)
-    torch.set_float32_matmul_precision(CONFIG.muon_fp32_matmul_prec)
     device = device_of(args.device)
     peak = None
     if device.type == "cuda" or args.peak_tflops is not None:
@@ -128,7 +130,9 @@ def execute(args: argparse.Namespace) -> int:
     rows = []
     for shape in shapes:
         row = measure(shape, args, device)
-        line = f"{shape[0]} x {shape[1]}: {1e3 * row['seconds']:.2f} ms a matrix, "
+        line = (
+            f"{shape[0]} x {shape[1]}: {1e3 * row['seconds']:.2f} ms a matrix in {row['dtype']}, "
+        )
         line += f"{row['flops_per_second'] / 1e12:.3g} TFLOP/s"
         if peak is not None:
             row["part_of_peak"] = row["flops_per_second"] / peak

@@ -24,7 +24,7 @@ from paro.optim.deal import (
     moved_numels,
     newton_schulz_flops,
 )
-from paro.optim.matrices import muon_update, newton_schulz
+from paro.optim.matrices import newton_schulz, orthogonal
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
 from paro.planning.cost_model import in_buckets, muon_rounds, traffic_per_step
 from paro.planning.units import units_of
@@ -99,8 +99,11 @@ def in_fp32(
 def test_twenty_steps_are_those_of_torch(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if exact:
         monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_fp32)
+    monkeypatch.setattr("paro.optim.matrices._multiplies_bf16", lambda device: True)
+    precision = "highest" if exact else "medium"
     params, found = trained(
-        "--muon-momentum 0.95 --muon-nesterov --muon-coefficient-type simple "
+        f"--muon-fp32-matmul-prec {precision} --muon-momentum 0.95 --muon-nesterov "
+        "--muon-coefficient-type simple "
         "--muon-scale-mode shape_scaling"
     )
     own = {name: values for name, values in params.items() if is_muons(name, values)}
@@ -152,14 +155,33 @@ def test_singular_values_become_nearly_one(kind: str, shape: tuple[int, int]) ->
 def test_scales(mode: str, expected: float) -> None:
     config = MuonConfig(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
     assert config.scale(9, 4) == 0.5 * expected
-    plain = newton_schulz(torch.eye(9, 4), config.coefficients())
-    assert torch.allclose(muon_update(torch.eye(9, 4), config), 0.5 * expected * plain)
 
 
-def test_the_precision_of_products_is_left_as_it_was() -> None:
+@pytest.mark.parametrize(
+    ("precision", "multiplies", "dtype"),
+    [
+        ("medium", True, torch.bfloat16),
+        ("low", True, torch.bfloat16),
+        ("medium", False, torch.float32),
+        ("high", True, torch.float32),
+        ("highest", True, torch.float32),
+    ],
+)
+def test_products_are_bf16_where_asked_and_possible(
+    precision: str, multiplies: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paro.optim.matrices._multiplies_bf16", lambda device: multiplies)
     before = torch.get_float32_matmul_precision()
-    muon_update(torch.eye(3), MuonConfig(muon_fp32_matmul_prec="medium"))
+    matrix = gradient("it", torch.Size((30, 50)), 0)
+    config = MuonConfig(muon_fp32_matmul_prec=precision)
+    found = orthogonal(matrix, config)
+    assert found.dtype == dtype
     assert torch.get_float32_matmul_precision() == before
+    exact = newton_schulz(matrix, config.coefficients())
+    error = float((found.float() - exact).norm() / exact.norm())
+    assert error < (0.02 if dtype == torch.bfloat16 else 1e-6)
+    of_bf16 = newton_schulz(matrix.bfloat16(), config.coefficients(), torch.float32)
+    assert float((of_bf16 - exact).norm() / exact.norm()) < 0.02
 
 
 SMALL = tuple(
