@@ -245,7 +245,7 @@ def _add_paro_args(parser: ArgumentParser) -> None:
     add("--paro-machine", metavar="NAME",
         help="what this machine can, for flags that say auto: a file that a run or "
         "tools/bench_collectives.py --machine-file wrote on the same ranks and groups; or measure: "
-        "the run measures anew at its start, within a minute, and keeps the file in --save; "
+        "the run measures anew at its start, for about a minute, and keeps the file in --save; "
         "default: the same, unless there is such a file or the run continues; or, but for "
         "--paro-collective auto, one that ships: " + " ".join(shipped_machines()))
     add("--paro-materialize", choices=("gather", "rotate"), default="gather",

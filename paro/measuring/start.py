@@ -67,7 +67,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
 
     def say(what: str) -> None:
         watchdog.begins(f"measuring {what}", 0)
-        log.log0(f"> measuring this machine, {SECONDS:.0f} s at most: {what}")
+        log.log0(f"> measuring this machine, about {SECONDS:.0f} s: {what}")
 
     begin = time.monotonic()
     source = f"measured at the start of a run: {listed([*map(str, depends_on.values())][:6])}"

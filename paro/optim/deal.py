@@ -5,7 +5,9 @@
 # flat buffer. Newton-Schulz needs a whole matrix, whose elements lie at several places: in a round
 # every place gets at most one matrix, its own, from all that hold a part of it, and sends the parts
 # of the result back. Matrices of equal cost share a round, so places wait little for one another;
-# what is left at the end is dealt by falling cost. All ranks deal alike.
+# what is left at the end is dealt by falling cost. All ranks deal alike. Where every rank holds the
+# whole optimizer state, the ranks of a group are the places: nothing travels to the owner, and the
+# whole result to all others.
 
 # [Note: buckets]
 # Where parameters and gradients have one degree, and optimizer state a larger one, a matrix need
@@ -48,13 +50,31 @@ class Matrix:
         """To which the FLOPs of Newton-Schulz are nearly proportional."""
         return self.numel * min(self.rows, self.columns)
 
-    def parts(self, places: int) -> Iterator[tuple[int, int, int]]:
-        """The places that hold a part of it, each with the elements [low, high) that it holds."""
-        size = self.unit_numel // places
-        stop = self.start + self.numel
-        for place in range(self.start // size, (stop - 1) // size + 1):
-            low, high = max(self.start, place * size), min(stop, (place + 1) * size)
-            yield place, low - self.start, high - self.start
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Among how many places matrices are dealt, and over how many of them each is spread.
+
+    `degree` is `number`, or 1: then every place holds whole matrices.
+    """
+
+    number: int
+    degree: int
+
+    @property
+    def spread(self) -> bool:
+        return self.degree > 1
+
+    def parts(self, matrix: Matrix) -> Iterator[tuple[int, int, int]]:
+        """The places that hold a part of a matrix, each with the elements [low, high) it holds."""
+        if not self.spread:
+            yield from ((place, 0, matrix.numel) for place in range(self.number))
+            return
+        size = matrix.unit_numel // self.degree
+        stop = matrix.start + matrix.numel
+        for place in range(matrix.start // size, (stop - 1) // size + 1):
+            low, high = max(matrix.start, place * size), min(stop, (place + 1) * size)
+            yield place, low - matrix.start, high - matrix.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +152,15 @@ def _round(matrices: Sequence[Matrix], places: int) -> Round:
 
 
 @lru_cache(maxsize=64)
-def moved_numels(rounds: tuple[Round, ...], places: int) -> dict[tuple[int, int], int]:
-    """How many elements a holder sends to an owner in a step; as many of the result come back."""
-    moved: dict[tuple[int, int], int] = {}
+def sent_numels(rounds: tuple[Round, ...], places: Places) -> dict[tuple[int, int], int]:
+    """How many elements a place sends to another one in a step, there and back."""
+    sent: dict[tuple[int, int], int] = {}
     for owner, matrix in ((each.owner, each.matrix) for one in rounds for each in one):
-        for holder, low, high in matrix.parts(places):
-            if holder != owner:
-                moved[holder, owner] = moved.get((holder, owner), 0) + high - low
-    return moved
+        for holder, low, high in places.parts(matrix):
+            ways = ((holder, owner), (owner, holder)) if places.spread else ((owner, holder),)
+            for way in ways if holder != owner else ():
+                sent[way] = sent.get(way, 0) + high - low
+    return sent
 
 
 def newton_schulz_flops(rounds: Sequence[Round], steps: int) -> tuple[int, int]:
@@ -158,19 +179,20 @@ def _flops(matrix: Matrix, steps: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def most_bytes(rounds: tuple[Round, ...], places: int, wire_bytes: int) -> int:
-    """What a rank allocates at most for its rounds, whichever place it has.
+def most_bytes(rounds: tuple[Round, ...], places: Places, wire_bytes: int) -> int:
+    """What a rank allocates at most for its rounds, whichever place it has, with fp32 products.
 
     While it computes a round, the parts and the matrix of the next one arrive, and the result of
     the one before is on its way.
     """
     whole = [max(dealt.matrix.numel for dealt in one) for one in rounds]
-    parts = [_most_held(one, places) for one in rounds]
+    back = [_most_held(one, places) for one in rounds]
+    there = back if places.spread else [0] * len(rounds)
     short = [max(min(d.matrix.rows, d.matrix.columns) for d in one) for one in rounds]
     peak = 0
     for index in range(len(rounds)):
         moved = 2 * whole[index]  # as it came, and the result
-        for other in (index - 1, index + 1):
+        for other, parts in ((index - 1, back), (index + 1, there)):
             if 0 <= other < len(rounds):
                 moved += whole[other] + parts[other]
         computing = 4 * (3 * whole[index] + 2 * short[index] ** 2)
@@ -178,10 +200,10 @@ def most_bytes(rounds: tuple[Round, ...], places: int, wire_bytes: int) -> int:
     return peak
 
 
-def _most_held(one: Round, places: int) -> int:
+def _most_held(one: Round, places: Places) -> int:
     """The most elements of a round's matrices that a place holds."""
     held: dict[int, int] = {}
     for dealt in one:
-        for place, low, high in dealt.matrix.parts(places):
+        for place, low, high in places.parts(dealt.matrix):
             held[place] = held.get(place, 0) + high - low
     return max(held.values())

@@ -13,7 +13,7 @@ from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import Piece
-from paro.optim.deal import Dealt, Matrix, Round, deal, muon_places
+from paro.optim.deal import Dealt, Matrix, Places, Round, deal, muon_places
 from paro.optim.muon_config import Coefficients, MuonConfig
 from paro.optim.rounding import Rounding, round_into
 from paro.sharding.shards import UnitShards
@@ -50,6 +50,8 @@ class _Moving:
 class MuonStep:
     """Updates the matrices of numbered units; the exchange's ranks must take the same steps.
 
+    `degree`: over how many ranks a matrix is spread, all of the exchange or 1.
+
     Matrices travel in `wire` there and back. While one round computes, the next one arrives.
     """
 
@@ -57,6 +59,7 @@ class MuonStep:
         self,
         ranges: Mapping[int, MuonRange],
         exchange: MatrixExchange,
+        degree: int,
         config: MuonConfig,
         exposure: Exposure,
         *,
@@ -65,12 +68,13 @@ class MuonStep:
     ) -> None:
         self._ranges = ranges
         self._exchange = exchange
+        self._places = places = Places(exchange.num_places, degree)
         self._config = config
         self._exposure = exposure
         self._wire = wire
         self._seed = seed
         matrices = (matrix for i, part in ranges.items() for matrix in part.matrices(i))
-        self.rounds = deal(tuple(matrices), exchange.num_places)
+        self.rounds = deal(tuple(matrices), places.number)
 
     def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
         """Yields the number of each unit as soon as all its matrices are updated.
@@ -96,15 +100,17 @@ class MuonStep:
     def _gather(self, dealt: Round, factor: float, step: int) -> _Moving:
         """Updates the momentum of a round's matrices, and queues the all-to-all of the result."""
         moving, place = _Moving(dealt), self._exchange.place
-        for each in dealt:
-            if each.owner == place:
-                device = self._ranges[each.matrix.unit].momentum.device
-                whole = torch.empty(each.matrix.numel, dtype=self._wire, device=device)
-                moving.own, moving.whole = each, whole
-            for holder, low, high in each.matrix.parts(self._exchange.num_places):
-                if holder == place:
-                    moving.sent[each.owner] = self._momentum(each.matrix, low, high, factor, step)
-                if moving.own is each and moving.whole is not None:
+        for each, low, high in self._held(dealt):
+            read = self._momentum(each.matrix, low, high, factor, step)
+            if self._places.spread or each.owner == place:
+                moving.sent[each.owner] = read
+        moving.own = next((each for each in dealt if each.owner == place), None)
+        if moving.own is not None:
+            matrix = moving.own.matrix
+            momentum = self._ranges[matrix.unit].momentum
+            moving.whole = momentum.new_empty(matrix.numel, dtype=self._wire)
+            for holder, low, high in self._places.parts(matrix):
+                if self._places.spread or holder == place:
                     moving.received[holder] = moving.whole[low:high]
         moving.event = self._trade(moving)
         return moving
@@ -135,10 +141,11 @@ class MuonStep:
             matrix = moving.own.matrix
             whole = moving.whole.view(matrix.rows, matrix.columns)
             update = orthogonal(whole, self._config).to(self._wire).reshape(-1)
-            for holder, low, high in matrix.parts(self._exchange.num_places):
+            for holder, low, high in self._places.parts(matrix):
                 back.sent[holder] = update[low:high]
-        for owner, part in moving.sent.items():
-            back.received[owner] = torch.empty_like(part)
+        for each, low, high in self._held(moving.dealt):
+            master = self._ranges[each.matrix.unit].master
+            back.received[each.owner] = master.new_empty(high - low, dtype=self._wire)
         back.event = self._trade(back)
         return back
 
@@ -148,17 +155,23 @@ class MuonStep:
         """Updates the masters of a round's matrices."""
         assert back.event is not None, "the all-to-all was not queued"
         self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)
-        for each in back.dealt:
+        for each, low, high in self._held(back.dealt):
+            held = self._ranges[each.matrix.unit]
+            master = held.master[_part(held.unit, each.matrix, low, high)]
+            master.mul_(1.0 - lr * weight_decay)
             scale = self._config.scale(each.matrix.rows, each.matrix.columns)
-            for holder, low, high in each.matrix.parts(self._exchange.num_places):
-                if holder == self._exchange.place:
-                    held = self._ranges[each.matrix.unit]
-                    master = held.master[_part(held.unit, each.matrix, low, high)]
-                    master.mul_(1.0 - lr * weight_decay)
-                    master.add_(back.received[each.owner].float(), alpha=-lr * scale)
+            master.add_(back.received[each.owner].float(), alpha=-lr * scale)
+        for each in back.dealt:
             left[each.matrix.unit] -= 1
             if not left[each.matrix.unit]:
                 yield each.matrix.unit
+
+    def _held(self, dealt: Round) -> Iterator[tuple[Dealt, int, int]]:
+        """A round's matrices of which this place holds elements [low, high), with these."""
+        for each in dealt:
+            for holder, low, high in self._places.parts(each.matrix):
+                if holder == self._exchange.place:
+                    yield each, low, high
 
     def _trade(self, moving: _Moving) -> Event:
         with self._exposure.submitting(WaitKind.REDUCE):

@@ -219,6 +219,7 @@ class ParoOptimizer:
                     if part.muon_boxes and part.unit.optim_degree == degree and part.master.numel()
                 },
                 exchange,
+                degree,
                 muon,
                 model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],

@@ -18,12 +18,13 @@ from paro.distributed.byte_counter import Sent
 from paro.layout import Shape, UnitLayout, make_whole_layout
 from paro.optim.deal import (
     Matrix,
+    Places,
     Round,
     deal,
     first_of_buckets,
-    moved_numels,
     muon_places,
     places_to_deal_to,
+    sent_numels,
 )
 from paro.optim.states import master_is_param, optimizer_bytes
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -196,8 +197,10 @@ def in_buckets(
     return tuple(replace(one, dealt=next(dealt)) if one.trainable_numel else one for one in units)
 
 
-def muon_rounds(units: Iterable[UnitSize], strategy: Strategy) -> dict[int, tuple[Round, ...]]:
-    """A rank's rounds, by the number of ranks over which the matrices are spread.
+def muon_rounds(
+    units: Iterable[UnitSize], strategy: Strategy, group_size: int
+) -> dict[Places, tuple[Round, ...]]:
+    """A rank's rounds, by the places among which their matrices are dealt.
 
     Those of a bucket are all groups' alike: of the unit that each has.
     """
@@ -206,7 +209,11 @@ def muon_rounds(units: Iterable[UnitSize], strategy: Strategy) -> dict[int, tupl
         if unit.matrices and unit.dealt:
             matrices = [Matrix(number, unit.trainable_numel, *place) for place in unit.matrices]
             found.setdefault(strategy.optim // unit.dealt, []).extend(matrices)
-    return {degree: deal(tuple(matrices), degree) for degree, matrices in found.items()}
+    dealt = {}
+    for degree, matrices in found.items():
+        places = Places(degree if degree > 1 else group_size, degree)
+        dealt[places] = deal(tuple(matrices), places.number)
+    return dealt
 
 
 def exchanged(
@@ -221,16 +228,17 @@ def exchanged(
     Ranks send different amounts: without `rank` it is their mean.
     """
     total = Sent()
-    by_degree = muon_rounds(units, strategy) if precision.optimizer == "muon" else {}
-    for degree, rounds in by_degree.items():
+    is_muon, group_size = precision.optimizer == "muon", topology.group_size
+    dealt = muon_rounds(units, strategy, group_size) if is_muon else {}
+    for places, rounds in dealt.items():
         sent = dict.fromkeys(Link, 0)
-        ranks = topology.in_order_of_shards(topology.axes_between(1, degree), rank or 0)
-        groups = [one // topology.group_size for one in ranks]
-        for (holder, owner), numel in moved_numels(rounds, degree).items():
-            link = Link.INTRA if groups[holder] == groups[owner] else Link.INTER
-            times = 2 if rank is None else (ranks[holder] == rank) + (ranks[owner] == rank)
-            sent[link] += times * numel * BYTES_OF[precision.matrix_wire]
-        share = degree if rank is None else 1
+        ranks = topology.in_order_of_shards(topology.axes_between(1, places.number), rank or 0)
+        groups = [one // group_size for one in ranks]
+        for (sender, receiver), numel in sent_numels(rounds, places).items():
+            link = Link.INTRA if groups[sender] == groups[receiver] else Link.INTER
+            if rank is None or ranks[sender] == rank:
+                sent[link] += numel * BYTES_OF[precision.matrix_wire]
+        share = places.number if rank is None else 1
         total += Sent(sent[Link.INTRA] // share, sent[Link.INTER] // share)
     return total
 

@@ -225,8 +225,10 @@ def _matrix_exchanges(
     if config.precision.optimizer != "muon":
         return {}
     return {
-        degree: make_matrix_exchange(topology.axes_between(1, degree), topology, rank, links)
-        for degree in muon_rounds(_units_of(config), config.strategy)
+        places.degree: make_matrix_exchange(
+            topology.axes_between(1, places.number), topology, rank, links
+        )
+        for places in muon_rounds(_units_of(config), config.strategy, topology.group_size)
     }
 
 

@@ -104,18 +104,19 @@ def _muon(config: RunConfig, training: Training) -> list[str]:
     """How Muon's matrices are dealt."""
     exchanges = training.model.context.matrix_exchanges
     steps, lines = config.muon.muon_num_ns_steps, []
-    for degree, muon in zip(exchanges, training.optimizer.muons, strict=True):
+    for (degree, exchange), muon in zip(exchanges.items(), training.optimizer.muons, strict=True):
         rounds, others = muon.rounds, config.strategy.optim // degree - 1
+        places, how = exchange.num_places, "made whole on" if degree > 1 else "dealt to"
         longest, total = newton_schulz_flops(rounds, steps)
         blocks = len({dealt.matrix.unit for one in rounds for dealt in one})
         each = "group" if degree == config.world.group_size else "such set"
         elsewhere = f", as many of other blocks in {count_text(others, f'other {each}')}"
         elsewhere = elsewhere if others else ""
         lines.append(
-            f"> Muon: {sum(map(len, rounds))} matrices of {count_text(blocks, 'block')} are made "
-            f"whole on {count_text(degree, 'rank')} in {count_text(len(rounds), 'round')}"
+            f"> Muon: {sum(map(len, rounds))} matrices of {count_text(blocks, 'block')} are "
+            f"{how} {count_text(places, 'rank')} in {count_text(len(rounds), 'round')}"
             f"{elsewhere}; Newton-Schulz takes {total * (others + 1):.4e} FLOPs a "
-            f"step, and the longest of every round together {longest * degree / total:.2f} times "
+            f"step, and the longest of every round together {longest * places / total:.2f} times "
             "what a rank has on average"
         )
     return lines

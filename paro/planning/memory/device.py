@@ -157,7 +157,8 @@ def nccl_communication(
         spans = rotation_spans(strategy, topology)
     groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
-    rounds = muon_rounds(units, strategy) if precision.optimizer == "muon" else {}
+    is_muon = precision.optimizer == "muon"
+    dealt = muon_rounds(units, strategy, topology.group_size) if is_muon else {}
     given = strategy, topology, precision
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for one in (
@@ -177,7 +178,10 @@ def nccl_communication(
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
     return Communication(
-        num_groups=sum(map(len, groups.values())) + len(exchange) + rotates + len({*rounds} - {1}),
+        num_groups=sum(map(len, groups.values()))
+        + len(exchange)
+        + rotates
+        + sum(one.number > 1 for one in dealt),
         buffer_bytes=sum(largest.values()),
     )
 

@@ -86,7 +86,9 @@ class Point(NamedTuple):
     updated: int = 0
     of_muon: tuple[UnitSize, ...] = ()  # whose matrices the update makes whole
 
-    def added(self, strategy: Strategy, precision: PrecisionConfig, world_size: int) -> int:
+    def added(
+        self, strategy: Strategy, precision: PrecisionConfig, world_size: int, group_size: int
+    ) -> int:
         """The bytes that are alive only there."""
         nothing_left = strategy.grads == strategy.optim == world_size
         wire, accumulate = precision.wire, precision.accumulate
@@ -95,8 +97,8 @@ class Point(NamedTuple):
         found = self.transient + self.converted // strategy.grads * of_converted
         if self.of_muon:
             wire_bytes = BYTES_OF[precision.matrix_wire]
-            by_degree = muon_rounds(self.of_muon, strategy).items()
-            found += max(most_bytes(rounds, degree, wire_bytes) for degree, rounds in by_degree)
+            dealt = muon_rounds(self.of_muon, strategy, group_size).items()
+            found += max(most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
         return found + self.updated // strategy.optim * of_updated
 
 
@@ -111,6 +113,7 @@ class StepTally:
     precision: PrecisionConfig
     device_type: str
     world_size: int
+    group_size: int
 
     def __post_init__(self) -> None:
         kinds = ("whole_params", "whole_grads", "slices", "casts", "activations")
@@ -147,7 +150,7 @@ class StepTally:
     def alive(self, point: Point) -> tuple[int, ...]:
         """Bytes at a point, by column; the total with the model states and what computes."""
         now, states = self._at(point), model_state_bytes(self.strategy, self.units, self.precision)
-        added = point.added(self.strategy, self.precision, self.world_size)
+        added = point.added(self.strategy, self.precision, self.world_size, self.group_size)
         total = states.total + now.total - now.transient + added
         if isinstance(self.shape, RotationShape):
             return now.slices, now.activations, total

@@ -188,7 +188,7 @@ class RunMemory:
         if key not in self._points:
             self._points[key] = self.tally(plan).largest(plan.num_micro_batches)
         states = model_state_bytes(plan.strategy, self._sizes(plan)[1], plan.precision)
-        given = plan.strategy, plan.precision, plan.world_size
+        given = plan.strategy, plan.precision, plan.world_size, plan.group_size
         added = [(point.added(*given), now) for now, point in self._points[key]]
         transient, now = max(added, key=lambda both: both[0] + both[1].total - both[1].transient)
         return replace(now, states=states.total, transient=transient)
@@ -212,6 +212,7 @@ class RunMemory:
             precision=precision,
             device_type=plan.device_type,
             world_size=plan.world_size,
+            group_size=plan.group_size,
         )
 
     def _communication_of(self, plan: RunPlan) -> Communication:

@@ -130,8 +130,8 @@ class StepCosts:
         if comm.precision.optimizer != "muon":
             return 0.0
         steps = MuonConfig().muon_num_ns_steps
-        by_degree = muon_rounds(comm.units, comm.strategy)
-        flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in by_degree.values())
+        dealt = muon_rounds(comm.units, comm.strategy, comm.topology.group_size)
+        flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
         computing = flops / self.device.sustained_flops
         sent = exchanged(comm.units, comm.strategy, comm.topology, comm.precision)
         links = ((self.machine.intra, sent.intra), (self.machine.inter, sent.inter))

@@ -18,11 +18,12 @@ from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.optim.deal import (
     Matrix,
+    Places,
     deal,
     first_of_buckets,
     most_bytes,
-    moved_numels,
     newton_schulz_flops,
+    sent_numels,
 )
 from paro.optim.matrices import newton_schulz, orthogonal
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
@@ -191,24 +192,30 @@ SMALL = tuple(
 )
 
 
-@pytest.mark.parametrize("places", [1, 2, 3, 4, 6, 8, 12])
-def test_every_matrix_is_whole_once_and_returns(places: int) -> None:
-    rounds = deal(SMALL, places)
+@pytest.mark.parametrize(
+    "places", [*(Places(n, n) for n in (1, 2, 3, 4, 6, 8, 12)), Places(2, 1), Places(5, 1)]
+)
+def test_every_matrix_is_whole_once_and_returns(places: Places) -> None:
+    rounds = deal(SMALL, places.number)
     assert sorted((d.matrix.unit, d.matrix.start) for one in rounds for d in one) == sorted(
         (matrix.unit, matrix.start) for matrix in SMALL
     )
     for one in rounds:
         assert len({dealt.owner for dealt in one}) == len(one)
+    numel = sum(matrix.numel for matrix in SMALL)
+    sent = sum(sent_numels(rounds, places).values())
+    if not places.spread:
+        assert sent == (places.number - 1) * numel
+        return
     stays = sum(
         high - low
         for dealt in (each for one in rounds for each in one)
-        for place, low, high in dealt.matrix.parts(places)
+        for place, low, high in places.parts(dealt.matrix)
         if place == dealt.owner
     )
-    moved = sum(moved_numels(rounds, places).values())
-    assert moved + stays == sum(matrix.numel for matrix in SMALL)
+    assert sent == 2 * (numel - stays)
     for matrix in SMALL:
-        parts = [*matrix.parts(places)]
+        parts = [*places.parts(matrix)]
         assert parts[0][1] == 0
         assert parts[-1][2] == matrix.numel
         assert all(before[2] == after[1] for before, after in pairwise(parts))
@@ -231,17 +238,17 @@ def test_as_many_units_alike_as_places_are_a_bucket(
 
 
 @pytest.mark.parametrize(("preset", "world_size"), [("7B", 32), ("65B", 128)])
-@pytest.mark.parametrize("letters", ["IIG", "IGG", "III"])
+@pytest.mark.parametrize("letters", ["IIG", "IGG", "III", "NNN"])
 def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
     strategy = parse_strategy(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
     of_rank = in_buckets(units, strategy, PrecisionConfig(compute="bf16", optimizer="muon"))
-    ((places, rounds),) = muon_rounds(of_rank, strategy).items()
-    assert places == (world_size if letters == "IGG" else 8)
+    ((places, rounds),) = muon_rounds(of_rank, strategy, 8).items()
+    assert places.number == (world_size if letters == "IGG" else 8)
     owned = Counter(dealt.owner for one in rounds for dealt in one)
     assert max(owned.values()) <= len(rounds)
     longest, total = newton_schulz_flops(rounds, 5)
-    assert longest * places / total <= 1.15
+    assert longest * places.number / total <= 1.15
 
 
 @pytest.mark.parametrize(
@@ -268,5 +275,5 @@ def test_memory_of_rounds_is_what_a_step_allocates() -> None:
     (muon,) = training.optimizer.muons
     step = partial(training.optimizer.step, lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
     step()
-    predicted = most_bytes(muon.rounds, 1, 4)
+    predicted = most_bytes(muon.rounds, Places(1, 1), 4)
     assert 0.6 * predicted < allocated_at_most(step) <= predicted

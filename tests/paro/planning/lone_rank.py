@@ -140,10 +140,10 @@ def lone_rank(
         dealt = {unit.name: unit.dealt for unit in units}
         groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
         exchanges = {
-            degree: MatrixExchange(
-                groups, InlineStreams(), ByteCounter(), topology.axes_between(1, degree)
+            places.degree: MatrixExchange(
+                groups, InlineStreams(), ByteCounter(), topology.axes_between(1, places.number)
             )
-            for degree in muon_rounds(units, strategy)
+            for places in muon_rounds(units, strategy, topology.group_size)
         }
         context = replace(context, matrix_exchanges=exchanges)
     llama = _empty_llama(config, precision, is_trained)
