@@ -37,10 +37,6 @@ class Ranks:
         return self.near is self.everyone
 
     @property
-    def is_first(self) -> bool:
-        return self.everyone.world.rank == 0
-
-    @property
     def is_first_of_folder(self) -> bool:
         return self.near.world.rank == 0
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed.checkpoint import LoadPlan, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from model.lora_config import LoraConfig, is_adapter
 from paro.checkpoint.agreement import Ranks, with_one_folder
@@ -20,9 +20,9 @@ from paro.checkpoint.boxes import (
     may_be_missing,
 )
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
-from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
+from paro.checkpoint.manifest import DamagedError, read_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.planners import MISMATCH, BoxLoadPlanner, check_states
+from paro.checkpoint.planners import MISMATCH, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
@@ -146,43 +146,26 @@ def _load_iteration(
         own = {name: state for name, state in present.items() if name in stored}
         read_as = {_source(name, stored, wanted): state for name, state in own.items()}
         base = open_base(common.get("base"), wanted.base, f"{directory}")
+        sources = [(CheckedReader(directory, manifest, metadata), read_as)]
         if base is None:
             check_states(present, stored)
-            reads = [_planned(directory, manifest, metadata, read_as, ranks)]
         else:
             base_metadata = read_metadata(base[0])
             theirs = _parameters(base_metadata.state_dict_metadata)
             check_states(present, theirs | stored)
             rest = {name: present[name] for name in present.keys() - own.keys()}
-            reads = [
-                _planned(directory, manifest, metadata, read_as, ranks),
-                _planned(*base, base_metadata, rest, ranks),
-            ]
+            sources.append((CheckedReader(*base, base_metadata), rest))
+        plans = [(reader, reader.plan(of_it)) for reader, of_it in sources]
     for line in _conversions(own, stored):
         log(line)
     # From here on shards are overwritten: only after the checks have passed on every rank.
     with ranks.raise_on_all_ranks():
-        for reader, plan, planner in reads:
-            reader.read_data(plan, planner).wait()
+        for reader, plan in plans:
+            reader.read(plan)
     begin_without(states, states.keys() - present.keys())
     if _has_errors(states) and not _has_errors(present):
         log("  error feedback of gradients begins anew: none was saved by such ranks and strategy")
     return common
-
-
-def _planned(
-    directory: Path,
-    manifest: Manifest | None,
-    metadata: Metadata,
-    states: dict[str, BoxedState],
-    ranks: Ranks,
-) -> tuple[CheckedReader, LoadPlan, BoxLoadPlanner]:
-    """What fills states from one folder, once its files are known to be there."""
-    planner = BoxLoadPlanner()
-    planner.set_up_planner(states, metadata)
-    reader = CheckedReader(directory, manifest)
-    reader.set_up_storage_reader(metadata, ranks.is_first)
-    return reader, reader.prepare_local_plan(planner.create_local_plan()), planner
 
 
 def _conversions(states: Mapping[str, BoxedState], stored: Mapping[str, Any]) -> set[str]:

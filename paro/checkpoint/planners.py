@@ -1,18 +1,15 @@
-"""DCP planners that save and load boxed states, and whether a checkpoint has those of a model."""
+"""Plans how DCP saves boxed states and what fills them, if a checkpoint has those of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
-    DefaultLoadPlanner,
     DefaultSavePlanner,
-    LoadPlan,
     Metadata,
     ReadItem,
     SavePlan,
@@ -77,47 +74,24 @@ class BoxSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return _rectangle(self.state_dict, write_item.index)
+        return rectangle(self.state_dict, write_item.index)
 
 
-class BoxLoadPlanner(DefaultLoadPlanner):
-    """Plans to fill every rectangle of a dict of boxed states from any saved rectangles."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """As the base class, which would reject values that are not tensors."""
-        self.state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None, "no metadata"
-        items: list[ReadItem] = []
-        for name, state in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata.get(name)
-            assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
-            chunks = [_chunk(corner, values) for corner, values in state.rectangles.items()]
-            reads = create_read_items_for_chunk_list(name, saved, chunks)
-            found = sum(item.lengths.numel() for item in reads)
-            wanted = sum(values.numel() for values in state.rectangles.values())
-            if found != wanted:
-                raise DamagedError(
-                    f"{name} has a hole: {found} of {wanted} elements found; nodes without a "
-                    "shared file system have the rest if other nodes saved it: load with the same "
-                    "ranks on the same nodes, under the same strategy"
-                )
-            items += reads
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return _rectangle(self.state_dict, index)
+def items_to_read(name: str, state: BoxedState, metadata: Metadata) -> list[ReadItem]:
+    """What fills every rectangle of a state from any saved rectangles."""
+    saved = metadata.state_dict_metadata.get(name)
+    assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
+    chunks = [_chunk(corner, values) for corner, values in state.rectangles.items()]
+    items = create_read_items_for_chunk_list(name, saved, chunks)
+    found = sum(item.lengths.numel() for item in items)
+    wanted = sum(values.numel() for values in state.rectangles.values())
+    if found != wanted:
+        raise DamagedError(
+            f"{name} has a hole: {found} of {wanted} elements found; nodes without a shared file "
+            "system have the rest if other nodes saved it: load with the same ranks on the same "
+            "nodes, under the same strategy"
+        )
+    return items
 
 
 def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> None:
@@ -161,6 +135,7 @@ def _write_item(name: str, shape: Shape, corner: Shape, values: Tensor) -> Write
     )
 
 
-def _rectangle(states: dict[str, BoxedState], index: MetadataIndex) -> Tensor:
+def rectangle(states: Mapping[str, BoxedState], index: MetadataIndex) -> Tensor:
+    """The values of the rectangle that DCP means by an index."""
     assert index.offset is not None, f"{index.fqn} without a corner"
     return states[index.fqn].rectangles[tuple(index.offset)]

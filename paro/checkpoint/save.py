@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import SavePlanner
 
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import BoxedState
@@ -51,7 +52,8 @@ def write_states(
     )
     try:
         # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
-        files = _write(folder, states, ranks, blame)
+        planner = BoxSavePlanner(whole=ranks.share_one_folder)
+        files = write_files(folder, states, planner, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
         ranks.first_decides(
             lambda: finish_checkpoint(folder, iteration, common, files, check), blame
@@ -66,17 +68,20 @@ def write_states(
     log(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory_root}")
 
 
-def _write(
-    folder: Path, states: dict[str, BoxedState], ranks: Ranks, blame: str
+def write_files(
+    folder: Path, states: dict[str, BoxedState], planner: SavePlanner, ranks: Ranks, blame: str
 ) -> dict[str, Stretches]:
-    """Writes the tensor files; returns the checksums of all files in this rank's folder."""
+    """Writes the tensor files; returns the checksums of all files in this rank's folder.
+
+    Collective; an error begins with `blame`, and is raised on all ranks.
+    """
     writer = BoundedWriter(folder)
     with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             states,
             storage_writer=writer,
-            planner=BoxSavePlanner(whole=ranks.share_one_folder),
+            planner=planner,
             process_group=ranks.near.group,
             no_dist=ranks.everyone.world.size == 1,
         )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import (
-    FileSystemReader,
     FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
     Metadata,
     ReadItem,
     SavePlan,
@@ -31,9 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from paro.checkpoint.boxes import MAX_ITEM_BYTES
+from paro.checkpoint.boxes import MAX_ITEM_BYTES, BoxedState
 from paro.checkpoint.manifest import DamagedError, Manifest, Stretch, Stretches, size_of
-from paro.checkpoint.metadata import read_metadata
+from paro.checkpoint.planners import items_to_read, rectangle
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
 from paro.errors import describe
 from paro.untrusted.checksum import crc32
@@ -164,81 +161,90 @@ def _alone_in_storage(values: Tensor) -> Tensor:
     return torch.frombuffer(content, dtype=values.dtype).view(values.shape)
 
 
-class CheckedReader(FileSystemReader):
+class Read(NamedTuple):
+    """A part of a stored rectangle, and the memory that it fills."""
+
+    place: Place
+    item: ReadItem
+    target: Tensor
+
+
+class CheckedReader:
     """Reads checkpoints from untrusted sources: no code in them can run.
 
-    A missing or truncated file fails the plan, before anything is overwritten on any rank. Data
-    are verified by checksum before they are used, except in format 1, which has no manifest.
+    Data are verified by checksum before they are used, except in format 1, which has no manifest.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest | None) -> None:
-        super().__init__(directory)
-        self.manifest = manifest
-        self._metadata: Metadata | None = None
+    def __init__(self, directory: Path, manifest: Manifest | None, metadata: Metadata) -> None:
+        self.directory = directory
+        self._manifest = manifest
+        self._metadata = metadata
         self._room = bytearray()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read once: a conversion loads a few rows at a time, and asks for it every time."""
-        if self._metadata is None:
-            self._metadata = read_metadata(Path(self.path))
-        return self._metadata
+    def plan(self, states: Mapping[str, BoxedState]) -> list[Read]:
+        """What fills the states, in the order of files and offsets.
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        if self.manifest is not None:
-            self.manifest.check_sizes(sorted({self._place(item)[0] for item in plan.items}))
-        places = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
-        check_files(Path(self.path), list(places.values()))
-        return plan
+        `DamagedError` for a hole and for a file that is missing or truncated: before anything is
+        overwritten on any rank.
+        """
+        items = [
+            item
+            for name, state in states.items()
+            for item in items_to_read(name, state, self._metadata)
+        ]
+        stored = [self._metadata.storage_data[item.storage_index] for item in items]
+        if self._manifest is not None:
+            self._manifest.check_sizes(sorted({str(info.relative_path) for info in stored}))
+        check_files(self.directory, stored)
+        reads = [
+            Read(
+                (str(info.relative_path), info.offset, info.length),
+                item,
+                narrow_tensor_by_index(
+                    rectangle(states, item.dest_index), item.dest_offsets, item.lengths
+                ),
+            )
+            for info, item in zip(stored, items, strict=True)
+        ]
+        return sorted(reads, key=lambda read: read.place)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads each file in order of offset, each rectangle once even if several items use it."""
-        in_order = sorted(plan.items, key=self._place)
-        for name, items in groupby(in_order, key=lambda item: self._place(item)[0]):
-            path = Path(self.path) / name
+    def read(self, plan: Sequence[Read]) -> None:
+        """Carries out a plan; reads each rectangle once even if several parts of it are used."""
+        for name, of_file in groupby(plan, key=lambda read: read.place[0]):
+            path = self.directory / name
+            by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
             try:
                 with path.open("rb", buffering=0) as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                    by_place = [(p, list(wanted)) for p, wanted in groupby(items, key=self._place)]
                     asked = 0
-                    for index, (place, wanted) in enumerate(by_place):
+                    for index, (place, reads) in enumerate(by_place):
                         # The disk reads ahead while this rectangle is verified and copied.
                         while asked < min(len(by_place), index + 1 + _READ_AHEAD):
                             _read_soon(file, by_place[asked][0])
                             asked += 1
-                        self._read_rectangle(file, place, wanted, planner)
+                        self._read_rectangle(file, place, reads)
             except OSError as error:
                 raise DamagedError(f"{path} is damaged ({describe(error)})") from error
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
-    def _read_rectangle(
-        self, file: FileIO, place: Place, items: list[ReadItem], planner: LoadPlanner
-    ) -> None:
+    def _read_rectangle(self, file: FileIO, place: Place, reads: Sequence[Read]) -> None:
         name, begin, length = place
         if len(self._room) < length:
             self._room = bytearray(length)
         file.seek(begin)
         content, checksum = _read(file, memoryview(self._room)[:length])
-        if self.manifest is not None:
-            self.manifest.check_sum(name, begin, len(content), checksum)
+        if self._manifest is not None:
+            self._manifest.check_sum(name, begin, len(content), checksum)
         try:
-            saved = tensor_in(content)
+            saved, items = tensor_in(content), [read.item for read in reads]
             parts = [narrow_tensor_by_index(saved, i.storage_offsets, i.lengths) for i in items]
             if any(part.shape != i.lengths for part, i in zip(parts, items, strict=True)):
                 raise RefusedError(f"refused: a tensor of the shape {tuple(saved.shape)}")
         except Exception as error:  # an unpickler fails in many ways
-            path = Path(self.path) / name
+            path = self.directory / name
             raise DamagedError(f"{path} is damaged ({describe(error)})") from error
-        for item, part in zip(items, parts, strict=True):
-            target = planner.resolve_tensor(item).detach()
-            assert target.shape == part.shape, f"{item.storage_index}: {part.shape}"
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-
-    def _place(self, item: ReadItem) -> Place:
-        place = self.storage_data[item.storage_index]
-        return str(place.relative_path), place.offset, place.length
+        for read, part in zip(reads, parts, strict=True):
+            assert read.target.shape == part.shape, f"{read.item.storage_index}: {part.shape}"
+            read.target.copy_(part)
 
 
 def _read_soon(file: FileIO, place: Place) -> None:

@@ -1,17 +1,15 @@
-"""Reads a checkpoint's parameters as whole tensors with DCP's own planner."""
+"""Reads a checkpoint's parameters as whole tensors."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.agreement import one_process
-from paro.checkpoint.boxes import PARAM
+from paro.checkpoint.boxes import PARAM, BoxedState
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
@@ -25,18 +23,16 @@ def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tenso
         directory = find_checkpoint(root, iteration)
         if directory is None:
             raise UserError("there is no checkpoint")
-        saved = read_metadata(directory).state_dict_metadata
+        metadata = read_metadata(directory)
         tensors = {
             name: torch.empty(state.size, dtype=torch.float32)
-            for name, state in saved.items()
+            for name, state in metadata.state_dict_metadata.items()
             if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
         }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                tensors,
-                storage_reader=CheckedReader(directory, read_manifest(directory)),
-                planner=DefaultLoadPlanner(),
-                no_dist=True,
-            )
+        states = {
+            name: BoxedState(shape=tensor.shape, rectangles={(0,) * tensor.dim(): tensor})
+            for name, tensor in tensors.items()
+        }
+        reader = CheckedReader(directory, read_manifest(directory), metadata)
+        reader.read(reader.plan(states))
     return {name.removeprefix(f"{PARAM}."): tensor for name, tensor in tensors.items()}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata, WriteItem
 
@@ -32,12 +29,15 @@ from paro.checkpoint.convert.hugging_face import (
     tokenizer_of,
 )
 from paro.checkpoint.convert.source import (
+    BY_VOCABULARY,
     LazyTensor,
     Source,
     checked_tensors,
+    joined,
     unpadded,
     with_adapters,
 )
+from paro.checkpoint.convert.torch_file import lazy
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,
@@ -48,8 +48,9 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.manifest import Manifest, Stretches, read_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
-from paro.checkpoint.storage import BoundedWriter, CheckedReader, check_files
+from paro.checkpoint.planners import BoxSavePlanner
+from paro.checkpoint.save import write_files
+from paro.checkpoint.storage import CheckedReader, check_files
 from paro.errors import UserError
 from paro.optim.states import PARAM
 from paro.untrusted.schema import conform
@@ -97,12 +98,12 @@ def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTen
     """The parameters in an iteration's folder, by name."""
     metadata = read_metadata(directory)
     check_files(directory, list(metadata.storage_data.values()))
-    reader = CheckedReader(directory, manifest)
+    reader = CheckedReader(directory, manifest, metadata)
     return {
         name.removeprefix(f"{PARAM}."): LazyTensor(
             shape=tuple(state.size),
             dtype=state.properties.dtype,
-            rows=partial(_read_rows, reader, name, state.properties.dtype, tuple(state.size)),
+            rows=partial(_read_rows, reader, name, state),
         )
         for name, state in metadata.state_dict_metadata.items()
         if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
@@ -171,86 +172,62 @@ def _write_tensors(
     advance: Callable[[int], None],
 ) -> dict[str, Stretches]:
     """Writes the tensors into a checkpoint's folder; the checksums of its files."""
-    states, reads = _lazy_states(tensors, rows)
-    writer = BoundedWriter(directory)
-    with _alone(f"--output {final}"):
-        dcp.save(
-            states,
-            storage_writer=writer,
-            planner=LazySavePlanner(reads, advance),
-            no_dist=True,
-        )
+    states, sources = _lazy_states(tensors, rows)
+    planner = LazySavePlanner(sources, advance)
+    sums = write_files(directory, states, planner, one_process(), f"--output {final}")
     check_files(directory, list(read_metadata(directory).storage_data.values()))
-    return writer.sums
+    return sums
 
 
 class LazySavePlanner(BoxSavePlanner):
     """Plans with shapes only; the values of a rectangle are read when they are written."""
 
-    def __init__(
-        self, reads: Mapping[tuple[str, int], Callable[[], Tensor]], advance: Callable[[int], None]
-    ) -> None:
+    def __init__(self, sources: Mapping[str, LazyTensor], advance: Callable[[int], None]) -> None:
         super().__init__()
-        self.reads = reads
+        self.sources = sources
         self.advance = advance
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        offset = write_item.index.offset
-        assert offset is not None, f"{write_item.index.fqn} without a corner"
-        values = self.reads[write_item.index.fqn, offset[0]]()
+        index, data = write_item.index, write_item.tensor_data
+        assert index.offset is not None, f"{index.fqn} without a corner"
+        assert data is not None, f"{index.fqn} is no tensor"
+        start = index.offset[0]
+        values = self.sources[index.fqn].rows(start, start + data.chunk.sizes[0])
         self.advance(values.nbytes)
         return values
 
 
 def _lazy_states(
     tensors: Mapping[str, LazyTensor], vocab_rows: int
-) -> tuple[dict[str, BoxedState], dict[tuple[str, int], Callable[[], Tensor]]]:
-    """Every parameter as ranges of rows: meta tensors, and the functions that read them."""
+) -> tuple[dict[str, BoxedState], dict[str, LazyTensor]]:
+    """Every parameter as ranges of rows, which are meta tensors, and what reads them."""
     states: dict[str, BoxedState] = {}
-    reads: dict[tuple[str, int], Callable[[], Tensor]] = {}
+    sources: dict[str, LazyTensor] = {}
     for parameter, tensor in tensors.items():
+        source, (num_rows, *others) = tensor, tensor.shape
+        ranges = [*tensor.row_ranges()]
+        if parameter in BY_VOCABULARY and num_rows < vocab_rows:
+            zeros = torch.zeros((vocab_rows - num_rows, *others), dtype=tensor.dtype)
+            source = joined([tensor, lazy(zeros)], 0)
+            ranges.append((num_rows, vocab_rows))
         name = f"{PARAM}.{parameter}"
-        num_rows, *others = tensor.shape
-        pieces = [(*part, partial(tensor.rows, *part)) for part in tensor.row_ranges()]
-        if parameter in ("embedding.weight", "head.weight") and num_rows < vocab_rows:
-            padding = (vocab_rows - num_rows, *others)
-            zeros = partial(torch.zeros, padding, dtype=tensor.dtype)
-            pieces.append((num_rows, vocab_rows, zeros))
-            num_rows = vocab_rows
-        states[name] = BoxedState(shape=(num_rows, *others))
-        for start, stop, read in pieces:
+        sources[name], states[name] = source, BoxedState(shape=source.shape)
+        for start, stop in ranges:
             rows = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
             states[name].rectangles[start, *(0 for _ in others)] = rows
-            reads[name, start] = read
-    return states, reads
+    return states, sources
 
 
 def _read_rows(
-    reader: CheckedReader,
-    name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    start: int,
-    stop: int,
+    reader: CheckedReader, name: str, stored: TensorStorageMetadata, start: int, stop: int
 ) -> Tensor:
-    rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
-    corner = (start, *(0 for _ in shape[1:]))
-    with _alone(f"{reader.path}"):
-        dcp.load(
-            {name: BoxedState(shape=shape, rectangles={corner: rows})},
-            storage_reader=reader,
-            planner=BoxLoadPlanner(),
-            no_dist=True,
-        )
+    columns = stored.size[1:]
+    rows = torch.empty((stop - start, *columns), dtype=stored.properties.dtype)
+    corner = (start, *(0 for _ in columns))
+    states = {name: BoxedState(shape=tuple(stored.size), rectangles={corner: rows})}
+    with one_process().raise_on_all_ranks(f"{reader.directory}"):
+        reader.read(reader.plan(states))
     return rows
-
-
-@contextmanager
-def _alone(blame: str) -> Iterator[None]:
-    """Around DCP in one process: its failures as one line, its advice left out."""
-    with one_process().raise_on_all_ranks(blame), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:

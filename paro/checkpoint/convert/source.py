@@ -21,6 +21,7 @@ from paro.untrusted.schema import read_json
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
 PIECE_BYTES = 2**27
+BY_VOCABULARY = ("embedding.weight", "head.weight")  # their rows are those of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +145,12 @@ def unpadded(
 ) -> dict[str, LazyTensor]:
     """The tensors with `vocab_size` rows in embedding and output layer."""
     assert vocab_size <= config.vocab_size, f"{vocab_size} of {config.vocab_size} rows"
-    by_vocab = ("embedding.weight", "head.weight")
-    return {
-        name: replace(tensor, shape=(vocab_size, *tensor.shape[1:])) if name in by_vocab else tensor
-        for name, tensor in tensors.items()
+    shorter = {
+        name: replace(tensors[name], shape=(vocab_size, *tensors[name].shape[1:]))
+        for name in BY_VOCABULARY
+        if name in tensors
     }
+    return {**tensors, **shorter}
 
 
 def with_adapters(

@@ -175,7 +175,7 @@ def save_checkpoint(
     """Saves shards as a run does, from ranks that all see the folder."""
     ranks = with_one_folder(control_here(group))
     states = boxed_states(shards, writers=range(8))  # one process may hold the shards of many
-    first = log if log is not None and ranks.is_first else lambda _line: None
+    first = log if log is not None and ranks.everyone.world.rank == 0 else lambda _line: None
     write_states(root, iteration, states, common, ranks=ranks, log=first)
 
 
