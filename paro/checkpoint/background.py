@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.boxes import BoxedState, rectangles_of
 from paro.errors import RunError
 from paro.layout import Shape
 from paro.text import size_text
 
 _ALIGN = 64  # bytes: values of any type begin at multiples of it
 
-_Key = tuple[str, Shape]
-
 
 class HostCopy:
     """Host buffers for what this rank writes; allocated by the first save, reused by later ones."""
 
     def __init__(self) -> None:
-        self._room: dict[_Key, Tensor] = {}
+        self._room: dict[tuple[str, Shape], Tensor] = {}
 
     def take(self, states: dict[str, BoxedState]) -> dict[str, BoxedState]:
         """A copy of the states that training does not change; overwrites the previous copy."""
-        sources = {
-            (name, corner): values
-            for name, state in states.items()
-            for corner, values in state.rectangles.items()
-        }
-        self._room |= _allocate({k: v for k, v in sources.items() if k not in self._room})
+        sources = rectangles_of(states)
+        missing = {key: values for key, values in sources.items() if key not in self._room}
+        block = torch.empty(starts_of(missing.values())[-1], dtype=torch.uint8)
+        self._room |= zip(missing, cut_up(block, [*missing.values()]), strict=True)
         for key, values in sources.items():
             self._room[key].copy_(values, non_blocking=values.is_cuda)
         # The next step may overwrite the shards as soon as this returns.
@@ -51,17 +47,20 @@ class HostCopy:
         return sum(room.nbytes for room in self._room.values())
 
 
-def _allocate(sources: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
-    """Host memory for the sources, in one block; page-locked if they are on a GPU."""
-    starts = [0, *accumulate(-(-values.nbytes // _ALIGN) * _ALIGN for values in sources.values())]
-    block = torch.empty(starts[-1], dtype=torch.uint8)
-    on_gpu = next((values.device for values in sources.values() if values.is_cuda), None)
+def starts_of(sources: Iterable[Tensor]) -> list[int]:
+    """Where copies of the sources begin in one block, in bytes, and last the size of the block."""
+    return [0, *accumulate(-(-values.nbytes // _ALIGN) * _ALIGN for values in sources)]
+
+
+def cut_up(block: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
+    """The block as room for copies of the sources; page-locked if they are on a GPU."""
+    on_gpu = next((values.device for values in sources if values.is_cuda), None)
     if on_gpu is not None and block.nbytes:
         pin(block, on_gpu)
-    return {
-        key: block[start : start + values.nbytes].view(values.dtype).view(values.shape)
-        for start, (key, values) in zip(starts, sources.items(), strict=False)
-    }
+    return [
+        block[start : start + values.nbytes].view(values.dtype).view(values.shape)
+        for start, values in zip(starts_of(sources), sources, strict=False)
+    ]
 
 
 class Background:

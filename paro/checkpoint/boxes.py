@@ -62,6 +62,15 @@ def boxed_states(
     return states
 
 
+def rectangles_of(states: Mapping[str, BoxedState]) -> dict[tuple[str, Shape], Tensor]:
+    """The rectangles of all states, by the name of the state and the corner."""
+    return {
+        (name, corner): values
+        for name, state in states.items()
+        for corner, values in state.rectangles.items()
+    }
+
+
 def may_be_missing(name: str) -> bool:
     """Whether runs with other flags, ranks or strategies hold no state of this name."""
     return name.startswith((f"{SENT}.", f"{GRAD_ERRORS}."))

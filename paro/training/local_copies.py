@@ -21,7 +21,7 @@ from torch import Tensor
 from data.tokenizer_config import unpadded_vocab_size
 from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.boxes import boxed_states, rectangles_of
 from paro.checkpoint.directory import common_of, newest_whole
 from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
 from paro.checkpoint.local.generation import NUM_SLOTS, GenerationWriter
@@ -151,7 +151,7 @@ def local_copies_bytes(config: RunConfig, training: Training) -> int:
     """The memory of a node that local copies take if each of its ranks copies as much as this."""
     near = range(config.world.ranks_per_node)
     states = boxed_states(training.optimizer.flat_shards(), writers=near)
-    of_rank = sum(part.nbytes for held in states.values() for part in held.rectangles.values())
+    of_rank = sum(values.nbytes for values in rectangles_of(states).values())
     return NUM_SLOTS * len(near) * of_rank
 
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from paro.checkpoint.background import pin
-from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.background import cut_up, starts_of
+from paro.checkpoint.boxes import BoxedState, rectangles_of
 from paro.checkpoint.local.regions import Region
 from paro.errors import UserError
 from paro.untrusted.checksum import crc32
@@ -32,7 +32,6 @@ NUM_SLOTS = 2
 RECORD, DATA = ".json", ".data"
 
 _FORMAT = 1
-_ALIGN = 64  # bytes: regions of any element type begin at multiples of it
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
@@ -140,19 +139,27 @@ class GenerationWriter:
         constant: Collection[str] = (),
     ) -> None:
         self._stem = folder / name
-        self._sources = [
-            (values, name in constant)
-            for name, state in states.items()
-            for values in state.rectangles.values()
+        sources = rectangles_of(states)
+        self._sources = [*sources.values()]
+        self._constant = [name in constant for name, _ in sources]
+        *starts, self.num_bytes = starts_of(self._sources)
+        regions = [
+            StoredRegion(
+                state=name,
+                dtype=_NAMES[values.dtype],  # type: ignore[arg-type]
+                corner=corner,
+                extent=tuple(values.shape),
+                offset=start,
+            )
+            for start, ((name, corner), values) in zip(starts, sources.items(), strict=True)
         ]
-        self._regions, self.num_bytes = _placed(states)
         # The same in every record, so serialized once.
-        self._constant = json.dumps(
+        self._head = json.dumps(
             {
                 "format": _FORMAT,
                 "rank": rank,
                 "flags": dict(flags),
-                "regions": [asdict(region) for region in self._regions],
+                "regions": [asdict(region) for region in regions],
             }
         )[:-1]
         self._slots: dict[int, _Slot] = {}
@@ -169,14 +176,14 @@ class GenerationWriter:
             path = Path(f"{self._stem}.{slot}{DATA}")
             held = self._slots[slot] = _Slot(self._allocate(path), [None] * len(self._sources))
         record.unlink(missing_ok=True)
-        for index, (source, is_constant) in enumerate(self._sources):
-            if is_constant and held.checksums[index] is not None:
+        for index, source in enumerate(self._sources):
+            if self._constant[index] and held.checksums[index] is not None:
                 continue
             target = held.targets[index]
             copy(target, source)
             held.checksums[index] = crc32(target.view(-1).view(torch.uint8).numpy())
         changing = {"iteration": iteration, "checksums": held.checksums, "common": dict(common)}
-        body = f"{self._constant}, {json.dumps(changing)[1:]}".encode()
+        body = f"{self._head}, {json.dumps(changing)[1:]}".encode()
         written = record.with_suffix(".new")
         written.write_bytes(_sum_line(body) + b"\n" + body)
         os.replace(written, record)
@@ -197,31 +204,7 @@ class GenerationWriter:
             raise
         finally:
             os.close(descriptor)
-        on_gpu = next((source.device for source, _ in self._sources if source.is_cuda), None)
-        if on_gpu is not None:
-            pin(room, on_gpu)
-        return [
-            room[stored.offset : stored.offset + stored.num_bytes]
-            .view(_TYPES[stored.dtype])
-            .view(stored.extent)
-            for stored in self._regions
-        ]
-
-
-def _placed(states: Mapping[str, BoxedState]) -> tuple[list[StoredRegion], int]:
-    placed, offset = [], 0
-    for name, state in states.items():
-        for corner, values in state.rectangles.items():
-            stored = StoredRegion(
-                state=name,
-                dtype=_NAMES[state.dtype],  # type: ignore[arg-type]
-                corner=corner,
-                extent=tuple(values.shape),
-                offset=offset,
-            )
-            placed.append(stored)
-            offset += -(-stored.num_bytes // _ALIGN) * _ALIGN
-    return placed, offset
+        return cut_up(room, self._sources)
 
 
 def _sum_line(body: bytes) -> bytes:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.checkpoint.boxes import BoxedState, begin_without, may_be_missing
+from paro.checkpoint.boxes import BoxedState, begin_without, may_be_missing, rectangles_of
 from paro.checkpoint.local.folder import LocalFolder
 from paro.checkpoint.local.generation import Generation
 from paro.checkpoint.local.regions import Region, overlap, remainder
@@ -219,9 +219,8 @@ def _parts(held: _ByState, want: Want) -> Iterator[tuple[Region, Generation, int
 
 def _wants(states: Mapping[str, BoxedState]) -> Iterator[tuple[Want, Tensor]]:
     """Every region that this rank needs, and the tensor to fill."""
-    for name, state in states.items():
-        for corner, values in state.rectangles.items():
-            yield Want(name, Region(corner, tuple(values.shape))), values
+    for (name, corner), values in rectangles_of(states).items():
+        yield Want(name, Region(corner, tuple(values.shape))), values
 
 
 def _plan(
