@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -23,6 +23,9 @@ from paro.report.run_record import RunRecord
 from paro.report.tags import scalars_of
 from paro.report.time_left import TimeLeft
 
+if TYPE_CHECKING:  # rich may be missing
+    from paro.report.live_view import LiveView
+
 
 class _Found(TypedDict):
     """What an evaluation found, after how many iterations."""
@@ -30,22 +33,6 @@ class _Found(TypedDict):
     iteration: int
     lm_loss: float
     bits_per_byte: float | None
-
-
-class View(Protocol):
-    """Interface of the live view that replaces log lines on a terminal."""
-
-    def iteration(
-        self, record: IterationRecord, metrics: Metrics, *, seconds_left: float
-    ) -> None: ...
-
-    def validation(
-        self, data_set: str, *, iteration: int, lm_loss: float, bits_per_byte: float | None
-    ) -> None: ...
-
-    def begin_below(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -100,7 +87,7 @@ class Report:
     device: torch.device
     records: Records
     dashboards: Dashboards
-    view: View | None = None  # set on the rank that draws
+    view: LiveView | None = None  # set on the rank that draws
     is_live: bool = False
     forecast: MemoryForecast | None = None  # set where memory is logged
 
@@ -261,7 +248,7 @@ class Report:
         self.records.close()
         self.dashboards.close()
 
-    def _show(self, change: Callable[[View], None]) -> None:
+    def _show(self, change: Callable[[LiveView], None]) -> None:
         try:
             if self.view is not None:
                 change(self.view)

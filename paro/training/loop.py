@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
-from typing import Protocol
 
 from data.loader import Batch
 from paro.distributed.exposed_time import WaitKind
@@ -23,6 +22,7 @@ from paro.report.record import IterationRecord
 from paro.report.report import Report
 from paro.training.local_copies import LocalCopies
 from paro.training.replicas import check_replicas
+from paro.training.saving import Saver
 from paro.training.step import (
     Evaluation,
     Reasons,
@@ -55,28 +55,6 @@ class Sources:
     test: tuple[HeldOut, ...]
 
 
-class Saving(Protocol):
-    """How and when the run is saved; every method but `is_due` and `failed` is collective."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether a save in the background failed on this rank, and the run has to stop."""
-
-    def is_due(self, iteration: int) -> bool: ...
-
-    def save(self, state: TrainState) -> None:
-        """Saves the run, maybe in the background, unless this iteration is saved already."""
-
-    def settle(self) -> bool:
-        """Waits for a save in the background; False if it failed and training continues."""
-
-    def finish(self, state: TrainState) -> None:
-        """Saves the final state; here a failed save is always an error."""
-
-    def resume_hint(self, state: TrainState) -> str:
-        """Says how to load the last good iteration that was saved."""
-
-
 class ExitSignal:
     """Remembers the first exit signal that this process received after `listen` was called.
 
@@ -107,7 +85,7 @@ class Loop:
         sources: Sources,
         report: Report,
         *,
-        saving: Saving | None,
+        saving: Saver | None,
         copies: LocalCopies | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:

@@ -24,13 +24,14 @@ from paro.report.log import Log
 from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts
 from paro.report.watchdog import Watchdog
-from paro.training.loop import Saving
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
 
 
-class Saver(Saving):
-    """Saves a run under --save, synchronously or in the background; every method is collective.
+class Saver:
+    """Saves a run under --save, now or in the background.
+
+    Every method but `is_due` and `failed` is collective.
 
     Saves use their own process groups: with --async-save a thread issues collectives on them
     while the training thread uses the others.
@@ -106,10 +107,12 @@ class Saver(Saving):
         return interval is not None and iteration % interval == 0
 
     def save(self, state: TrainState) -> None:
+        """Saves the run, maybe in the background, unless this iteration is saved already."""
         if self._saved != state.iteration and self.write(state):
             self._saved = state.iteration
 
     def finish(self, state: TrainState) -> None:
+        """Saves the final state; here a failed save is always an error."""
         if not self.settle():
             self._saved = None
         self.save(state)

@@ -23,7 +23,8 @@ from paro.report.observer import Observer
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
-from paro.training.loop import Loop, Saving
+from paro.training.loop import Loop
+from paro.training.saving import Saver
 from paro.training.step import TrainState
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
@@ -41,7 +42,7 @@ class Finished:
     saved: list[int] = field(default_factory=list)
 
 
-class SavedIterations(Saving):
+class SavedIterations(Saver):
     """Notes which iterations are saved."""
 
     def __init__(self, saved: list[int], interval: int | None) -> None:
