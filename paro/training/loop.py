@@ -344,12 +344,12 @@ class Loop:
 
     def _reason_to_leave(self, result: StepResult) -> str | None:
         config, iteration = self.training.config, self.state.iteration
-        if result.num_unsaved:
+        if result.reasons.unsaved:
             assert self._saving is not None, "nothing can have failed"
             self._saving.settle()  # waits for it on all ranks, then logs or raises the failure
-        if result.num_signalled:
+        if result.reasons.signalled:
             return f"receiving {self._signal.received or 'a signal on another rank'}."
-        if result.num_late:
+        if result.reasons.late:
             return f"{config.exit_duration_in_mins} minutes"
         if config.exit_interval and iteration % config.exit_interval == 0:
             return f"iteration {iteration}"

@@ -63,6 +63,14 @@ def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainStat
     return state.iteration + batches.iterations_within(config.train_samples, consumed)
 
 
+class Reasons(NamedTuple):
+    """Why a rank wants to exit early."""
+
+    signalled: bool = False
+    late: bool = False  # past --exit-duration-in-mins
+    unsaved: bool = False  # an async save failed
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of one optimizer step."""
@@ -73,9 +81,7 @@ class StepResult:
     sent: Sent
     num_zeros: float | None = None  # zero gradient elements; None unless logged and finite
     params_norm: float | None = None  # L2 norm after the step; None unless logged
-    num_signalled: int = 0  # ranks that received the exit signal
-    num_late: int = 0  # ranks past --exit-duration-in-mins
-    num_unsaved: int = 0  # ranks on which an async save failed
+    reasons: Reasons = field(default_factory=Reasons)  # those of any rank
     data_wait_seconds: float = 0.0  # waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # mean over ranks
     own: OwnTimes = field(default_factory=OwnTimes)
@@ -113,14 +119,6 @@ class Training:
         self.model.close()
         if self.context_attention is not None:
             self.context_attention.close()
-
-
-class Reasons(NamedTuple):
-    """Why this rank wants to exit early; only its own view."""
-
-    signalled: bool = False
-    late: bool = False
-    unsaved: bool = False  # an async save failed
 
 
 class _Sums(NamedTuple):
@@ -187,9 +185,7 @@ def train_step(
         if training.config.log_num_zeros_in_grad and not nonfinite
         else None,
         params_norm=_params_norm(training) if training.config.log_params_norm else None,
-        num_signalled=int(sums.signalled),
-        num_late=int(sums.late),
-        num_unsaved=int(sums.unsaved),
+        reasons=Reasons(sums.signalled > 0, sums.late > 0, sums.unsaved > 0),
         data_wait_seconds=sums.data_wait / training.control.world.size,
         exposed=exposed,
         own=own,
