@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -123,7 +124,7 @@ def rendezvous(
     try:
         if world.rank == 0:
             prefix = own
-            verdict = _lead(store, own, world.size, timeout, settings, said)
+            verdict = _Meeting(store, own, world.size, timeout, settings).lead(said)
         else:
             store.set(f"asks/{world.rank}", own)
             prefix = store.get(f"answer/{own}").decode()
@@ -161,79 +162,67 @@ def refusals_are_shared() -> Iterator[None]:
             raise agreed from error
 
 
-def _lead(
-    store: dist.Store,
-    prefix: str,
-    world_size: int,
-    timeout: timedelta,
-    settings: Mapping[str, str],
-    own: dict[str, object],
-) -> SharedError | None:
+@dataclass(frozen=True, slots=True)
+class _Meeting:
     """Rank 0's part: collects what all ranks say, and tells them the verdict."""
-    said = _listen(store, prefix, world_size, timeout, own)
-    verdict = _verdict(store, prefix, world_size, timeout, settings, said)
-    store.set(f"verdict/{prefix}", json.dumps(_written(verdict)))
-    if verdict is not None:  # the store may be this process's
-        deadline = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds()
-        keys = [f"knows/{prefix}/{rank}" for rank in said if rank]
-        while keys and not store.check(keys) and time.monotonic() < deadline:
+
+    store: dist.Store
+    prefix: str
+    world_size: int
+    timeout: timedelta
+    settings: Mapping[str, str]  # of rank 0
+
+    def lead(self, own: dict[str, object]) -> SharedError | None:
+        """The verdict; `own` is what rank 0 says."""
+        said = self._listen(own)
+        verdict = self._verdict(said)
+        self.store.set(f"verdict/{self.prefix}", json.dumps(_written(verdict)))
+        if verdict is not None:  # the store may be this process's
+            deadline = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds()
+            keys = [f"knows/{self.prefix}/{rank}" for rank in said if rank]
+            while keys and not self.store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        return verdict
+
+    def _listen(self, own: dict[str, object]) -> dict[int, dict[str, object]]:
+        """What each rank says that comes in time; once one differs from rank 0, time is short."""
+        store, begin = self.store, time.monotonic()
+        deadline = begin + self.timeout.total_seconds()
+        soon = begin + _REFUSAL_TIMEOUT.total_seconds() if own["refusal"] else deadline
+        said = {0: own}
+        silent = set(range(1, self.world_size))
+        answered: set[str] = set()
+        while silent and time.monotonic() <= min(soon, deadline):
+            for rank in sorted(silent):
+                if store.check([f"heard/{self.prefix}/{rank}"]):
+                    silent.remove(rank)
+                    said[rank] = json.loads(store.get(f"heard/{self.prefix}/{rank}"))
+                    if said[rank] != own:
+                        soon = min(soon, time.monotonic() + _REFUSAL_TIMEOUT.total_seconds())
+                elif store.check([f"asks/{rank}"]):
+                    question = store.get(f"asks/{rank}").decode()
+                    if question not in answered:
+                        store.set(f"answer/{question}", self.prefix)
+                        answered.add(question)
             time.sleep(_POLL_SECONDS)
-    return verdict
+        return said
 
-
-def _listen(
-    store: dist.Store,
-    prefix: str,
-    world_size: int,
-    timeout: timedelta,
-    own: dict[str, object],
-) -> dict[int, dict[str, object]]:
-    """What each rank says that comes in time; once one differs from rank 0, time is short."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    soon = time.monotonic() + _REFUSAL_TIMEOUT.total_seconds() if own["refusal"] else deadline
-    said = {0: own}
-    silent = set(range(1, world_size))
-    answered: set[str] = set()
-    while silent and time.monotonic() <= min(soon, deadline):
-        for rank in sorted(silent):
-            if store.check([f"heard/{prefix}/{rank}"]):
-                silent.remove(rank)
-                said[rank] = json.loads(store.get(f"heard/{prefix}/{rank}"))
-                if said[rank] != own:
-                    soon = min(soon, time.monotonic() + _REFUSAL_TIMEOUT.total_seconds())
-            elif store.check([f"asks/{rank}"]):
-                question = store.get(f"asks/{rank}").decode()
-                if question not in answered:
-                    store.set(f"answer/{question}", prefix)
-                    answered.add(question)
-        time.sleep(_POLL_SECONDS)
-    return said
-
-
-def _verdict(
-    store: dist.Store,
-    prefix: str,
-    world_size: int,
-    timeout: timedelta,
-    settings: Mapping[str, str],
-    said: Mapping[int, dict[str, object]],
-) -> SharedError | None:
-    refusals = [
-        _read(said[rank]["refusal"]) if rank in said else None for rank in range(world_size)
-    ]
-    if any(refusal is not None for refusal in refusals):
-        return error_of_all(refusals, name_rank=True)
-    different = [rank for rank in said if said[rank] != said[0]]
-    if different:
-        theirs = {
-            rank: json.loads(store.get(f"settings/{prefix}/{rank}")) for rank in sorted(different)
-        }
-        everyone = {rank: theirs.get(rank, settings) for rank in sorted(said)}
-        return UserError(first_difference(everyone))
-    silent = [rank for rank in range(world_size) if rank not in said]
-    if silent:
-        return PeerError(f"{_ranks(silent)} did not come within {timeout}: are all started?")
-    return None
+    def _verdict(self, said: Mapping[int, dict[str, object]]) -> SharedError | None:
+        ranks = range(self.world_size)
+        refusals = [_read(said[rank]["refusal"]) if rank in said else None for rank in ranks]
+        if any(refusal is not None for refusal in refusals):
+            return error_of_all(refusals, name_rank=True)
+        everyone = dict.fromkeys(sorted(said), self.settings)
+        if different := [rank for rank in everyone if said[rank] != said[0]]:
+            for rank in different:
+                everyone[rank] = json.loads(self.store.get(f"settings/{self.prefix}/{rank}"))
+            return UserError(first_difference(everyone))
+        silent = [rank for rank in ranks if rank not in said]
+        if silent:
+            return PeerError(
+                f"{_ranks(silent)} did not come within {self.timeout}: are all started?"
+            )
+        return None
 
 
 def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
