@@ -44,6 +44,19 @@ class Offer(NamedTuple):
     region: Region
 
 
+class Held(NamedTuple):
+    """A part of a want that a generation holds, in the region of this number."""
+
+    region: Region
+    generation: Generation
+    number: int
+
+    def values(self) -> Tensor:
+        """Its values, verified."""
+        whole = self.generation.record.regions[self.number].region
+        return self.generation.values(self.number)[self.region.within(whole)]
+
+
 class Message(NamedTuple):
     """A region of a state on its way from one rank to another."""
 
@@ -86,8 +99,9 @@ def recover(
         if iteration <= newer_than:
             log(f"local copies end at iteration {ages[0][0]}: the checkpoint is as new")
             break
-        holders = _Holders(folder, [g for g in found if _age(g) == (iteration, start)], log)
-        messages, lost = _plan(folder, states, holders)
+        of_age = [g for g in found if _age(g) == (iteration, start)]
+        copies = _Copies(folder, states, of_age, log)
+        messages, lost = copies.plan()
         needed = next((want for want in lost if not may_be_missing(want.state)), None)
         if needed is not None:
             log(
@@ -95,15 +109,13 @@ def recover(
                 f"holds {needed.state} at {list(needed.region.corner)}"
             )
             continue
-        common = next(
-            common for common in folder.control.gather(holders.common_of_node()) if common
-        )
-        own = _fill_from_node(states, holders)
-        other = _exchange(folder, states, holders, messages)
+        mine = copies.of_node[0].record.common if copies.of_node else None
+        common = next(filter(None, folder.control.gather(mine)))
+        own, other = copies.fill_from_node(), copies.exchange(messages)
         # On all ranks alike: a file that is lost or damaged had the masters of these regions too.
         begin_without(states, {want.state for want in lost})
         own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
-        _keep_only(folder, holders.of_node)
+        _keep_only(folder, copies.of_node)
         return Recovered(
             iteration=iteration,
             common=common,
@@ -151,14 +163,18 @@ def _generations_here(
     return found, notes
 
 
-class _Holders:
-    """The verified regions of one iteration on this node; collective to make.
+class _Copies:
+    """The verified copies of one iteration on this node, to fill `states`; collective to make.
 
     Each rank of the node verifies, and sends from, an equal share of the generations.
     """
 
     def __init__(
-        self, folder: LocalFolder, found: Sequence[Generation], log: Callable[[str], None]
+        self,
+        folder: LocalFolder,
+        states: Mapping[str, BoxedState],
+        found: Sequence[Generation],
+        log: Callable[[str], None],
     ) -> None:
         near, rank = folder.folder_ranks, folder.control.world.rank
         mine, damaged = [], {}
@@ -174,20 +190,107 @@ class _Holders:
             log(f"  passing over local copies: {line}")
         bad = {name for other in near for name in everyone[other]}
         self.of_node = [generation for generation in found if generation.path.name not in bad]
-        self._of_node = _by_state(self.of_node)
-        self._mine = _by_state(mine)
+        self._folder = folder
+        self._on_node = _by_state(self.of_node)
+        self._of_this_rank = _by_state(mine)  # what it sends from
+        # Every region that this rank needs, and the tensor to fill.
+        self._wants = [
+            (Want(name, Region(corner, tuple(values.shape))), values)
+            for (name, corner), values in rectangles_of(states).items()
+        ]
 
-    def common_of_node(self) -> Mapping[str, Any] | None:
-        """What is common to all ranks, if this node has a whole record."""
-        return self.of_node[0].record.common if self.of_node else None
+    def plan(self) -> tuple[list[Message], list[Want]]:
+        """The messages of all ranks, and what nobody holds; the same on all ranks."""
+        control = self._folder.control
+        missing = [
+            Want(want.state, region)
+            for want, _ in self._wants
+            for region in remainder(want.region, [p.region for p in _parts(self._on_node, want)])
+        ]
+        wants: list[list[Want]] = control.gather(missing)
+        offers: list[list[Offer]] = control.gather(
+            [
+                Offer(rank, index, part.region)
+                for rank, of_rank in enumerate(wants)
+                if rank not in self._folder.folder_ranks
+                for index, want in enumerate(of_rank)
+                for part in _parts(self._of_this_rank, want)
+            ]
+        )
+        return assign(wants, offers)
 
-    def on_node(self, want: Want) -> Iterator[tuple[Region, Generation, int]]:
-        """The parts of a want that the node holds, each with its generation and index."""
-        return _parts(self._of_node, want)
+    def fill_from_node(self) -> int:
+        """Copies what this node holds into the states; returns the bytes."""
+        num_bytes = 0
+        for want, values in self._wants:
+            for part in _parts(self._on_node, want):
+                source = part.values()
+                values[part.region.within(want.region)].copy_(source)
+                num_bytes += source.nbytes
+        return num_bytes
 
-    def of_this_rank(self, want: Want) -> Iterator[tuple[Region, Generation, int]]:
-        """The parts of a want that this rank sends."""
-        return _parts(self._mine, want)
+    def exchange(self, messages: Sequence[Message]) -> int:
+        """Sends and receives this rank's messages; returns the bytes received.
+
+        All ranks go through the messages in the same order with at most `_IN_FLIGHT` open: the
+        first that is not complete is open on both its ranks, so they cannot wait for each other in
+        a circle.
+        """
+        rank = self._folder.control.world.rank
+        targets: dict[str, list[tuple[Want, Tensor]]] = defaultdict(list)
+        for want, values in self._wants:
+            targets[want.state].append((want, values))
+        open_ends: list[Callable[[], int]] = []
+        received = 0
+        for message in messages:
+            if rank not in (message.source, message.target):
+                continue
+            if len(open_ends) == _IN_FLIGHT:
+                received += open_ends.pop(0)()
+            is_sent = rank == message.source
+            end = self._send(message) if is_sent else self._receive(message, targets[message.state])
+            open_ends.append(end)
+        return received + sum(end() for end in open_ends)
+
+    def _send(self, message: Message) -> Callable[[], int]:
+        part, *_ = _parts(self._of_this_rank, Want(message.state, message.region))
+        assert part.region == message.region, f"{message} is {part.region} here"
+        values = part.values().contiguous().view(-1).view(torch.uint8)
+        checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
+        content = torch.cat([values, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
+        work = dist.isend(content, message.target, group=self._folder.control.group)
+        assert work is not None, "this rank is in the group"
+
+        def end() -> int:
+            work.wait()
+            assert content.numel() > 0, "kept until it is sent"
+            return 0
+
+        return end
+
+    def _receive(
+        self, message: Message, targets: Sequence[tuple[Want, Tensor]]
+    ) -> Callable[[], int]:
+        want, values = next(
+            (want, values)
+            for want, values in targets
+            if overlap(want.region, message.region) == message.region
+        )
+        num_bytes = message.region.numel * values.element_size()
+        content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
+        work = dist.irecv(content, message.source, group=self._folder.control.group)
+        assert work is not None, "this rank is in the group"
+
+        def end() -> int:
+            work.wait()
+            checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
+            if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
+                raise RunError(f"{message.state} from rank {message.source} was changed on its way")
+            part = content[:-_SUM_BYTES].view(values.dtype).view(message.region.extent)
+            values[message.region.within(want.region)].copy_(part)
+            return num_bytes
+
+        return end
 
 
 _ByState = Mapping[str, Sequence[tuple[Generation, int]]]
@@ -201,7 +304,7 @@ def _by_state(generations: Sequence[Generation]) -> _ByState:
     return found
 
 
-def _parts(held: _ByState, want: Want) -> Iterator[tuple[Region, Generation, int]]:
+def _parts(held: _ByState, want: Want) -> Iterator[Held]:
     """Disjoint parts of a want; each region that is held twice counts once."""
     left = [want.region]
     for generation, index in held.get(want.state, ()):
@@ -212,37 +315,9 @@ def _parts(held: _ByState, want: Want) -> Iterator[tuple[Region, Generation, int
         for region in left:
             part = overlap(region, stored)
             if part is not None:
-                yield part, generation, index
+                yield Held(part, generation, index)
             rest += [region] if part is None else remainder(region, [part])
         left = rest
-
-
-def _wants(states: Mapping[str, BoxedState]) -> Iterator[tuple[Want, Tensor]]:
-    """Every region that this rank needs, and the tensor to fill."""
-    for (name, corner), values in rectangles_of(states).items():
-        yield Want(name, Region(corner, tuple(values.shape))), values
-
-
-def _plan(
-    folder: LocalFolder, states: Mapping[str, BoxedState], holders: _Holders
-) -> tuple[list[Message], list[Want]]:
-    """The messages of all ranks, and what nobody holds; the same on all ranks."""
-    missing = [
-        Want(want.state, region)
-        for want, _ in _wants(states)
-        for region in remainder(want.region, [part for part, _, _ in holders.on_node(want)])
-    ]
-    wants: list[list[Want]] = folder.control.gather(missing)
-    offers: list[list[Offer]] = folder.control.gather(
-        [
-            Offer(rank, index, part)
-            for rank, of_rank in enumerate(wants)
-            if rank not in folder.folder_ranks
-            for index, want in enumerate(of_rank)
-            for part, _, _ in holders.of_this_rank(want)
-        ]
-    )
-    return assign(wants, offers)
 
 
 def assign(
@@ -268,91 +343,3 @@ def assign(
                     load[source] += part.numel
             lost += [Want(want.state, region) for region in left]
     return messages, lost
-
-
-def _fill_from_node(states: Mapping[str, BoxedState], holders: _Holders) -> int:
-    """Copies what this node holds into the states; returns the bytes."""
-    num_bytes = 0
-    for want, values in _wants(states):
-        for part, generation, index in holders.on_node(want):
-            stored = generation.record.regions[index]
-            source = generation.values(index)[part.within(stored.region)]
-            values[part.within(want.region)].copy_(source)
-            num_bytes += source.numel() * source.element_size()
-    return num_bytes
-
-
-def _exchange(
-    folder: LocalFolder,
-    states: Mapping[str, BoxedState],
-    holders: _Holders,
-    messages: Sequence[Message],
-) -> int:
-    """Sends and receives this rank's messages; returns the bytes received.
-
-    All ranks go through the messages in the same order with at most `_IN_FLIGHT` open: the first
-    that is not complete is open on both its ranks, so they cannot wait for each other in a circle.
-    """
-    rank = folder.control.world.rank
-    targets: dict[str, list[tuple[Want, Tensor]]] = defaultdict(list)
-    for want, values in _wants(states):
-        targets[want.state].append((want, values))
-    open_ends: list[Callable[[], int]] = []
-    received = 0
-    for message in messages:
-        if rank not in (message.source, message.target):
-            continue
-        if len(open_ends) == _IN_FLIGHT:
-            received += open_ends.pop(0)()
-        end = _send if rank == message.source else _receive
-        open_ends.append(end(folder, message, holders, targets[message.state]))
-    return received + sum(end() for end in open_ends)
-
-
-def _send(
-    folder: LocalFolder, message: Message, holders: _Holders, _: Sequence[tuple[Want, Tensor]]
-) -> Callable[[], int]:
-    (part, generation, index), *_rest = holders.of_this_rank(Want(message.state, message.region))
-    assert part == message.region, f"{message} is {part} here"
-    whole = generation.record.regions[index].region
-    values = generation.values(index)[part.within(whole)].contiguous()
-    content = torch.empty(values.nbytes + _SUM_BYTES, dtype=torch.uint8)
-    content[:-_SUM_BYTES] = values.view(-1).view(torch.uint8)
-    checksum = crc32(content[:-_SUM_BYTES].numpy())
-    content[-_SUM_BYTES:] = torch.frombuffer(
-        bytearray(checksum.to_bytes(_SUM_BYTES, "little")), dtype=torch.uint8
-    )
-    work = dist.isend(content, message.target, group=folder.control.group)
-    assert work is not None, "this rank is in the group"
-
-    def end() -> int:
-        work.wait()
-        assert content.numel() > 0, "kept until it is sent"
-        return 0
-
-    return end
-
-
-def _receive(
-    folder: LocalFolder, message: Message, _: _Holders, targets: Sequence[tuple[Want, Tensor]]
-) -> Callable[[], int]:
-    want, values = next(
-        (want, values)
-        for want, values in targets
-        if overlap(want.region, message.region) == message.region
-    )
-    num_bytes = message.region.numel * values.element_size()
-    content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
-    work = dist.irecv(content, message.source, group=folder.control.group)
-    assert work is not None, "this rank is in the group"
-
-    def end() -> int:
-        work.wait()
-        checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
-        if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
-            raise RunError(f"{message.state} from rank {message.source} was changed on its way")
-        part = content[:-_SUM_BYTES].view(values.dtype).view(message.region.extent)
-        values[message.region.within(want.region)].copy_(part)
-        return num_bytes
-
-    return end
