@@ -22,6 +22,7 @@ from paro.config.context_parallel import check_parts
 from paro.config.plan import RankDevice, check_survival
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
+from paro.context_parallel.layout import ContextLimits
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError, check_least
 from paro.optim.lr_schedule import WSD_DECAY_STYLES
@@ -82,13 +83,11 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
 def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig) -> None:
     """`UserError` if ranks cannot share samples of this model and length; names what can."""
     if sharding.context.context_parallel_size > 1:
-        sharding.context.check(
-            model,
-            rotates=sharding.materialize == "rotate",
-            world_size=sharding.world.size,
-            group_size=sharding.world.group_size,
-            seq_length=data.seq_length,
+        world, length = sharding.world, data.seq_length
+        limits = ContextLimits.of(
+            model, world_size=world.size, group_size=world.group_size, seq_length=length
         )
+        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
 
 
 def check_attention(

@@ -22,6 +22,7 @@ from paro.config.context_parallel import (
 from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.parts import take_batches
 from paro.config.plan import RankDevice, Taken, case_of
+from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import MEASURE
@@ -48,7 +49,10 @@ def with_context(
         return _with(args, replace(take_context(args), context_parallel_size=1).flags), ()
     group_size = sharding.world.group_size
     types = types_asked(args, model, device.type, precision.compute)
-    found = ways_asked(args, model, types, world_size=world.size, group_size=group_size)
+    limits = ContextLimits.of(
+        model, world_size=world.size, group_size=group_size, seq_length=args.seq_length
+    )
+    found = ways_asked(args, types, limits)
     if not found:  # RunConfig.check says why
         return _with(args, take_context(args).flags), ()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig
-from paro.context_parallel.layout import ContextLayout, misfit
+from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.text import listed
@@ -74,31 +74,14 @@ class ContextParallelConfig:
                 return ContextLayout(size=size, gathers=size > 1)
         return ContextLayout(size=size, inner=flat or min(first, size))
 
-    def misfit(
-        self, size: int, model: LlamaConfig, *, world_size: int, group_size: int, seq_length: int
-    ) -> str | None:
+    def misfit(self, size: int, limits: ContextLimits) -> str | None:
         """Why so many ranks cannot share a sample, in words that follow a colon; None: they can."""
         sizes = self.hierarchical_context_parallel_sizes
         if sizes is not None and size % sizes[0]:
             return f"{sizes[0]} ranks do not divide it"
-        return misfit(
-            self.layout_of(size),
-            world_size=world_size,
-            group_size=group_size,
-            seq_length=seq_length,
-            num_heads=model.num_attention_heads,
-            num_kv_heads=model.num_query_groups,
-        )
+        return limits.misfit(self.layout_of(size))
 
-    def check(
-        self,
-        model: LlamaConfig,
-        *,
-        rotates: bool,
-        world_size: int,
-        group_size: int,
-        seq_length: int,
-    ) -> None:
+    def check(self, limits: ContextLimits, *, rotates: bool) -> None:
         """`UserError` if these ranks cannot share samples; names numbers that can."""
         if rotates:
             raise UserError(
@@ -106,12 +89,11 @@ class ContextParallelConfig:
                 "ranks of a ring have different heads at a time, which cannot be exchanged: leave "
                 "one out"
             )
-        ranks = {"world_size": world_size, "group_size": group_size, "seq_length": seq_length}
         size = self.context_parallel_size
-        if (why := self.misfit(size, model, **ranks)) is None:
+        if (why := self.misfit(size, limits)) is None:
             return
-        sizes = range(1, world_size + 1)
-        fitting = [str(each) for each in sizes if not self.misfit(each, model, **ranks)]
+        sizes = range(1, limits.world_size + 1)
+        fitting = [str(each) for each in sizes if not self.misfit(each, limits)]
         advice = "give other --hierarchical-context-parallel-sizes"
         if fitting:
             advice = f"choose {'one of ' * (len(fitting) > 1)}{listed(fitting)}"
@@ -149,13 +131,9 @@ def ways(
     given: ContextParallelConfig,
     sizes: Iterable[int],
     types: Sequence[str],
-    model: LlamaConfig,
-    *,
-    world_size: int,
-    group_size: int,
-    seq_length: int,
+    limits: ContextLimits,
 ) -> Iterator[ContextParallelConfig]:
-    """Every way in which one of these numbers of ranks can share a sample of the model.
+    """Every way in which one of these numbers of ranks can share a sample.
 
     All else is as given.
     """
@@ -164,7 +142,9 @@ def ways(
         splits: list[tuple[int, ...] | None] = [given.hierarchical_context_parallel_sizes]
         if name == "a2a+p2p" and splits == [None]:
             splits = [
-                (n, size // n) for n in range(2, size // 2 + 1) if size % n == group_size % n == 0
+                (n, size // n)
+                for n in range(2, size // 2 + 1)
+                if size % n == limits.group_size % n == 0
             ]
         for split in splits:
             way = replace(
@@ -173,10 +153,7 @@ def ways(
                 cp_comm_type=name,
                 hierarchical_context_parallel_sizes=split,
             )
-            reason = way.misfit(
-                size, model, world_size=world_size, group_size=group_size, seq_length=seq_length
-            )
-            if reason is None:
+            if way.misfit(size, limits) is None:
                 yield way
 
 

@@ -21,6 +21,7 @@ from paro.config.context_parallel import (
     usable_types,
     ways,
 )
+from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.planning.search.description import seconds_text
 from paro.planning.search.estimator import Estimate, Estimator
@@ -118,22 +119,13 @@ def types_asked(
 
 
 def ways_asked(
-    args: Namespace, model: LlamaConfig, types: Sequence[str], *, world_size: int, group_size: int
+    args: Namespace, types: Sequence[str], limits: ContextLimits
 ) -> list[ContextParallelConfig]:
     """Those among which the flags let choose, of these types."""
     sizes: Sequence[int] = (args.context_parallel_size,)
     if args.context_parallel_size == AUTO:
-        sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    found = ways(
-        take_context(args),
-        sizes,
-        types,
-        model,
-        world_size=world_size,
-        group_size=group_size,
-        seq_length=args.seq_length,
-    )
-    return [*found]
+        sizes = [n for n in range(1, limits.world_size + 1) if limits.world_size % n == 0]
+    return [*ways(take_context(args), sizes, types, limits)]
 
 
 def choose(
@@ -170,15 +162,9 @@ def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Stra
     own = Estimator(workload).estimate(candidate).seconds
     least, fastest = own / (1 + WORTH), None
     model, compute = workload.model, workload.precision.compute
-    for way in ways(
-        replace(given, hierarchical_context_parallel_sizes=None),
-        [given.context_parallel_size],
-        usable_types(TYPES, model, workload.device_type, compute),
-        model,
-        world_size=workload.world_size,
-        group_size=workload.group_size,
-        seq_length=workload.seq_length,
-    ):
+    any_sizes = replace(given, hierarchical_context_parallel_sizes=None)
+    types = usable_types(TYPES, model, workload.device_type, compute)
+    for way in ways(any_sizes, [given.context_parallel_size], types, workload.context_limits):
         estimator = Estimator(replace(workload, context=way.layout))
         if estimator.costs(candidate).least_seconds() < least:
             estimate = estimator.estimate(candidate)

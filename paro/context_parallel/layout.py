@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from model.config import LlamaConfig
 from paro.topology import AxisSpan, Topology, make_topology
 
 _MOST_PIECES = 4
@@ -96,32 +97,49 @@ class ContextLayout:
 ALONE = ContextLayout()  # no rank shares its samples
 
 
-def misfit(
-    layout: ContextLayout,
-    *,
-    world_size: int,
-    group_size: int,
-    seq_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-) -> str | None:
-    """Why a sample cannot be shared this way, in words that follow a colon; None if it can."""
-    size, heads = layout.size, layout.heads
-    if world_size % size:
-        return f"it does not divide the {world_size} ranks"
-    for part in (size, heads, layout.inner or size):
-        if part % group_size and group_size % part:
-            return f"{part} ranks and groups of {group_size} do not divide one another"
-    if seq_length % (2 * size):
-        return f"--seq-length {seq_length} is no multiple of {2 * size}, two parts for each rank"
-    if num_heads % heads:
-        return f"{num_heads} heads cannot be exchanged among {heads} ranks"
-    if num_kv_heads % heads and heads % num_kv_heads:
-        return (
-            f"{num_kv_heads} heads of keys and values cannot be exchanged among {heads} ranks: "
-            "one number must divide the other"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextLimits:
+    """What limits the layouts of a run: its ranks and groups, a sample's tokens, and heads."""
+
+    world_size: int
+    group_size: int
+    seq_length: int
+    num_heads: int
+    num_kv_heads: int
+
+    @classmethod
+    def of(
+        cls, model: LlamaConfig, *, world_size: int, group_size: int, seq_length: int
+    ) -> ContextLimits:
+        return cls(
+            world_size=world_size,
+            group_size=group_size,
+            seq_length=seq_length,
+            num_heads=model.num_attention_heads,
+            num_kv_heads=model.num_query_groups,
         )
-    return None
+
+    def misfit(self, layout: ContextLayout) -> str | None:
+        """Why a sample cannot be shared this way, in words that follow a colon; None if it can."""
+        size, heads, group_size = layout.size, layout.heads, self.group_size
+        if self.world_size % size:
+            return f"it does not divide the {self.world_size} ranks"
+        for part in (size, heads, layout.inner or size):
+            if part % group_size and group_size % part:
+                return f"{part} ranks and groups of {group_size} do not divide one another"
+        if self.seq_length % (2 * size):
+            return (
+                f"--seq-length {self.seq_length} is no multiple of {2 * size}, two parts for each "
+                "rank"
+            )
+        if self.num_heads % heads:
+            return f"{self.num_heads} heads cannot be exchanged among {heads} ranks"
+        if self.num_kv_heads % heads and heads % self.num_kv_heads:
+            return (
+                f"{self.num_kv_heads} heads of keys and values cannot be exchanged among {heads} "
+                "ranks: one number must divide the other"
+            )
+        return None
 
 
 def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:

@@ -11,6 +11,7 @@ import torch
 from model.config import RecomputeConfig
 from model.units import parameter_shapes
 from paro.config.run import RunConfig
+from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.layout import Shape
 from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
@@ -138,13 +139,15 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
     sharing = fewest_sharing(
-        config.model,
         plan.context,
-        lambda layout: fits(RunMemory(config.sharding.machine).of(replace(plan, context=layout))),
+        ContextLimits.of(
+            plan.model,
+            world_size=plan.world_size,
+            group_size=plan.group_size,
+            seq_length=plan.seq_length,
+        ),
+        lambda layout: fits(memory.of(replace(plan, context=layout))),
         in_parts=config.model.parts_misfit(device_type, config.precision.compute) is None,
-        world_size=plan.world_size,
-        group_size=plan.group_size,
-        seq_length=plan.seq_length,
     )
     if sharing is not None and not plan.materialize.rotates:
         advice.append(f"give {sharing[0]}")

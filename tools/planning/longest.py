@@ -64,16 +64,9 @@ def _sizes(args: Namespace, workload: Workload) -> list[int]:
 
 
 def _ways(args: Namespace, workload: Workload, size: int) -> Iterator[ContextParallelConfig]:
-    model, device_type = workload.model, workload.device_type
-    return ways(
-        take_context(args),
-        [size],
-        types_asked(args, model, device_type, workload.precision.compute),
-        model,
-        world_size=workload.world_size,
-        group_size=workload.group_size,
-        seq_length=_unit(size),
-    )
+    types = types_asked(args, workload.model, workload.device_type, workload.precision.compute)
+    limits = replace(workload.context_limits, seq_length=_unit(size))
+    return ways(take_context(args), [size], types, limits)
 
 
 def _unit(size: int) -> int:

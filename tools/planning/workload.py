@@ -23,6 +23,7 @@ from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.inter_bits import take_inter_bits, take_precision
 from paro.config.model import take_model
 from paro.config.sharding import units_ahead
+from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError, check_least
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
@@ -224,13 +225,10 @@ def _context_of(
 ) -> ContextParallelConfig:
     context = take_context(args)
     if context.context_parallel_size > 1:
-        context.check(
-            model,
-            rotates=args.paro_materialize == "rotate",
-            world_size=world_size,
-            group_size=group_size,
-            seq_length=args.seq_length,
+        limits = ContextLimits.of(
+            model, world_size=world_size, group_size=group_size, seq_length=args.seq_length
         )
+        context.check(limits, rotates=args.paro_materialize == "rotate")
     return context
 
 
@@ -254,8 +252,7 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
     types = types_asked(args, base.model, base.device_type, base.precision.compute)
-    ranks = {"world_size": base.world_size, "group_size": base.group_size}
-    found = ways_asked(args, base.model, types, **ranks)
+    found = ways_asked(args, types, base.context_limits)
 
     def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:
         return case_of(_with(args, **way.flags | {"micro_batch_size": micro_batch_size}))

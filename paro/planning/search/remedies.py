@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from model.config import LlamaConfig
-from paro.context_parallel.layout import ContextLayout, misfit
+from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.recomputation import least_recomputation, recompute_flags
@@ -68,13 +67,10 @@ def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
     if not least.materialize.rotates:
         compute = workload.precision.compute
         sharing = fewest_sharing(
-            workload.model,
             workload.context,
+            workload.context_limits,
             lambda layout: _fits(replace(workload, context=layout), least),
             in_parts=workload.model.parts_misfit(workload.device_type, compute) is None,
-            world_size=workload.world_size,
-            group_size=workload.group_size,
-            seq_length=workload.seq_length,
         )
         if sharing is not None:
             flags, layout = sharing
@@ -84,34 +80,24 @@ def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
 
 
 def fewest_sharing(
-    model: LlamaConfig,
     given: ContextLayout,
+    limits: ContextLimits,
     fits: Callable[[ContextLayout], bool],
     *,
     in_parts: bool,
-    world_size: int,
-    group_size: int,
-    seq_length: int,
 ) -> tuple[str, ContextLayout] | None:
     """The flags of the fewest more ranks that share a sample with which it fits; None if none.
 
     Keys and values travel only where attention can be computed `in_parts`.
     """
-    for size in (n for n in range(given.size + 1, world_size + 1) if world_size % n == 0):
+    ranks = limits.world_size
+    for size in (n for n in range(given.size + 1, ranks + 1) if ranks % n == 0):
         ways = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
         if in_parts:
             ways = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **ways}
         for flags, heads in ways.items():
             layout = ContextLayout(size=size, heads=heads)
-            reason = misfit(
-                layout,
-                world_size=world_size,
-                group_size=group_size,
-                seq_length=seq_length,
-                num_heads=model.num_attention_heads,
-                num_kv_heads=model.num_query_groups,
-            )
-            if reason is None and fits(layout):
+            if limits.misfit(layout) is None and fits(layout):
                 return flags, layout
     return None
 

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.context_parallel.layout import ALONE, ContextLayout
+from paro.context_parallel.layout import ALONE, ContextLayout, ContextLimits
 from paro.errors import UserError, check_least
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
@@ -86,6 +86,16 @@ class Workload:
     def data_parallel_size(self) -> int:
         """The number of ranks, or sets of ranks, that read different samples."""
         return self.world_size // self.context.size
+
+    @property
+    def context_limits(self) -> ContextLimits:
+        """What limits the layouts of ranks that share a sample."""
+        return ContextLimits.of(
+            self.model,
+            world_size=self.world_size,
+            group_size=self.group_size,
+            seq_length=self.seq_length,
+        )
 
     @property
     def units(self) -> tuple[UnitSize, ...]:

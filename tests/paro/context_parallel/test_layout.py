@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from paro.context_parallel.layout import ContextLayout, misfit
+from paro.context_parallel.layout import ContextLayout, ContextLimits
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
 
@@ -41,13 +41,7 @@ def test_the_ranks_of_a_place_have_its_two_chunks_in_order() -> None:
     assert [*chain(*chain(*parts[3:]))] == list(range(6, 18))
 
 
-FITS = {
-    "world_size": 12,
-    "group_size": 4,
-    "seq_length": 24,
-    "num_heads": 12,
-    "num_kv_heads": 3,
-}
+LIMITS = ContextLimits(world_size=12, group_size=4, seq_length=24, num_heads=12, num_kv_heads=3)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +55,7 @@ FITS = {
     ],
 )
 def test_what_does_not_fit_is_told(size: int, heads: int, told: str | None) -> None:
-    found = misfit(ContextLayout(size=size, heads=heads), **FITS)
+    found = LIMITS.misfit(ContextLayout(size=size, heads=heads))
     assert found == told or (found is not None and told is not None and told in found)
 
 
