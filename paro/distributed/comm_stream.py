@@ -56,19 +56,6 @@ class CommStreams(Protocol):
         """Closes the comm streams after their jobs have run."""
 
 
-class DoneEvent:
-    """The completion of a job that has already run."""
-
-    def wait(self) -> None:
-        return
-
-    def stages(self) -> Iterator[Stage]:
-        return iter(())
-
-
-DONE = DoneEvent()
-
-
 class AllEvents:
     """The completion of several jobs."""
 
@@ -83,6 +70,8 @@ class AllEvents:
         for event in self._events:
             yield from event.stages()
 
+
+DONE = AllEvents(())  # of no job, or of jobs that have run
 
 Name = Callable[[Hashable], str]  # key -> name of a comm stream in profiles and stack dumps
 

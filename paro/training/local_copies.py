@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
 from paro.text import size_text
-from paro.training.resume import Recovery, Resumed, check_schedule, common_record, state_of
+from paro.training.resume import Resumed, check_schedule, common_record, state_of
 from paro.training.step import Training, TrainState
 
 # What may differ after a restart: the launcher's ranks, and what changes no state.
@@ -76,18 +77,17 @@ class LocalCopies:
             training.optimizer.loaded(num_steps=int(found.common["num_optimizer_steps"]))
         training.exposure.take()  # waits while loading belong to no step
         self._has_older = True
-        seconds = time.monotonic() - begin
+        found = replace(found, seconds=time.monotonic() - begin)
         self._log.log0(
             f"  recovered iteration {found.iteration} from local copies: "
             f"{size_text(found.own_node_bytes)} from the ranks' own nodes, "
-            f"{size_text(found.other_nodes_bytes)} from other nodes, in {seconds:.2f} s"
+            f"{size_text(found.other_nodes_bytes)} from other nodes, in {found.seconds:.2f} s"
         )
         state = state_of(found.common, self._config, self._log, "local copies")
         check_schedule(found.common, self._config, "local copies")
-        recovery = Recovery(seconds, found.own_node_bytes, found.other_nodes_bytes)
         rows = unpadded_vocab_size(found.common)
         ids = found.common.get("token_ids")
-        return Resumed(state, found.common["base"], recovery, ids, rows)
+        return Resumed(state, found.common["base"], found, ids, rows)
 
     def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
         """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""

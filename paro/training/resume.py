@@ -13,6 +13,7 @@ from data.tokenizer_config import unpadded_vocab_size
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.config import FREE_FIELDS, CheckpointConfig
 from paro.checkpoint.directory import Base, TokenIds, find_checkpoint, read_common
+from paro.checkpoint.local.recovery import Recovered
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
@@ -201,28 +202,12 @@ def _model_fields(config: RunConfig) -> dict[str, Any]:
     return {name: fields[name] for name in fields if name not in FREE_FIELDS}
 
 
-class Recovery(NamedTuple):
-    """A recovery from local copies: its time, and the bytes of all ranks by their source."""
-
-    seconds: float
-    own_node_bytes: int
-    other_nodes_bytes: int
-
-    def panel(self) -> dict[str, float]:
-        """For dashboards."""
-        return {
-            "recovery/seconds": self.seconds,
-            "recovery/bytes-from-own-nodes": float(self.own_node_bytes),
-            "recovery/bytes-from-other-nodes": float(self.other_nodes_bytes),
-        }
-
-
 class Resumed(NamedTuple):
     """What a run begins with."""
 
     state: TrainState | None = None  # to continue from; None: iteration 0
     base: Base | None = None  # of the checkpoints to save; None: they are complete
-    recovery: Recovery | None = None  # None: from --load
+    recovery: Recovered | None = None  # None: from --load
     token_ids: TokenIds | None = None  # of the configuration of the model that training began with
     unpadded_vocab_size: int | None = None  # rows of what was loaded; None: nothing was
     trained_on: frozenset[str] | None = None  # fingerprints of tokenizers of its training data

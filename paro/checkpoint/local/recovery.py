@@ -74,6 +74,15 @@ class Recovered:
     common: Mapping[str, Any]
     own_node_bytes: int
     other_nodes_bytes: int
+    seconds: float = 0.0  # that it took, until the run can go on
+
+    def panel(self) -> dict[str, float]:
+        """For dashboards."""
+        return {
+            "recovery/seconds": self.seconds,
+            "recovery/bytes-from-own-nodes": float(self.own_node_bytes),
+            "recovery/bytes-from-other-nodes": float(self.other_nodes_bytes),
+        }
 
 
 def recover(
