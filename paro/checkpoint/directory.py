@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
@@ -41,6 +41,8 @@ MAX_TRACKER_BYTES = 4096  # bytes of a tracker that are read
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
 _EARLIER = "earlier_"
+
+T = TypeVar("T")
 
 
 class Base(TypedDict):
@@ -331,6 +333,20 @@ def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int)
     except OSError:
         return  # another rank was faster
     shutil.rmtree(_partial(directory), ignore_errors=True)
+
+
+def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """The items file by file, each of at most `limit` bytes unless one item alone has more."""
+    bunch: list[T] = []
+    num_bytes = 0
+    for item in items:
+        if bunch and num_bytes + size_of(item) > limit:
+            yield bunch
+            bunch, num_bytes = [], 0
+        bunch.append(item)
+        num_bytes += size_of(item)
+    if bunch:
+        yield bunch
 
 
 def _refuse_strangers(root: Path) -> None:

@@ -29,6 +29,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES, BoxedState
+from paro.checkpoint.directory import in_files
 from paro.checkpoint.manifest import DamagedError, Manifest, Stretch, Stretches, size_of
 from paro.checkpoint.planners import items_to_read, rectangle
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
@@ -60,7 +61,7 @@ class BoundedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        for number, items in enumerate(_files(plan.items)):
+        for number, items in enumerate(in_files(plan.items, _num_bytes, MAX_FILE_BYTES)):
             name = f"{plan.storage_data.prefix}{number}{_SUFFIX}"
             results += self._write_file(name, items, planner)
         future: Future[list[WriteResult]] = Future()
@@ -276,17 +277,6 @@ def check_files(directory: Path, places: list[Any]) -> None:
             raise DamagedError(f"{path} is truncated: {found} bytes of at least {num_bytes}")
 
 
-def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Groups a rank's items into files of at most `MAX_FILE_BYTES`."""
-    bunch: list[WriteItem] = []
-    num_bytes = 0
-    for item in items:
-        assert item.tensor_data is not None, f"{item.index} is no tensor"
-        size = prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-        if bunch and num_bytes + size > MAX_FILE_BYTES:
-            yield bunch
-            bunch, num_bytes = [], 0
-        bunch.append(item)
-        num_bytes += size
-    if bunch:
-        yield bunch
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None, f"{item.index} is no tensor"
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -27,7 +27,7 @@ from paro.checkpoint.convert.hugging_face_weights import INDEX, WEIGHTS, find_te
 from paro.checkpoint.convert.safetensors_file import write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.checkpoint.convert.torch_file import lazy
-from paro.checkpoint.directory import TokenIds
+from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
 from paro.untrusted.schema import conform, read_json
 
@@ -177,12 +177,12 @@ def write_hugging_face(
     fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
     tensors |= _zeros(source, output_biases(fields))
-    files = list(_files(tensors, max_file_bytes))
+    files = list(in_files(tensors, lambda name: tensors[name].num_bytes, max_file_bytes))
     weight_map: dict[str, str] = {}
-    for number, part in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
-        write_safetensors(directory / name, part, advance)
-        weight_map |= dict.fromkeys(part, name)
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS
+        write_safetensors(directory / file, {name: tensors[name] for name in names}, advance)
+        weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         size = sum(tensor.num_bytes for tensor in tensors.values())
         _write_json(
@@ -258,18 +258,6 @@ def _special_ids(source: Source) -> TokenIds:
             if source.companions:  # else its files are missing; the source's notes say so
                 raise UserError(f"the tokenizer cannot be read: {error}") from error
     return ids | source.token_ids
-
-
-def _files(tensors: Mapping[str, LazyTensor], limit: int) -> Iterator[dict[str, LazyTensor]]:
-    part: dict[str, LazyTensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if part and num_bytes + tensor.num_bytes > limit:
-            yield part
-            part, num_bytes = {}, 0
-        part[name] = tensor
-        num_bytes += tensor.num_bytes
-    yield part
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
