@@ -256,23 +256,19 @@ def _companions(
     if own:
         return own, tokenizer_of(own, begins=_begins_with_bos(common)), ()
     saved = saved_tokenizer(common)
-    if saved.get("vocab_file") is not None:
-        pair = {VOCAB_FILE: Path(saved["vocab_file"]), MERGE_FILE: Path(saved["merge_file"])}
-        if all(path.is_file() for path in pair.values()):
-            return pair, saved, ()
-        gone = f"the tokenizer is no longer at {saved['vocab_file']} and {saved['merge_file']}"
-        return {}, saved, (f"{gone}: converted without it",)
-    model = saved.get("tokenizer_model")
-    if model is None:
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    places = [saved[name] for name in names if saved.get(name) is not None]
+    if not places:
         return {}, saved or None, (f"{root} has no tokenizer: prompts are token ids",)
-    path = Path(model)
-    folder = path if path.is_dir() else path.parent
-    if saved["tokenizer_type"] != "HuggingFaceTokenizer":
-        if path.is_file():
-            return {"tokenizer.model": path}, saved, ()
-    elif found := companions_in(folder):
-        return {name: file for name, file in found.items() if name != CONFIG}, saved, ()
-    return {}, saved, (f"the tokenizer is no longer at {model}: converted without it",)
+    paths = [*map(Path, places)]
+    if saved["tokenizer_type"] == "HuggingFaceTokenizer":
+        found = companions_in(paths[0] if paths[0].is_dir() else paths[0].parent)
+        found.pop(CONFIG, None)
+    else:
+        called = ("tokenizer.model",) if len(paths) == 1 else (VOCAB_FILE, MERGE_FILE)
+        found = dict(zip(called, paths, strict=True)) if all(map(Path.is_file, paths)) else {}
+    gone = f"the tokenizer is no longer at {' and '.join(places)}: converted without it"
+    return found, saved, () if found else (gone,)
 
 
 def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
