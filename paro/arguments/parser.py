@@ -11,8 +11,9 @@ import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from paro.arguments.corrected import corrected
 from paro.arguments.job import JOB_GROUPS
@@ -49,6 +50,8 @@ refused, unknown or missing all are said at once. Flags in groups:"""
 
 
 MOST = 2**63 - 1  # of every whole number
+
+Config = TypeVar("Config")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -208,6 +211,16 @@ def given(arguments: Mapping[str, object]) -> list[str]:
     """Names of the arguments that differ from their defaults."""
     default = build_parser().get_default
     return [name for name, value in arguments.items() if value != default(name)]
+
+
+def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
+    """Fills a config from the arguments of its fields' names, some of them behind `paro_`.
+
+    `derived` gives the other fields.
+    """
+    named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
+    places = {name: name if hasattr(args, name) else f"paro_{name}" for name in named}
+    return config_type(**{name: getattr(args, at) for name, at in places.items()}, **derived)
 
 
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:

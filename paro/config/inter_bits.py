@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from paro.arguments.parser import take
 from paro.errors import UserError
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
@@ -16,18 +17,8 @@ AUTO = "auto"
 def take_precision(args: Namespace) -> PrecisionConfig:
     if args.fp16 and args.bf16:
         raise UserError("--fp16 and --bf16 contradict each other: give one of them")
-    return PrecisionConfig(
-        compute="fp16" if args.fp16 else "bf16" if args.bf16 else "fp32",
-        grad_reduce_in_bf16=args.grad_reduce_in_bf16,
-        accumulate_allreduce_grads_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        inter_param_bits=args.paro_inter_param_bits,
-        inter_grad_bits=args.paro_inter_grad_bits,
-        inter_grad_error_feedback=args.paro_inter_grad_error_feedback,
-        lora_base_dtype=args.lora_base_dtype,
-        exp_avg_dtype=args.exp_avg_dtype,
-        exp_avg_sq_dtype=args.exp_avg_sq_dtype,
-        optimizer=args.optimizer,
-    )
+    compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
+    return take(PrecisionConfig, args, compute=compute)
 
 
 def take_inter_bits(

@@ -12,7 +12,7 @@ from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TOKENIZER_TYPES
 from model.fusion import Fusions
 from paro.arguments.needed import flags_in, missing_flags, missing_sizes, with_stand_ins
-from paro.arguments.parser import WrongValues, build_parser
+from paro.arguments.parser import WrongValues, build_parser, take
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import resumed_samples
@@ -21,7 +21,6 @@ from paro.config.context_parallel import sharing
 from paro.config.inter_bits import take_precision
 from paro.config.model import take_model
 from paro.config.parts import (
-    take,
     take_batches,
     take_data,
     take_loss_scale,

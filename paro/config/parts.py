@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from data.config import DataConfig
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from model.config import LLAMA_PRESETS
+from paro.arguments.parser import take
 from paro.config.batch_schedule import BatchSchedule, parse_steps
 from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.train import TrainConfig
@@ -17,14 +17,6 @@ from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.report.profiler import ProfileConfig
-
-Config = TypeVar("Config")
-
-
-def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
-    """Fills a config from the arguments of the same names; `derived` gives the other fields."""
-    named = {field.name for field in fields(config_type)} - derived.keys()  # type: ignore[arg-type]
-    return config_type(**{name: getattr(args, name) for name in named}, **derived)
 
 
 def take_batches(args: Namespace, world: World) -> BatchSchedule:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from model.config import LlamaConfig
+from paro.arguments.parser import take
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import take_context
 from paro.config.elastic import fitted_to_ranks, nodes_line
@@ -79,20 +80,15 @@ def take_sharding(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {given}: give one of them"
         )
-    sharding = ShardingConfig(
+    ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
+    sharding = take(
+        ShardingConfig,
+        args,
         world=replace(world, group=group_size),
         context=take_context(args),
-        collective=args.paro_collective,
-        prefetch_units=args.paro_prefetch_units,
-        updated_ahead=units_ahead(
-            args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl
-        ),
-        materialize=args.paro_materialize,
-        rotate_in_place=args.paro_rotate_in_place,
-        survive=args.paro_survive,
-        elastic=args.paro_elastic,
-        inter_bits=args.paro_inter_bits,
+        updated_ahead=ahead,
         machine=machine,
+        is_unmeasured=False,
     )
     autos = {FLAG: text, "--paro-collective": args.paro_collective}
     if group_size < world.size:

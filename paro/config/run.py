@@ -15,7 +15,7 @@ from model.config import LlamaConfig
 from model.fusion import Fusions
 from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
-from paro.arguments.parser import check_flags
+from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import (
@@ -40,7 +40,6 @@ from paro.config.inter_bits import take_precision
 from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
 from paro.config.parts import (
-    take,
     take_batches,
     take_data,
     take_loss_scale,
