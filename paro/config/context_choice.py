@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from model.config import LlamaConfig
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.checkpoint import resumed_arguments
 from paro.config.context_parallel import (
@@ -21,23 +20,18 @@ from paro.config.context_parallel import (
 )
 from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.parts import take_batches
-from paro.config.plan import RankDevice, Taken, case_of
+from paro.config.plan import Taken, Task, case_of
 from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import MEASURE
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.planning.search.trainable import Trainable
-from paro.precision import PrecisionConfig
 
 
 def with_context(
     args: Namespace,
     taken: Callable[[Namespace], Taken],
-    model: LlamaConfig,
-    trainable: Trainable,
-    precision: PrecisionConfig,
-    device: RankDevice,
+    task: Task,
     checkpoint: CheckpointConfig,
 ) -> tuple[Namespace, tuple[str, ...]]:
     """The flags with what auto stands for, and log lines; what it stands for until measured."""
@@ -48,7 +42,8 @@ def with_context(
     if sharding.materialize == "rotate":
         return _with(args, replace(take_context(args), context_parallel_size=1).flags), ()
     group_size = sharding.world.group_size
-    types = types_asked(args, model, device.type, precision.compute)
+    model = task.model
+    types = types_asked(args, model, task.device.type, task.precision.compute)
     limits = ContextLimits.of(
         model, world_size=world.size, group_size=group_size, seq_length=args.seq_length
     )
@@ -59,10 +54,8 @@ def with_context(
     def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:
         own = _with(args, way.flags | {"micro_batch_size": micro_batch_size})
         shared = sharing(sharding.world, way.context_parallel_size)
-        return case_of(
-            model, take_batches(own, shared), replace(sharding, context=way, world=shared),
-            precision, trainable, seq_length=args.seq_length, device=device,
-        )  # fmt: skip
+        own_sharding = replace(sharding, context=way, world=shared)
+        return case_of(task, take_batches(own, shared), own_sharding)
 
     if (kept := _kept(args, world, found, checkpoint)) is not None:
         return _with(args, kept), (f"{flag} auto: as in --load {checkpoint.load}",)

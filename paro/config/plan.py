@@ -126,27 +126,29 @@ class RankDevice(NamedTuple):
         return cls("cpu" if backend == "gloo" else "cuda", memory_gb)
 
 
-def case_of(
-    model: LlamaConfig,
-    batches: BatchSchedule,
-    sharding: ShardingConfig,
-    precision: PrecisionConfig,
-    trainable: Trainable,
-    *,
-    seq_length: int,
-    device: RankDevice,
-) -> Workload:
+class Task(NamedTuple):
+    """What the ranks of a run train, and on which devices."""
+
+    model: LlamaConfig
+    trainable: Trainable
+    precision: PrecisionConfig
+    seq_length: int
+    device: RankDevice
+
+
+def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Workload:
     """The planner's workload for this run, whose machine is known."""
     assert sharding.machine is not None, "measured, or from --paro-machine"
+    device = task.device
     return Workload(
-        model=model,
+        model=task.model,
         machine=sharding.machine,
         group_size=sharding.world.group_size,
         context=sharding.context.layout,
-        seq_length=seq_length,
+        seq_length=task.seq_length,
         micro_batch_size=batches.micro_batch_size,
         global_batch_size=batches.global_batch_size,
-        precision=precision,
+        precision=task.precision,
         prefetch_units=sharding.prefetch_units,
         updated_ahead=sharding.updated_ahead,
         collective=sharding.collective,
@@ -155,7 +157,7 @@ def case_of(
         memory_bytes=None if device.memory_gb is None else round(device.memory_gb * 1e9),
         ranks_per_node=sharding.world.ranks_per_node,
         survive=sharding.survive,
-        trainable=trainable,
+        trainable=task.trainable,
         chooses_bits=sharding.inter_bits is not None,
     )
 
@@ -192,13 +194,7 @@ def choose(
 
 
 def take_states(
-    args: Namespace,
-    taken: Taken,
-    model: LlamaConfig,
-    batches: BatchSchedule,
-    trainable: Trainable,
-    precision: PrecisionConfig,
-    device: RankDevice,
+    taken: Taken, batches: BatchSchedule, task: Task
 ) -> tuple[ShardingConfig, Strategy, PrecisionConfig, tuple[str, ...]]:
     """What `take_sharding` has taken, with what is chosen where a flag says auto, and log lines.
 
@@ -209,16 +205,15 @@ def take_states(
     if sharding.elastic:
         notices += nodes_line(batches, world)
     group_size = sharding.world.group_size
-    bits, precision, lines = take_inter_bits(sharding.inter_bits, precision, group_size, world.size)
+    bits, precision, lines = take_inter_bits(
+        sharding.inter_bits, task.precision, group_size, world.size
+    )
     notices += lines
     sharding = replace(sharding, inter_bits=bits)
     if sharding.is_unmeasured:
         return sharding, strategy or unplanned(sharding), precision, notices
     if strategy is None or bits is not None:
-        workload = case_of(
-            model, batches, sharding, precision, trainable,
-            seq_length=args.seq_length, device=device,
-        )  # fmt: skip
+        workload = case_of(task._replace(precision=precision), batches, sharding)
         strategy, precision, reasons = choose(workload, strategy)
         notices += tuple(reasons)
     if bits is None:

@@ -48,7 +48,7 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, take_sharding, take_states
+from paro.config.plan import RankDevice, Task, take_sharding, take_states
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -152,16 +152,15 @@ class RunConfig:
         runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
         as_given = take_precision(args)
         device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
+        task = Task(model, trainable, as_given, data.seq_length, device)
         taken = partial(take_sharding, world=world, model=model, measured=measured)
-        args, lines = with_context(args, taken, model, trainable, as_given, device, checkpoint)
+        args, lines = with_context(args, taken, task, checkpoint)
         notices += lines
         world = sharing(world, args.context_parallel_size)
         batches = take_batches(args, world)
         train = take_train(args, batches)
-        sharding, strategy, precision, lines = take_states(
-            args, take_sharding(args, world, model, measured), model, batches, trainable,
-            as_given, device,
-        )  # fmt: skip
+        sharded = take_sharding(args, world, model, measured)
+        sharding, strategy, precision, lines = take_states(sharded, batches, task)
         notices += lines
         # Not what one group makes of the bits: a restart may have more groups.
         check_local_copies(checkpoint, sharding, as_given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paro.config.plan import RankDevice, case_of
+from paro.config.plan import RankDevice, Task, case_of
 from paro.config.run import RunConfig
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
@@ -14,15 +14,14 @@ def workload_of(config: RunConfig, device_type: str) -> Workload | None:
     machine = config.sharding.machine
     if machine is None or machine.device is None:
         return None
-    return case_of(
+    task = Task(
         config.model,
-        config.batches,
-        config.sharding,
-        config.precision,
         config.trainable,
-        seq_length=config.data.seq_length,
-        device=RankDevice(device_type, config.launch.device_memory_gb),
+        config.precision,
+        config.data.seq_length,
+        RankDevice(device_type, config.launch.device_memory_gb),
     )
+    return case_of(task, config.batches, config.sharding)
 
 
 def planned_step(config: RunConfig, device_type: str) -> PlannedStep | None:

@@ -7,7 +7,7 @@ import pytest
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.arguments.parser import parse_args
-from paro.config.plan import RankDevice, case_of
+from paro.config.plan import RankDevice, Task, case_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.search.remedies import recompute_flags
@@ -251,15 +251,9 @@ def test_the_planner_plans_for_the_last_size() -> None:
     words = "--step-batch-size-schedule 0:8,640:16 --paro-machine dgx-a100-roce100 "
     words += "--paro-group-size 2"
     config = configure(f"{NO_BATCH} {words}")
-    case = case_of(
-        config.model,
-        config.batches,
-        config.sharding,
-        config.precision,
-        config.trainable,
-        seq_length=32,
-        device=RankDevice("cuda"),
-    )
+    device = RankDevice("cuda")
+    task = Task(config.model, config.trainable, config.precision, 32, device)
+    case = case_of(task, config.batches, config.sharding)
     assert case.global_batch_size == 16
 
 
