@@ -33,22 +33,6 @@ def corrected(
     `better`, by their names, have other values, and are left out if these are their defaults. The
     flags in `refused` have values that the parser did not take.
     """
-    groups, left_out = _corrected(words, args, parser, better, refused)
-    if [word for group in groups for word in group] == list(words):
-        return ""
-    notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
-    head = "These flags are left; paste them after pretrain_llama.py:"
-    return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(wrapped(groups))])
-
-
-def _corrected(
-    words: Sequence[str],
-    args: Namespace,
-    parser: ArgumentParser,
-    better: Mapping[str, object],
-    refused: Collection[str],
-) -> tuple[list[list[str]], list[str]]:
-    """The flags that are left, and those that are left out for their values."""
     actions = parser._option_string_actions
     instead = replacements(args)
     kept: dict[str, list[str]] = {}
@@ -76,7 +60,12 @@ def _corrected(
             kept |= {group[0]: group for group in groups}
             for other in _REPLACES.get(groups[0][0], ()):
                 kept.pop(other, None)
-    return list(kept.values()), left_out
+    groups = list(kept.values())
+    if [word for group in groups for word in group] == list(words):
+        return ""
+    notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
+    head = "These flags are left; paste them after pretrain_llama.py:"
+    return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(wrapped(groups))])
 
 
 def _most_values(action: Action) -> int | None:
