@@ -30,7 +30,7 @@ from paro.training.dry_run import run_dry
 from paro.training.local_copies import LocalCopies, local_copies
 from paro.training.loop import Loop
 from paro.training.resume import check_source
-from paro.training.saving import claim_of, saver_of
+from paro.training.saving import Saver, claim_of
 
 
 def main() -> None:
@@ -104,12 +104,15 @@ def run(
     order = order_record(config, datasets)
     if copies is not None:
         copies.begin(training, order, resumed)
+    saver = None
+    if claim is not None:
+        saver = Saver(config, training, log, claim, facts=facts, order=order, resumed=resumed)
     loop = Loop(
         training,
         state,
         sources,
         report,
-        saving=saver_of(config, training, facts, log, claim, order=order, resumed=resumed),
+        saving=saver,
         copies=copies,
         observers=observers,
     )

@@ -34,7 +34,7 @@ class Saver:
     Every method but `is_due` and `failed` is collective.
 
     Saves use their own process groups: with --async-save a thread issues collectives on them
-    while the training thread uses the others.
+    while the training thread uses the others. `facts` are for progress.txt.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Saver:
         log: Log,
         claim: Claim,
         *,
-        progress: ProgressFile | None = None,
+        facts: RunFacts | None = None,
         order: Mapping[str, Any] | None = None,
         resumed: Resumed = FROM_NOTHING,
     ) -> None:
@@ -55,7 +55,11 @@ class Saver:
         self._config = config
         self._training = training
         self._log = log
-        self._progress = progress
+        self._progress: ProgressFile | None = None
+        if config.report.log_progress and facts is not None:
+            start = 0 if resumed.state is None else resumed.state.consumed_train_samples
+            folder, job = config.checkpoint.save, read_job_id()
+            self._progress = ProgressFile(folder, facts, log, start_samples=start, job_id=job)
         self._order = order
         self._resumed = resumed
         self._root = Path(config.checkpoint.save)
@@ -242,25 +246,3 @@ def claim_of(config: RunConfig, control: Control, watchdog: Watchdog) -> Iterato
         Path(config.checkpoint.save), control, log.log0, progressed=watchdog.progressed
     ) as claim:
         yield claim
-
-
-def saver_of(
-    config: RunConfig,
-    training: Training,
-    facts: RunFacts,
-    log: Log,
-    claim: Claim | None,
-    *,
-    order: Mapping[str, Any],
-    resumed: Resumed,
-) -> Saver | None:
-    """What saves the run; None without a claim to --save."""
-    checkpoint, loaded, progress = config.checkpoint, resumed.state, None
-    if checkpoint.save is None or claim is None:
-        return None
-    if config.report.log_progress:
-        start = 0 if loaded is None else loaded.consumed_train_samples
-        progress = ProgressFile(
-            checkpoint.save, facts, log, start_samples=start, job_id=read_job_id()
-        )
-    return Saver(config, training, log, claim, progress=progress, order=order, resumed=resumed)
