@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from model.config import LlamaConfig
 from paro.errors import UserError
 
-# Fields of the model that a run may change when it continues; checkpoints do not hold them.
-FREE_FIELDS = frozenset(
+# Fields of the model that a run may change when it continues.
+_FREE_FIELDS = frozenset(
     {
         "recompute",
         "max_position_embeddings",
@@ -24,6 +26,11 @@ FREE_FIELDS = frozenset(
         "torch_compile",
     }
 )
+
+
+def saved_fields(model: LlamaConfig) -> dict[str, Any]:
+    """The fields of the model that checkpoints hold."""
+    return {name: value for name, value in asdict(model).items() if name not in _FREE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,15 +15,13 @@ from paro.errors import UserError
 
 _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
-# Fields that are derived, or chosen on the device.
-_CHOSEN = {"fuses_swiglu", "fuses_rotary", "fuses_fp8_casts", "fuses_norms", "fuses_loss"}
-_NOT_GIVEN = {"vocab_size", "recompute", "lora", *_CHOSEN}
-
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     """The model: sizes from flags, else from the preset, else derived from the other sizes."""
     default = {item.name: item.default for item in fields(LlamaConfig)}
-    given = _given(args, *(name for name in default if name not in _NOT_GIVEN))
+    # Others are derived, or chosen on the device; the flag --vocab-size is the tokenizer's.
+    named = default.keys() & vars(args).keys() - {"vocab_size"}
+    given = _given(args, *(name for name in default if name in named))
     sizes = given
     if args.llama_preset is not None:
         preset = LLAMA_PRESETS[args.llama_preset]

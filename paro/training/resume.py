@@ -11,7 +11,7 @@ from data.hub import how_to_fetch
 from data.loader import Datasets
 from data.tokenizer_config import unpadded_vocab_size
 from paro.checkpoint.base import as_base, stored_parameters
-from paro.checkpoint.config import FREE_FIELDS, CheckpointConfig
+from paro.checkpoint.config import CheckpointConfig, saved_fields
 from paro.checkpoint.directory import Base, TokenIds, find_checkpoint, read_common
 from paro.checkpoint.local.recovery import Recovered
 from paro.config.record import recorded_arguments
@@ -39,7 +39,7 @@ def common_record(
     """What a checkpoint holds besides tensors, as JSON."""
     lora = config.model.lora
     return {
-        "model": _model_fields(config),
+        "model": saved_fields(config.model),
         "max_position_embeddings": config.model.max_position_embeddings,
         "init_method_std": config.model.init_method_std,
         "tokenizer": asdict(config.tokenizer),
@@ -94,7 +94,7 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
         wanted=Loading(
             iteration=flags.ckpt_step,
             moments=moments,
-            model=_model_fields(config),
+            model=saved_fields(config.model),
             base=flags.base,
             lora=config.model.lora,
             as_sent=config.train.skip_train,
@@ -195,11 +195,6 @@ def check_schedule(common: Mapping[str, Any], config: RunConfig, source: str) ->
             "take the flags', or "
             "--use-checkpoint-opt_param-scheduler to keep the checkpoint's"
         )
-
-
-def _model_fields(config: RunConfig) -> dict[str, Any]:
-    fields = asdict(config.model)
-    return {name: fields[name] for name in fields if name not in FREE_FIELDS}
 
 
 class Resumed(NamedTuple):

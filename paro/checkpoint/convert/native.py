@@ -20,7 +20,7 @@ from model.lora_config import adapted_weight, is_adapter
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base
 from paro.checkpoint.boxes import BoxedState
-from paro.checkpoint.config import FREE_FIELDS
+from paro.checkpoint.config import saved_fields
 from paro.checkpoint.convert.hugging_face import (
     COMPANIONS,
     CONFIG,
@@ -120,10 +120,9 @@ def write_native(
     partial_directory = begin_checkpoint(root, 0)
     sums = _write_tensors(source.tensors, rows, partial_directory, final, advance)
     copy_companions(source.companions, root / COMPANIONS)
-    fields = asdict(replace(source.config, vocab_size=rows))
     tokenizer = _tokenizer_there(source, final / COMPANIONS)
     common = {
-        "model": {name: fields[name] for name in fields if name not in FREE_FIELDS},
+        "model": saved_fields(replace(source.config, vocab_size=rows)),
         "max_position_embeddings": source.config.max_position_embeddings,
         "init_method_std": source.config.init_method_std,
         "vocab_size": tokenizer["vocab_size"] or source.config.vocab_size,
