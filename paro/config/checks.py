@@ -14,6 +14,7 @@ from pathlib import Path
 from data.config import DataConfig
 from model.config import LlamaConfig
 from model.units import parameter_shapes
+from paro.arguments.parser import given
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
 from paro.collectives.schedule import NCCL_COLLECTIVES
@@ -25,7 +26,6 @@ from paro.config.train import TrainConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError, check_least
-from paro.optim.lr_schedule import WSD_DECAY_STYLES
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.states import is_for_muon
@@ -39,6 +39,11 @@ from paro.text import count_text
 
 _FP8_MULTIPLE = 16
 _MUON_LR = 0.005  # below it a learning rate is of AdamW's size
+# Arguments that have no effect unless the run saves, decays its rate so, and so on.
+_SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
+_WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+_SHARED = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+_MUON = tuple(asdict(MuonConfig()))
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
@@ -249,37 +254,19 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
     """Lines for flags that have no effect because the flag they depend on is not given."""
-    saving = {
-        "--save-interval": args.save_interval is not None,
-        "--async-save": args.async_save,
-        "--no-save-optim": args.no_save_optim,
-        "--on-save-failure": args.on_save_failure != "stop",
-    }
-    wsd = {
-        "--lr-wsd-decay-style": args.lr_wsd_decay_style != WSD_DECAY_STYLES[0],
-        "--lr-wsd-decay-iters": args.lr_wsd_decay_iters is not None,
-        "--lr-wsd-decay-samples": args.lr_wsd_decay_samples is not None,
-    }
-    shared = {
-        "--cp-comm-type": args.cp_comm_type != ["p2p"],
-        "--hierarchical-context-parallel-sizes": args.hierarchical_context_parallel_sizes,
-    }
-    muon = {
-        f"--{name.replace('_', '-')}": getattr(args, name) != default
-        for name, default in asdict(MuonConfig()).items()
-    }
+    changed = set(given(vars(args)))
     style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
-    notices = [
-        line.format(_listed(given))
-        for line, is_used, flags in (
-            ("nothing will be saved: {} no effect without --save DIR", args.save, saving),
-            (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), wsd),
-            ("{} no effect without --context-parallel-size", size != 1, shared),
-            ("{} no effect without --optimizer muon", args.optimizer == "muon", muon),
-        )
-        if not is_used and (given := [flag for flag, is_given in flags.items() if is_given])
-    ]
-    return (*notices, *_scale_notice(args))
+    found = []
+    for line, is_used, names in (
+        ("nothing will be saved: {} no effect without --save DIR", args.save, _SAVING),
+        (f"{{}} no effect without --lr-decay-style WSD: {style}", style.endswith("WSD"), _WSD),
+        ("{} no effect without --context-parallel-size", size != 1, _SHARED),
+        ("{} no effect without --optimizer muon", args.optimizer == "muon", _MUON),
+    ):
+        flags = ["--" + name.replace("_", "-") for name in names if name in changed]
+        if flags and not is_used:
+            found.append(line.format(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"))
+    return (*found, *_scale_notice(args))
 
 
 def _scale_notice(args: Namespace) -> list[str]:
@@ -297,18 +284,14 @@ def _scale_notice(args: Namespace) -> list[str]:
     return []
 
 
-def _listed(flags: list[str]) -> str:
-    return f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'}"
-
-
 def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
     """`UserError` at the start if a tracker's package is missing or its folder not writable."""
-    for flag, given, package in (
+    for flag, value, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),
         ("--terminal live", report.terminal if report.terminal == "live" else None, "rich"),
     ):
-        if given is not None and importlib.util.find_spec(package) is None:
+        if value is not None and importlib.util.find_spec(package) is None:
             raise UserError(
                 f"{flag} needs the package {package}: pip install {package}, or leave it out"
             )
