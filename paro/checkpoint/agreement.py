@@ -68,28 +68,11 @@ class Ranks:
         name_rank = name_rank or not self.share_one_folder
         with self.everyone.raise_on_all_ranks(blame, name_rank=name_rank):
             try:
-                with self._own_failure():
-                    yield
+                yield
             except OSError as error:
                 if is_storage_failure(error) or is_memory_failure(error):
                     raise
                 raise UserError(describe(error)) from error
-
-    @contextmanager
-    def _own_failure(self) -> Iterator[None]:
-        """DCP raises an error with the failures of all its ranks: each rank raises its own."""
-        # Imported here because it takes long and most programs do not save.
-        from torch.distributed.checkpoint import CheckpointException
-
-        try:
-            yield
-        except CheckpointException as error:
-            failures = dict(error.failures)  # by rank in the group, of all its ranks
-            own = failures.pop(self.near.world.rank, None)
-            if own is not None:
-                raise own[0] from error
-            if not failures.keys() <= set(range(self.near.world.size)):
-                raise RuntimeError("DCP names ranks that do not save here") from error
 
 
 def with_one_folder(control: Control) -> Ranks:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint import CheckpointException, SavePlanner
 
 from paro.checkpoint.agreement import Ranks
 from paro.checkpoint.boxes import BoxedState
@@ -78,13 +78,21 @@ def write_files(
     writer = BoundedWriter(folder)
     with ranks.raise_on_all_ranks(blame), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
-            states,
-            storage_writer=writer,
-            planner=planner,
-            process_group=ranks.near.group,
-            no_dist=ranks.everyone.world.size == 1,
-        )
+        try:
+            dcp.save(
+                states,
+                storage_writer=writer,
+                planner=planner,
+                process_group=ranks.near.group,
+                no_dist=ranks.everyone.world.size == 1,
+            )
+        except CheckpointException as error:  # with the failures of all ranks: each raises its own
+            failures, near = dict(error.failures), ranks.near.world  # by rank in the group
+            own = failures.pop(near.rank, None)
+            if own is not None:
+                raise own[0] from error
+            if not failures.keys() <= set(range(near.size)):
+                raise RuntimeError("DCP names ranks that do not save here") from error
     return {name: file for sums in ranks.near.gather(writer.sums) for name, file in sums.items()}
 
 
