@@ -46,7 +46,7 @@ from paro.checkpoint.directory import (
     find_checkpoint,
     finish_checkpoint,
 )
-from paro.checkpoint.manifest import Manifest, Stretches, read_manifest
+from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.planners import BoxSavePlanner
 from paro.checkpoint.save import write_files
@@ -117,9 +117,6 @@ def write_native(
 
     Embedding and output layer get `rows` rows; padding rows are zero, as their ids never occur.
     """
-    partial_directory = begin_checkpoint(root, 0)
-    sums = _write_tensors(source.tensors, rows, partial_directory, final, advance)
-    copy_companions(source.companions, root / COMPANIONS)
     tokenizer = _tokenizer_there(source, final / COMPANIONS)
     common = {
         "model": saved_fields(replace(source.config, vocab_size=rows)),
@@ -131,9 +128,9 @@ def write_native(
         "begins_with_bos": source.begins_with_bos,
         "converted_from": None if source.adapters else source.origin,
         "token_ids": source.token_ids,
-        "parameters_only": True,
     }
-    finish_checkpoint(partial_directory, 0, common, sums)
+    _write(_lazy_states(source.tensors, rows), root, final, advance, common)
+    copy_companions(source.companions, root / COMPANIONS)
 
 
 def write_adapters(
@@ -150,32 +147,26 @@ def write_adapters(
             f"--base {base}: the base of adapters must be complete, without adapters and of the "
             "newest format: convert it to paro, with --merge if it has adapters"
         )
-    partial_directory = begin_checkpoint(root, 0)
-    sums = _write_tensors(source.adapters, 0, partial_directory, final, advance)
     kept = ("model", "max_position_embeddings", "init_method_std", "vocab_size", "tokenizer")
     more = ("unpadded_vocab_size", "begins_with_bos", "token_ids")
-    own = {
-        **{name: common[name] for name in (*kept, *more) if name in common},
-        "lora": asdict(source.lora),
-        "base": named,
-        "parameters_only": True,
-    }
-    finish_checkpoint(partial_directory, 0, own, sums)
+    own = {name: common[name] for name in (*kept, *more) if name in common}
+    own |= {"lora": asdict(source.lora), "base": named}
+    _write(_lazy_states(source.adapters, 0), root, final, advance, own)
 
 
-def _write_tensors(
-    tensors: Mapping[str, LazyTensor],
-    rows: int,
-    directory: Path,
+def _write(
+    lazy_states: tuple[dict[str, BoxedState], dict[str, LazyTensor]],
+    root: Path,
     final: Path,
     advance: Callable[[int], None],
-) -> dict[str, Stretches]:
-    """Writes the tensors into a checkpoint's folder; the checksums of its files."""
-    states, sources = _lazy_states(tensors, rows)
+    common: Mapping[str, Any],
+) -> None:
+    """Writes an iteration 0 of parameters, and makes it the latest checkpoint."""
+    directory, (states, sources) = begin_checkpoint(root, 0), lazy_states
     planner = LazySavePlanner(sources, advance)
     sums = write_files(directory, states, planner, one_process(), f"--output {final}")
     check_files(directory, list(read_metadata(directory).storage_data.values()))
-    return sums
+    finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
 
 
 class LazySavePlanner(BoxSavePlanner):
