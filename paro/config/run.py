@@ -224,11 +224,6 @@ def take_world(args: Namespace) -> World:
     return launch.world(find_machine(args.paro_machine).group_size)
 
 
-def take_watch(args: Namespace) -> tuple[WatchConfig, RuntimeConfig]:
-    """What the watchdog needs, before the other flags are checked."""
-    return take(WatchConfig, args), take(RuntimeConfig, args)
-
-
 def _with_saved_args(
     args: Namespace, checkpoint: CheckpointConfig, common: dict[str, Any] | None
 ) -> tuple[Namespace, tuple[str, ...]]:

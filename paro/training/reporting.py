@@ -8,9 +8,10 @@ from contextlib import contextmanager, suppress
 
 from data.waits import Wait
 from model.units import num_parameters
+from paro.arguments.parser import take
 from paro.checkpoint.claim import Claim
 from paro.config.record import precision_line, recorded_arguments
-from paro.config.run import RunConfig, take_watch
+from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World, world_or_alone
@@ -40,7 +41,7 @@ def early_watchdog() -> Iterator[None]:
 
 def watchdog_of(args: Namespace, world: World) -> Watchdog:
     """The watchdog of this process, from before anything that may hang; sets the limit of waits."""
-    watch, runtime = take_watch(args)
+    watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
     Wait.limit_seconds = runtime.timeout.total_seconds()
     return Watchdog(
         watch,
