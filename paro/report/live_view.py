@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paro.report.record import IterationRecord, Metrics, RunFacts
+from paro.report.record import IterationRecord, Metrics, RunFacts, Validation
 from paro.report.time_left import duration
 from paro.text import one_line, shown
 
@@ -96,14 +96,13 @@ class LiveView:
         if time.monotonic() - self._drawn >= _LEAST_SECONDS:
             self._draw()
 
-    def validation(
-        self, data_set: str, *, iteration: int, lm_loss: float, bits_per_byte: float | None = None
-    ) -> None:
+    def validation(self, found: Validation) -> None:
         """Takes an evaluation, which the next redraw shows."""
-        name = one_line(data_set.removeprefix("validation-"))
+        name, bits = one_line(found.name.removeprefix("validation-")), found.bits_per_byte
         before = "" if name == "validation" else f"{name} "
-        bits = "" if bits_per_byte is None else f" ({bits_per_byte:.4f} bits per byte)"
-        self._held_out[data_set] = f"{before}{lm_loss:.4f}{bits} at iteration {iteration}"
+        behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
+        text = f"{before}{found.lm_loss:.4f}{behind} at iteration {found.iteration}"
+        self._held_out[found.name] = text
 
     def begin_below(self) -> None:
         """Starts the view again below, once: a launcher printed below it at an interrupt.

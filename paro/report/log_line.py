@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from paro.report.record import IterationRecord, Metrics, RunFacts
+from paro.report.record import IterationRecord, Metrics, RunFacts, Validation
 from paro.report.time_left import duration
 
 _NAME_WIDTH = 48
@@ -73,25 +73,15 @@ def perplexity(lm_loss: float) -> float:
     return math.exp(min(20.0, lm_loss))
 
 
-def validation_block(
-    *,
-    iteration: int,
-    lm_loss: float,
-    data_set: str | None,
-    read: str,
-    bits_per_byte: float | None = None,
-) -> str:
-    """The validation line between two rules; `data_set` is its name in the final evaluations.
-
-    `read` says which samples of the set the loss is of.
-    """
-    where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
+def validation_block(found: Validation) -> str:
+    """The validation line between two rules."""
+    where = f"iteration {found.iteration}" + (f" on {found.data_set} set" if found.data_set else "")
     line = (
-        f" validation loss at {where} | lm loss value: {lm_loss:.6E} | "
-        f"lm loss PPL: {perplexity(lm_loss):.6E} | "
+        f" validation loss at {where} | lm loss value: {found.lm_loss:.6E} | "
+        f"lm loss PPL: {perplexity(found.lm_loss):.6E} | "
     )
-    if bits_per_byte is not None:
-        line += f"bits per byte: {bits_per_byte:.6f} | "
-    line += f"samples: {read} | "
+    if found.bits_per_byte is not None:
+        line += f"bits per byte: {found.bits_per_byte:.6f} | "
+    line += f"samples: {found.read} | "
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from paro.distributed.exposed_time import Exposed
 
@@ -31,6 +31,21 @@ class IterationRecord:
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
     held: Mapping[str, int] = field(default_factory=dict)  # bytes on this rank by kind
     allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics
+
+
+class Validation(NamedTuple):
+    """An evaluation of held-out data after an iteration, and which samples of them it has read."""
+
+    iteration: int
+    consumed_samples: int  # in training
+    lm_loss: float
+    read: str  # such as `1 to 48`
+    bits_per_byte: float | None = None
+    data_set: str | None = None  # its name if there are several, or after training
+
+    @property
+    def name(self) -> str:
+        return self.data_set or "validation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

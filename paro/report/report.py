@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,21 +18,13 @@ from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes, p
 from paro.report.metrics import MetricsFile
 from paro.report.planned_step import COMPARED, SETTLED, comparison, measured_seconds
 from paro.report.rank_times import RankTimes, straggler_line, timer_lines
-from paro.report.record import IterationRecord, Metrics, RunFacts, summarize
+from paro.report.record import IterationRecord, Metrics, RunFacts, Validation, summarize
 from paro.report.run_record import RunRecord
 from paro.report.tags import scalars_of
 from paro.report.time_left import TimeLeft
 
 if TYPE_CHECKING:  # rich may be missing
     from paro.report.live_view import LiveView
-
-
-class _Found(TypedDict):
-    """What an evaluation found, after how many iterations."""
-
-    iteration: int
-    lm_loss: float
-    bits_per_byte: float | None
 
 
 @dataclass(slots=True)
@@ -198,29 +190,16 @@ class Report:
             }
             self.scalars(slowest, record.iteration, record.consumed_samples)
 
-    def validation(
-        self,
-        *,
-        iteration: int,
-        samples: int,
-        lm_loss: float,
-        read: str,
-        bits_per_byte: float | None = None,
-        data_set: str | None = None,
-    ) -> None:
-        """Prints an evaluation of the samples `read`, such as `1 to 48`.
-
-        `data_set` is its name if there are several, or after training.
-        """
-        name = data_set or "validation"
-        found: _Found = {"iteration": iteration, "lm_loss": lm_loss, "bits_per_byte": bits_per_byte}
-        self.log.log_last(validation_block(**found, data_set=data_set, read=read))
-        self._show(lambda view: view.validation(name, **found))
-        scalars = {f"lm loss {name}": lm_loss, f"lm loss {name} ppl": perplexity(lm_loss)}
-        if bits_per_byte is not None:
-            scalars[f"bits per byte {name}"] = bits_per_byte
-        self.scalars(scalars, iteration, samples)
-        self.records.add(lambda run: run.validation(name, **found))
+    def validation(self, found: Validation) -> None:
+        """Prints and writes an evaluation."""
+        name, loss = found.name, found.lm_loss
+        self.log.log_last(validation_block(found))
+        self._show(lambda view: view.validation(found))
+        scalars = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity(loss)}
+        if found.bits_per_byte is not None:
+            scalars[f"bits per byte {name}"] = found.bits_per_byte
+        self.scalars(scalars, found.iteration, found.consumed_samples)
+        self.records.add(lambda run: run.validation(found))
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Writes values to the dashboards."""

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 
 from data.atomic_file import replacing
-from paro.report.record import RunFacts
+from paro.report.record import RunFacts, Validation
 from paro.report.run_record_file import Facts, Record, read_record
 
 
@@ -54,16 +54,14 @@ class RunRecord:
         self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
         self._write()
 
-    def validation(
-        self, data_set: str, *, iteration: int, lm_loss: float, bits_per_byte: float | None
-    ) -> None:
+    def validation(self, found: Validation) -> None:
         """Adds an evaluation."""
         self._validations.append(
             {
-                "iteration": iteration,
-                "data_set": data_set,
-                "lm_loss": _finite(lm_loss),
-                "bits_per_byte": _finite(bits_per_byte),
+                "iteration": found.iteration,
+                "data_set": found.name,
+                "lm_loss": _finite(found.lm_loss),
+                "bits_per_byte": _finite(found.bits_per_byte),
             }
         )
         self._write()

@@ -18,7 +18,7 @@ from paro.optim.step_checks import Expectation, Verdict, reason_to_stop
 from paro.report.memory import allocator_bytes
 from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
-from paro.report.record import IterationRecord
+from paro.report.record import IterationRecord, Validation
 from paro.report.report import Report
 from paro.training.local_copies import LocalCopies
 from paro.training.replicas import check_replicas
@@ -304,13 +304,11 @@ class Loop:
         for held_out in sets:
             self._begin("evaluating")
             found = self._evaluation_of(held_out)
+            done, samples = self.state.iteration, self.state.consumed_train_samples
+            read = part if held_out.num_micro_batches is None else "all"
+            name = f"validation-{held_out.name}" if held_out.name else data_set
             self._report.validation(
-                iteration=self.state.iteration,
-                samples=self.state.consumed_train_samples,
-                lm_loss=found.loss,
-                bits_per_byte=found.bits_per_byte,
-                data_set=f"validation-{held_out.name}" if held_out.name else data_set,
-                read=part if held_out.num_micro_batches is None else "all",
+                Validation(done, samples, found.loss, read, found.bits_per_byte, name)
             )
         return any(held_out.num_micro_batches is None for held_out in sets)
 

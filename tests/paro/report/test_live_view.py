@@ -13,7 +13,7 @@ from rich.console import Console
 from paro.distributed.exposed_time import Exposed
 from paro.report.live_view import LiveView, spark_line
 from paro.report.log import Log
-from paro.report.record import IterationRecord, summarize
+from paro.report.record import IterationRecord, Validation, summarize
 from tests.paro.report.test_report import FACTS, record
 
 PLACEMENT = ["state       placed", "parameters  I"]
@@ -46,8 +46,8 @@ def last_drawn(stream: io.StringIO) -> list[str]:
 
 def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
     view, stream = make()
-    view.validation("validation", iteration=2, lm_loss=6.5)
-    view.validation("validation", iteration=4, lm_loss=5.25, bits_per_byte=1.5)
+    view.validation(Validation(2, 16, 6.5, "all"))
+    view.validation(Validation(4, 32, 5.25, "all", 1.5))
     show(view, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
     view.close()
     text = stream.getvalue()
@@ -77,7 +77,7 @@ def test_the_allocator_of_a_gpu_counts_what_is_predicted() -> None:
 def test_sets_of_held_out_data_are_named() -> None:
     view, stream = make()
     for name, lm_loss in (("validation-web", 2.0), ("validation-books", 3.0), ("test", 4.0)):
-        view.validation(name, iteration=4, lm_loss=lm_loss)
+        view.validation(Validation(4, 32, lm_loss, "all", data_set=name))
     show(view, record(5))
     view.close()
     wanted = "web 2.0000 at iteration 4, books 3.0000 at iteration 4, test 4.0000 at iteration 4"

@@ -8,7 +8,7 @@ import pytest
 
 from paro.report.log import Log
 from paro.report.log_line import arguments_block, iteration_line, validation_block
-from paro.report.record import IterationRecord, summarize
+from paro.report.record import IterationRecord, Validation, summarize
 from tests.paro.report import test_report
 
 NOW = datetime(2026, 3, 1, 12, 30, 5)
@@ -85,7 +85,8 @@ def test_an_interval_of_skipped_iterations_has_no_loss() -> None:
     ],
 )
 def test_validation_stands_between_rules(data_set: str | None, where: str) -> None:
-    block = validation_block(iteration=200, lm_loss=2.0, data_set=data_set, read="1 to 48")
+    found = Validation(200, 1600, 2.0, "1 to 48", data_set=data_set)
+    block = validation_block(found)
     above, text, below = block.split("\n")
     assert text == (
         f" validation loss at {where} | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
@@ -93,14 +94,12 @@ def test_validation_stands_between_rules(data_set: str | None, where: str) -> No
     )
     assert above == below == "-" * (len(text) + 1)
     wanted = text.replace("samples:", "bits per byte: 0.123457 | samples:")
-    bits = validation_block(
-        iteration=200, lm_loss=2.0, data_set=data_set, read="1 to 48", bits_per_byte=0.1234567
-    )
+    bits = validation_block(found._replace(bits_per_byte=0.1234567))
     assert bits.split("\n")[1] == wanted
 
 
 def test_perplexity_of_a_diverged_model_is_bounded() -> None:
-    block = validation_block(iteration=1, lm_loss=1e6, data_set=None, read="all")
+    block = validation_block(Validation(1, 8, 1e6, "all"))
     assert "PPL: 4.851652E+08" in block
 
 

@@ -13,7 +13,7 @@ from paro.distributed.exposed_time import Exposed
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
-from paro.report.record import IterationRecord, Peak, PlannedStep, RunFacts
+from paro.report.record import IterationRecord, Peak, PlannedStep, RunFacts, Validation
 from paro.report.report import Report, open_report
 
 FACTS = RunFacts(
@@ -148,8 +148,8 @@ def test_zeros_and_the_norm_of_parameters_have_megatrons_tags(
     report.iteration(record(2))
     assert (written[0]["num-zeros"], written[0]["params-norm"]) == (7.0, 2.5)
     assert not {"num-zeros", "params-norm"} & written[1].keys()
-    report.validation(iteration=2, samples=16, lm_loss=1.0, read="all", bits_per_byte=0.5)
-    report.validation(iteration=2, samples=16, lm_loss=1.0, read="all", data_set="test")
+    report.validation(Validation(2, 16, 1.0, "all", 0.5))
+    report.validation(Validation(2, 16, 1.0, "all", data_set="test"))
     assert written[2].items() > {"lm loss validation": 1.0, "bits per byte validation": 0.5}.items()
     assert "bits per byte test" not in written[3]
 
@@ -160,7 +160,7 @@ def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) 
         predicted_bytes=2**21, reserved_bytes=2**21, states_bytes=2**20, bytes_before=0
     )
     report.memory(iteration=1)
-    report.validation(iteration=9, samples=72, lm_loss=1.0, data_set="test", read="1 to 8")
+    report.validation(Validation(9, 72, 1.0, "1 to 8", data_set="test"))
     text = capsys.readouterr().out
     assert "model states: 1.0 | predicted peak: 2.0" in text
     assert " validation loss at iteration 9 on test set | lm loss value: 1.000000E+00 |" in text
@@ -175,7 +175,7 @@ def test_a_run_that_was_replaced_leaves_the_files_to_its_successor(tmp_path: Pat
     files = {file: file.read_bytes() for file in tmp_path.iterdir()}
     replaced = True
     report.iteration(record(2))
-    report.validation(iteration=2, samples=16, lm_loss=1.0, read="all")
+    report.validation(Validation(2, 16, 1.0, "all"))
     report.close()
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
     assert len(files) == 2

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paro.report.config import run_record_path
+from paro.report.record import Validation
 from paro.report.run_record import RunRecord
 from tests.helpers.refusals import refused
 from tests.paro.report.test_report import FACTS
@@ -26,10 +27,10 @@ def test_a_resumed_run_adds_its_start_and_repeats_no_evaluation(tmp_path: Path) 
     first = RunRecord(path, start_iteration=0)
     first.start({"lr": 0.1, "save": Path("x")}, FACTS, CPU)
     for iteration in (10, 20):
-        first.validation("validation", iteration=iteration, lm_loss=1.0, bits_per_byte=0.5)
+        first.validation(Validation(iteration, 8 * iteration, 1.0, "all", 0.5))
     second = RunRecord(path, start_iteration=10)
     second.start({"lr": 0.2}, FACTS, CPU)
-    second.validation("validation", iteration=20, lm_loss=math.nan, bits_per_byte=math.nan)
+    second.validation(Validation(20, 160, math.nan, "all", math.nan))
     found = read(path)
     assert [start["iteration"] for start in found["starts"]] == [0, 10]
     assert [start["arguments"]["lr"] for start in found["starts"]] == [0.1, 0.2]

@@ -20,7 +20,7 @@ from paro.errors import RunError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
 from paro.report.observer import Observer
-from paro.report.record import IterationRecord
+from paro.report.record import IterationRecord, Validation
 from paro.report.report import open_report
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.loop import Loop
@@ -94,14 +94,14 @@ def run_loop(
         run.records.append(record)
         iteration(record)
 
-    def note_validation(*, iteration: int, data_set: str | None, **more: float) -> None:
-        run.evaluated.append((iteration, data_set))
-        run.losses.append(more["lm_loss"])
-        run.bits.append(more["bits_per_byte"])
-        validation(iteration=iteration, data_set=data_set, **more)  # type: ignore[arg-type]
+    def note_validation(found: Validation) -> None:
+        run.evaluated.append((found.iteration, found.data_set))
+        run.losses.append(found.lm_loss)
+        run.bits.append(found.bits_per_byte)
+        validation(found)
 
     report.iteration = note_iteration  # type: ignore[method-assign]
-    report.validation = note_validation  # type: ignore[method-assign,assignment]
+    report.validation = note_validation  # type: ignore[method-assign]
     Loop(
         training,
         state,
