@@ -28,7 +28,7 @@ import torch
 from paro.arguments.parser import parse_args
 from paro.checkpoint.agreement import with_one_folder
 from paro.checkpoint.boxes import boxed_states
-from paro.checkpoint.claim import Claim
+from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
@@ -192,7 +192,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     training = build_training(config, control)
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train
-    claim = Claim.without_lease(folder, control)
+    claim = Claim(ranks_by_folder(folder, control), None)
     saver = Saver(config, training, Log(rank=1, world_size=2), claim)  # no output
 
     def step() -> float:

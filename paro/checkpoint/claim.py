@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from paro.checkpoint.directory import RANK_MARK
 from paro.checkpoint.lease import STILL_SECONDS, Contender, Lease
@@ -29,11 +28,6 @@ class Claim:
     def is_ours(self) -> bool:
         """Whether no other run may own this rank's folder yet, as far as its lease says."""
         return self.lease is None or self.lease.is_ours()
-
-    @classmethod
-    def without_lease(cls, root: Path, control: Control) -> Self:
-        """For a folder that no other run can know; collective."""
-        return cls(ranks_by_folder(root, control), None)
 
 
 @contextmanager

@@ -196,16 +196,12 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
     raise DamagedError(f"{says}{directory} does not exist")
 
 
-def newest_whole(
-    directory_root: str | Path, say: Callable[[str], None] = lambda _line: None
-) -> Path | None:
+def newest_whole(directory_root: str | Path) -> Path | None:
     """The best folder whose files have the right sizes; None if nothing was saved.
 
-    `say` gets a line for each that is skipped. `DamagedError` if none is complete.
+    `DamagedError` if none is complete.
     """
     order, complaint = candidates(directory_root)
-    if complaint is not None and order:
-        say(complaint)
     for iteration in order:
         try:
             directory = find_checkpoint(directory_root, iteration)
@@ -215,7 +211,6 @@ def newest_whole(
                 manifest.check_sizes()
         except DamagedError as error:
             complaint = complaint or str(error)
-            say(str(error))
         else:
             return directory
     if complaint is not None:

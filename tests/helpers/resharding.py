@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.arguments.parser import parse_args
-from paro.checkpoint.claim import Claim
+from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
@@ -139,9 +139,8 @@ def save_and_go_on(
     for _ in range(STEPS_BEFORE):
         train_step(training, state, source)
     training.model.wait_for_updated_params()
-    saver = Saver(
-        config, training, log, Claim.without_lease(root, training.control), resumed=resumed
-    )
+    claim = Claim(ranks_by_folder(root, training.control), None)
+    saver = Saver(config, training, log, claim, resumed=resumed)
     saver.write(state)
     held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]

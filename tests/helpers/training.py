@@ -13,7 +13,7 @@ from torch import Tensor
 from data.loader import Datasets
 from model.units import parameter_shapes
 from paro.arguments.parser import parse_args
-from paro.checkpoint.claim import Claim
+from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
@@ -42,7 +42,7 @@ TINY = (
 def save_run(config: RunConfig, training: Training, resumed: Resumed = FROM_NOTHING) -> None:
     """Saves a run that has just started under --save."""
     assert config.checkpoint.save is not None, "nowhere to save"
-    claim = Claim.without_lease(Path(config.checkpoint.save), training.control)
+    claim = Claim(ranks_by_folder(Path(config.checkpoint.save), training.control), None)
     saver = Saver(config, training, Log(rank=0, world_size=1), claim, resumed=resumed)
     saver.write(start_state(config))
     saver.settle()

@@ -72,7 +72,6 @@ def test_sharded_files_of_halves_keep_every_bit(
     # A few rows at a time, so that tensors are split; and several files written.
     monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 3000)
     monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
-    monkeypatch.setitem(hugging_face.write_hugging_face.__kwdefaults__, "max_file_bytes", 20_000)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
     assert_same_bits(tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back"))

@@ -164,11 +164,7 @@ def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
 
 
 def write_hugging_face(
-    source: Source,
-    directory: Path,
-    advance: Callable[[int], None],
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    source: Source, directory: Path, advance: Callable[[int], None]
 ) -> list[str]:
     """Fills an empty folder; returns lines to print about the result.
 
@@ -177,7 +173,7 @@ def write_hugging_face(
     fields = _config_fields(source)
     tensors = {hugging_face_name(name): tensor for name, tensor in source.tensors.items()}
     tensors |= _zeros(source, output_biases(fields))
-    files = list(in_files(tensors, lambda name: tensors[name].num_bytes, max_file_bytes))
+    files = list(in_files(tensors, lambda name: tensors[name].num_bytes, MAX_FILE_BYTES))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else WEIGHTS

@@ -179,19 +179,17 @@ def test_a_failure_of_a_rename_leaves_nothing_new(
     assert names(tmp_path) == before
 
 
-def test_the_newest_whole_one_is_found_and_what_is_passed_over_is_named(tmp_path: Path) -> None:
+def test_the_newest_whole_one_is_found_and_if_none_is_what_is_wrong(tmp_path: Path) -> None:
     for iteration in (100, 200, 300):
         save(tmp_path, iteration)
     (tmp_path / "iter_0000300" / COMMON).unlink()
     path = tmp_path / "iter_0000200" / MANIFEST
     path.write_text(path.read_text()[:-9])
-    lines: list[str] = []
-    assert newest_whole(tmp_path, lines.append) == tmp_path / "iter_0000100"
-    assert len(lines) == 2
-    assert "common.json is missing" in lines[0]
-    assert "manifest.json is damaged" in lines[1]
+    assert newest_whole(tmp_path) == tmp_path / "iter_0000100"
     (tmp_path / "iter_0000100" / MANIFEST).unlink()
-    with pytest.raises(DamagedError, match=r"iter_0000300.*; no checkpoint there is whole$"):
+    with pytest.raises(
+        DamagedError, match=r"iter_0000300.*common.json is missing.*; no checkpoint there is whole$"
+    ):
         newest_whole(tmp_path)
 
 
@@ -205,9 +203,11 @@ def test_a_tracker_that_is_lost_or_damaged_loses_no_checkpoint(
     if text is not None:
         (tmp_path / TRACKER).write_text(text)
         (tmp_path / "config.json").write_text("{}")  # a user's file, next to complete checkpoints
-    lines: list[str] = []
-    assert newest_whole(tmp_path, lines.append) == tmp_path / "iter_0000200"
-    assert TRACKER in lines[0]
+    assert newest_whole(tmp_path) == tmp_path / "iter_0000200"
+    order, complaint = candidates(tmp_path)
+    assert order == [200, 100]
+    assert complaint is not None
+    assert TRACKER in complaint
 
 
 def test_who_turned_back_gets_older_ones_before_newer(tmp_path: Path) -> None:
