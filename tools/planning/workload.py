@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from model.config import LLAMA_PRESETS, LlamaConfig
+from model.config import LLAMA_PRESETS
 from paro.arguments.model import (
     add_context_args,
     add_inter_bits_args,
@@ -17,18 +17,23 @@ from paro.arguments.model import (
     add_optimizer_args,
     add_recompute_args,
 )
+from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
+from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import ContextParallelConfig, check_parts, take_context
 from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.inter_bits import take_inter_bits, take_precision
 from paro.config.model import take_model
-from paro.config.sharding import units_ahead
+from paro.config.plan import RankDevice, Task
+from paro.config.plan import case_of as workload_of
+from paro.config.sharding import ShardingConfig, units_ahead
 from paro.context_parallel.layout import ContextLimits
+from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
-from paro.planning.search.search_space import MEMORY_MARGIN, Materialize, SearchSpace, Workload
+from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable
 from tools.shared.command_line import Parser
 
@@ -176,60 +181,44 @@ def case_of(args: Namespace) -> Workload:
     )
     if args.paro_nccl_launch_order is not None:
         machine = replace(machine, launch_order=args.paro_nccl_launch_order)
-    if args.paro_rotate_in_place and args.paro_materialize != "rotate":
-        raise UserError("--paro-rotate-in-place needs --paro-materialize rotate")
-    batch = args.global_batch_size
-    if args.paro_prefetch_units < 0:
-        raise UserError(f"--paro-prefetch-units {args.paro_prefetch_units} is negative; 0 is off")
-    if args.paro_survive < 0:
-        raise UserError(f"--paro-survive {args.paro_survive} is negative; 0 demands nothing")
+    ahead, prefetch_units = args.paro_updated_ahead, args.paro_prefetch_units
+    sharding = take(
+        ShardingConfig,
+        args,
+        world=World(size=world_size, ranks_per_node=machine.group_size, group=group_size),
+        context=take_context(args),
+        updated_ahead=units_ahead(ahead, prefetch_units, by_nccl=machine.is_of_gpus),
+        machine=machine,
+        is_unmeasured=False,
+        elastic=False,
+    )
     args.seq_length = seq_length_of(args)
     model = take_model(args, vocab_size_of(args))
     if args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
     if not 0 <= args.memory_margin < 1:
         raise UserError(f"--memory-margin {args.memory_margin:g} must be at least 0 and below 1")
-    inter_bits, precision, _ = take_inter_bits(
-        args.paro_inter_bits, take_precision(args), group_size, world_size
+    bits, precision, _ = take_inter_bits(
+        sharding.inter_bits, take_precision(args), group_size, world_size
     )
-    device_type = "cpu" if machine.device and machine.device.cores else "cuda"
-    context = _context_of(args, model, world_size=world_size, group_size=group_size)
-    check_parts(model, context, device_type, precision.compute)
-    size = context.context_parallel_size
-    return Workload(
-        model=model,
-        machine=machine,
-        group_size=group_size,
-        context=context.layout,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.micro_batch_size * world_size // size if batch is None else batch,
-        precision=precision,
-        prefetch_units=args.paro_prefetch_units,
-        updated_ahead=units_ahead(
-            args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=machine.is_of_gpus
-        ),
-        collective=args.paro_collective,
-        materialize=Materialize.of_flags(args.paro_materialize, args.paro_rotate_in_place),
-        trainable=Trainable.of_flag(args.trainable),
-        memory_bytes=memory_of(args),
-        memory_margin=args.memory_margin,
-        survive=args.paro_survive,
-        chooses_bits=inter_bits is not None,
-        device_type=device_type,
-    )
-
-
-def _context_of(
-    args: Namespace, model: LlamaConfig, *, world_size: int, group_size: int
-) -> ContextParallelConfig:
-    context = take_context(args)
-    if context.context_parallel_size > 1:
+    kind = "cpu" if machine.device and machine.device.cores else "cuda"
+    size = sharding.context.context_parallel_size
+    if size > 1:
         limits = ContextLimits.of(
             model, world_size=world_size, group_size=group_size, seq_length=args.seq_length
         )
-        context.check(limits, rotates=args.paro_materialize == "rotate")
-    return context
+        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
+    check_parts(model, sharding.context, kind, precision.compute)
+    batch = args.global_batch_size
+    batches = BatchSchedule(
+        micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.micro_batch_size * world_size // size if batch is None else batch,
+        data_parallel_size=world_size // size,
+    )
+    device = RankDevice(kind, _memory_gb(args))
+    task = Task(model, Trainable.of_flag(args.trainable), precision, args.seq_length, device)
+    workload = workload_of(task, batches, replace(sharding, inter_bits=bits))
+    return replace(workload, memory_margin=args.memory_margin)
 
 
 def seq_length_of(args: Namespace) -> int:
@@ -303,10 +292,8 @@ def vocab_size_of(args: Namespace) -> int:
     return LLAMA_PRESETS[args.llama_preset].vocab_size
 
 
-def memory_of(args: Namespace) -> int | None:
-    gigabytes = args.device_memory_gb
-    if gigabytes is None:
-        return None
-    if not 0 < gigabytes < math.inf:
+def _memory_gb(args: Namespace) -> float | None:
+    gigabytes: float | None = args.device_memory_gb
+    if gigabytes is not None and not 0 < gigabytes < math.inf:
         raise UserError(f"--device-memory-gb {gigabytes} must be positive")
-    return round(gigabytes * 1e9)
+    return gigabytes
