@@ -31,7 +31,7 @@ from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.step.actions import PASS_OF, StepShape, UnitKind, Verb, number_buffers
 from paro.step.rotation_plan import RotationShape, plan_of
-from paro.strategy import Strategy, exchange_span, make_comm_plan, replicated
+from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
 
 
@@ -198,22 +198,20 @@ def in_buckets(
 
 
 def muon_rounds(
-    units: Iterable[UnitSize], strategy: Strategy, group_size: int
+    units: Iterable[UnitSize], strategy: Strategy, precision: PrecisionConfig, group_size: int
 ) -> dict[Places, tuple[Round, ...]]:
-    """A rank's rounds, by the places among which their matrices are dealt.
+    """A rank's rounds if Muon updates, by the places among which their matrices are dealt.
 
     Those of a bucket are all groups' alike: of the unit that each has.
     """
-    found: dict[int, list[Matrix]] = {}
-    for number, unit in enumerate(units):
+    found: dict[Places, list[Matrix]] = {}
+    for number, unit in enumerate(units if precision.optimizer == "muon" else ()):
         if unit.matrices and unit.dealt:
+            degree = strategy.optim // unit.dealt
+            places = Places(degree if degree > 1 else group_size, degree)
             matrices = [Matrix(number, unit.trainable_numel, *place) for place in unit.matrices]
-            found.setdefault(strategy.optim // unit.dealt, []).extend(matrices)
-    dealt = {}
-    for degree, matrices in found.items():
-        places = Places(degree if degree > 1 else group_size, degree)
-        dealt[places] = deal(tuple(matrices), places.number)
-    return dealt
+            found.setdefault(places, []).extend(matrices)
+    return {places: deal(tuple(matrices), places.number) for places, matrices in found.items()}
 
 
 def exchanged(
@@ -228,16 +226,16 @@ def exchanged(
     Ranks send different amounts: without `rank` it is their mean.
     """
     total = Sent()
-    is_muon, group_size = precision.optimizer == "muon", topology.group_size
-    dealt = muon_rounds(units, strategy, group_size) if is_muon else {}
-    for places, rounds in dealt.items():
+    size = topology.group_size
+    for places, rounds in muon_rounds(units, strategy, precision, size).items():
         sent = dict.fromkeys(Link, 0)
         ranks = topology.in_order_of_shards(topology.axes_between(1, places.number), rank or 0)
-        groups = [one // group_size for one in ranks]
         for (sender, receiver), numel in sent_numels(rounds, places).items():
-            link = Link.INTRA if groups[sender] == groups[receiver] else Link.INTER
-            if rank is None or ranks[sender] == rank:
-                sent[link] += numel * BYTES_OF[precision.matrix_wire]
+            inside = ranks[sender] // size == ranks[receiver] // size
+            if rank in (None, ranks[sender]):
+                sent[Link.INTRA if inside else Link.INTER] += (
+                    numel * BYTES_OF[precision.matrix_wire]
+                )
         share = places.number if rank is None else 1
         total += Sent(sent[Link.INTRA] // share, sent[Link.INTER] // share)
     return total
@@ -313,31 +311,6 @@ def sent_by(collectives: Iterable[Collective]) -> Sent:
             own = one.whole_bytes // axis.inner - one.whole_bytes // axis.outer
             sent[axis.link] += passes * own
     return Sent(sent[Link.INTRA], sent[Link.INTER])
-
-
-def code_bytes(
-    strategy: Strategy, topology: Topology, units: Iterable[UnitSize], precision: PrecisionConfig
-) -> int:
-    """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients.
-
-    With error feedback also what the codes of all gradients have lost.
-    """
-    updates = gradients = errors = 0
-    for unit in units if precision.has_codes else ():
-        own = strategy_of(unit, strategy)
-        of_updates, codes = codes_of(unit, own, topology, precision)
-        if of_updates is not None:
-            updates += of_updates.range_bytes * (own.optim // own.params)
-        if codes is not None:
-            plan, world_size = make_comm_plan(own, topology), topology.world_size
-            num_owners = world_size // exchange_span(plan)[0].inner
-            pieces = 2 * num_owners  # sent and received
-            pieces += world_size // own.optim if plan.replicas else 0
-            if precision.inter_grad_error_feedback:
-                errors += num_owners * codes.error_bytes
-            in_fp32 = 4 * 4 * codes.numel  # the sum of a piece and its transform
-            gradients = max(gradients, pieces * codes.range_bytes + in_fp32)
-    return updates + gradients + errors
 
 
 def codes_of(

@@ -222,13 +222,12 @@ def _matrix_exchanges(
     config: RunConfig, topology: Topology, rank: int, links: Links
 ) -> dict[int, MatrixExchange]:
     """What makes matrices whole for Muon, if it updates them, by over how many ranks."""
-    if config.precision.optimizer != "muon":
-        return {}
+    size = topology.group_size
     return {
         places.degree: make_matrix_exchange(
             topology.axes_between(1, places.number), topology, rank, links
         )
-        for places in muon_rounds(_units_of(config), config.strategy, topology.group_size)
+        for places in muon_rounds(_units_of(config), config.strategy, config.precision, size)
     }
 
 

@@ -23,7 +23,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -32,13 +32,26 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
-from paro.planning.cost_model import UnitSize, muon_rounds, unit_collectives
+from paro.planning.cost_model import (
+    UnitSize,
+    codes_of,
+    muon_rounds,
+    strategy_of,
+    unit_collectives,
+)
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.step.actions import Verb
-from paro.strategy import Strategy, exchange_groups, make_comm_plan, rotation_spans, spans_by_use
+from paro.strategy import (
+    Strategy,
+    exchange_groups,
+    exchange_span,
+    make_comm_plan,
+    rotation_spans,
+    spans_by_use,
+)
 from paro.topology import AxisSpan, Topology, Use
 
 CONTEXT_BYTES = 667 * 10**6
@@ -157,8 +170,7 @@ def nccl_communication(
         spans = rotation_spans(strategy, topology)
     groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
-    is_muon = precision.optimizer == "muon"
-    dealt = muon_rounds(units, strategy, topology.group_size) if is_muon else {}
+    dealt = muon_rounds(units, strategy, precision, topology.group_size)
     given = strategy, topology, precision
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for one in (
@@ -184,6 +196,31 @@ def nccl_communication(
         + sum(one.number > 1 for one in dealt),
         buffer_bytes=sum(largest.values()),
     )
+
+
+def code_bytes(
+    strategy: Strategy, topology: Topology, units: Iterable[UnitSize], precision: PrecisionConfig
+) -> int:
+    """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients.
+
+    With error feedback also what the codes of all gradients have lost.
+    """
+    updates = gradients = errors = 0
+    for unit in units if precision.has_codes else ():
+        own = strategy_of(unit, strategy)
+        of_updates, codes = codes_of(unit, own, topology, precision)
+        if of_updates is not None:
+            updates += of_updates.range_bytes * (own.optim // own.params)
+        if codes is not None:
+            plan, world_size = make_comm_plan(own, topology), topology.world_size
+            num_owners = world_size // exchange_span(plan)[0].inner
+            pieces = 2 * num_owners  # sent and received
+            pieces += world_size // own.optim if plan.replicas else 0
+            if precision.inter_grad_error_feedback:
+                errors += num_owners * codes.error_bytes
+            in_fp32 = 4 * 4 * codes.numel  # the sum of a piece and its transform
+            gradients = max(gradients, pieces * codes.range_bytes + in_fp32)
+    return updates + gradients + errors
 
 
 def pipeline_bytes(span: AxisSpan, num_bytes: int, itemsize: int, pieces: int) -> int:

@@ -97,7 +97,7 @@ class Point(NamedTuple):
         found = self.transient + self.converted // strategy.grads * of_converted
         if self.of_muon:
             wire_bytes = BYTES_OF[precision.matrix_wire]
-            dealt = muon_rounds(self.of_muon, strategy, group_size).items()
+            dealt = muon_rounds(self.of_muon, strategy, precision, group_size).items()
             found += max(most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
         return found + self.updated // strategy.optim * of_updated
 

@@ -12,7 +12,6 @@ from paro.optim.deal import places_to_deal_to
 from paro.planning.context_parallel import context_traffic
 from paro.planning.cost_model import (
     UnitSize,
-    code_bytes,
     in_buckets,
     merged,
     model_state_bytes,
@@ -24,6 +23,7 @@ from paro.planning.memory.device import (
     Communication,
     DeviceMemory,
     algorithms_of,
+    code_bytes,
     device_memory,
     nccl_communication,
 )

@@ -127,10 +127,8 @@ class StepCosts:
         For the default number of its steps, and bytes as ranks send them on average.
         """
         comm = self.comm_costs
-        if comm.precision.optimizer != "muon":
-            return 0.0
         steps = MuonConfig().muon_num_ns_steps
-        dealt = muon_rounds(comm.units, comm.strategy, comm.topology.group_size)
+        dealt = muon_rounds(comm.units, comm.strategy, comm.precision, comm.topology.group_size)
         flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
         computing = flops / self.device.sustained_flops
         sent = exchanged(comm.units, comm.strategy, comm.topology, comm.precision)

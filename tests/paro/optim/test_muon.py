@@ -242,8 +242,9 @@ def test_as_many_units_alike_as_places_are_a_bucket(
 def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
     strategy = parse_strategy(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
-    of_rank = in_buckets(units, strategy, PrecisionConfig(compute="bf16", optimizer="muon"))
-    ((places, rounds),) = muon_rounds(of_rank, strategy, 8).items()
+    precision = PrecisionConfig(compute="bf16", optimizer="muon")
+    of_rank = in_buckets(units, strategy, precision)
+    ((places, rounds),) = muon_rounds(of_rank, strategy, precision, 8).items()
     assert places.number == (world_size if letters == "IGG" else 8)
     owned = Counter(dealt.owner for one in rounds for dealt in one)
     assert max(owned.values()) <= len(rounds)

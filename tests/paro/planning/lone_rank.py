@@ -143,7 +143,7 @@ def lone_rank(
             places.degree: MatrixExchange(
                 groups, InlineStreams(), ByteCounter(), topology.axes_between(1, places.number)
             )
-            for places in muon_rounds(units, strategy, topology.group_size)
+            for places in muon_rounds(units, strategy, precision, topology.group_size)
         }
         context = replace(context, matrix_exchanges=exchanges)
     llama = _empty_llama(config, precision, is_trained)
