@@ -162,22 +162,22 @@ class StepCosts:
                 norm = Queued("norm", "agree", "agree", ((job,),), joins=True)
                 yield Queue(verb, (norm,), waits=True)
             if verb in _COMPUTES:
-                yield from self._compute(move)
+                unit, seconds = self.computed(move)
+                compute = Compute(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
+                if self.context is None:
+                    yield compute
+                else:
+                    yield from self._attend(move, compute, unit.name, self.context)
 
-    def _compute(self, move: Move) -> Program:
+    def _attend(self, move: Move, whole: Compute, name: str, context: ContextCosts) -> Program:
         """Computes for an action; attention, which may wait for other ranks, is nearest the input.
 
         So it comes first in forward, and last in backward.
         """
-        kind, context = _COMPUTES[move[0]], self.context
-        unit, rest = self.computed(move)
-        attention: list[Iterable[Compute | Queue | Wait]] = []
-        if context is not None:
-            passes = context.attended(move)
-            attention += (context.program(*one, unit.name, kind) for one in passes)
-            rest -= sum(seconds for _, seconds in passes)
-        of_rest = (Compute(rest, f"{kind} {unit.name}", kind),)
-        parts = [of_rest, *attention] if move[0] is Verb.GRADIENTS else [*attention, of_rest]
+        passes = context.attended(move)
+        attention = (context.program(*one, name, whole.kind) for one in passes)
+        rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
+        parts = (rest, *attention) if move[0] is Verb.GRADIENTS else (*attention, rest)
         return chain.from_iterable(parts)
 
     # Lower bound #

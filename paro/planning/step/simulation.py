@@ -114,13 +114,14 @@ class Actor:
     index: int
     speed: GroupSpeed
     program: Program
-    queued: dict[Hashable, _Works] = field(default_factory=dict)  # last, by key
+    queued: dict[Hashable, _Works] = field(default_factory=dict)  # and not waited for, by key
     num_jobs: int = 0
     streams: defaultdict[tuple[str, StreamAxes], deque[_Work]] = field(
         default_factory=lambda: defaultdict(deque)
     )
     computing: Compute | None = None
     left: float = 0.0
+    rate: float = 1.0
     start: float = 0.0
     waiting: _Works = ()
     finished: bool = False
@@ -160,8 +161,9 @@ class Simulation:
         works = actor.queued.get(request.after, ())
         for part in request.parts:
             for phase in part.phases:
-                crosses = part.joins or any(job.inter for job in phase)
-                members = len(self.actors) if crosses else 1
+                members = len(self.actors)
+                if members > 1 and not (part.joins or any(job.inter for job in phase)):
+                    members = 1
                 jobs = [_Work(part, request.of, job, members, works) for job in phase]
                 works = tuple(self._submit(actor, work) for work in jobs)
         actor.queued[request.key] = works
@@ -219,31 +221,27 @@ class Simulation:
                 self._queue(actor, request)
                 if not request.waits:
                     continue
-            waiting = tuple(w for w in actor.queued.get(request.key, ()) if not w.done)
-            if waiting:
-                actor.waiting, actor.start = waiting, self.now
+            works = actor.queued.pop(request.key, ())
+            if works and not all(work.done for work in works):
+                actor.waiting, actor.start = tuple(w for w in works if not w.done), self.now
                 return
         actor.finished = True
 
     def _step(self) -> None:
         """Advances to the next end of a computation or of a job."""
         self._set_rates()
-        speeds = [self._compute_speed(actor) for actor in self.actors]
-        times = [work.left / work.rate for work in self._running]
-        times += [
-            actor.left / speed
-            for actor, speed in zip(self.actors, speeds, strict=True)
-            if actor.computing is not None
-        ]
+        computing = [actor for actor in self.actors if actor.computing is not None]
+        for actor in computing:
+            actor.rate = self._compute_speed(actor)
+        under_way: list[_Work | Actor] = [*self._running, *computing]
+        times = [one.left / one.rate for one in under_way]
         assert times, f"a deadlock: {[actor.waiting for actor in self.actors]}"
         passed = min(times)
         self.now += passed
-        for work in self._running:
-            work.left -= passed * work.rate
-        for actor, speed in zip(self.actors, speeds, strict=True):
-            if actor.computing is not None:
-                actor.left -= passed * speed
-            elif actor.waiting:
+        for one in under_way:
+            one.left -= passed * one.rate
+        for actor in self.actors:
+            if actor.waiting:
                 kind = self._blocking_kind(actor)
                 actor.exposed[kind] = actor.exposed.get(kind, 0.0) + passed
         for work in [work for work in self._running if work.left <= _TINY]:
