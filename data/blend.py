@@ -14,13 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import parse_json, read_json
 
 SURPLUS = 0.005  # as in Megatron: extra samples built of every corpus, against rounding
 MAX_CORPORA = np.iinfo(np.int16).max - 1
 _MAX_PATH_CHARS = 4096  # of Linux
+_SPLITS = (
+    '; give {"train": [...], "valid": [...], "test": [...]}, each a list of weights and paths, or '
+    "of paths"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +87,8 @@ def read_blend(path: str, flag: str) -> Blend:
 
 def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
     """The blends of train, valid and test from a JSON object: words or a list under each name."""
-    try:
+    with about(suffix=_SPLITS):
         splits: _Splits = read_json(Path(path), _Splits, f"{flag} {path}")
-    except UserError as error:
-        raise UserError(
-            f'{error}; give {{"train": [...], "valid": [...], "test": [...]}}, each a list of '
-            "weights and paths, or of paths"
-        ) from error
     return {
         name: _blend_of(content, f"{flag} {path}, {name}:")
         for name, content in asdict(splits).items()

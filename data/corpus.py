@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from data.sources import Piece, SourceKind, open_hugging_face, open_parquet
-from paro.errors import UserError, reading
+from paro.errors import UserError, importing, reading
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BATCH_BYTES = 2**18  # of a batch of lines or rows; one longer line is a batch of its own
@@ -89,10 +89,8 @@ def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
         return raw
     if piece.compression == ".gz":
         return gzip.open(raw)  # type: ignore[return-value]
-    try:
+    with importing(f"--input {piece.path} needs the package pyarrow"):
         import pyarrow
-    except ImportError as error:
-        raise UserError(f"--input {piece.path} needs the package pyarrow") from error
     # pyarrow detects a truncated file; the package zstandard takes it for the end of the file.
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd"))
 

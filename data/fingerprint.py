@@ -14,7 +14,7 @@ from pathlib import Path
 from data.atomic_file import replacing
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.untrusted.schema import read_json
 
 _COUNTS = re.compile(r"(?:[0-9]{1,9} )*[0-9]{1,9}")
@@ -96,13 +96,9 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
     path = fingerprint_path(prefix)
     if not path.exists():
         return None
-    try:
+    remedy = "write the corpus again, or remove this file to go without the check of its tokenizer"
+    with about(suffix=f"; {remedy}"):
         found: Fingerprint = read_json(path, Fingerprint)
-    except UserError as error:
-        raise UserError(
-            f"{error}; write the corpus again, or remove this file to go without the check of its "
-            "tokenizer"
-        ) from error
     return found
 
 

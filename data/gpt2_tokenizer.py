@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data.hugging_face_tokenizer import LibraryTokenizer
-from paro.errors import UserError
+from paro.errors import UserError, importing
 from paro.untrusted.regular_file import check_regular
 from paro.untrusted.schema import read_json
 
@@ -27,10 +27,8 @@ def gpt2_tokenizer(vocab_file: str, merge_file: str) -> LibraryTokenizer:
 
 def read_gpt2(vocab_file: Path, merge_file: Path) -> Any:
     """The two files as a tokenizer of the tokenizers library; `UserError` names a bad file."""
-    try:
+    with importing("--tokenizer-type GPT2BPETokenizer needs the package tokenizers"):
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError as error:
-        raise UserError("--tokenizer-type GPT2BPETokenizer needs the package tokenizers") from error
     files = (("--vocab-file", vocab_file, VOCAB_FILE), ("--merge-file", merge_file, MERGE_FILE))
     if gone := [
         f"{flag} {path} is missing: give GPT-2's {name}"

@@ -8,7 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 from data.hub import how_to_fetch
 from data.token_bytes import bytes_of_pieces
-from paro.errors import UserError
+from paro.errors import UserError, importing
 from paro.untrusted.regular_file import check_regular, read_bytes
 from paro.untrusted.schema import read_json
 
@@ -132,10 +132,8 @@ class _TokenizerFields(TypedDict, total=False):
 
 def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
     """A tokenizer.json with the tokens that the files next to it add."""
-    try:
+    with importing("--tokenizer-type HuggingFaceTokenizer needs tokenizers"):
         import tokenizers
-    except ImportError as error:
-        raise UserError("--tokenizer-type HuggingFaceTokenizer needs tokenizers") from error
     content = read_bytes(path, f"--tokenizer-model {path}")
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -258,12 +256,10 @@ def load_transformers_tokenizer(model: str) -> Any:
     """The tokenizer that transformers makes of a folder, of one by its tokenizer.json, or of a name
     in its cache; `UserError` if it needs code that comes with it.
     """
-    try:
+    with importing(
+        f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
+    ):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UserError(
-            f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"
-        ) from error
     folder = Path(model).parent if Path(model).is_file() else Path(model)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if not path.is_dir():

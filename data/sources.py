@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.hub import HUB_NAME
-from paro.errors import UserError, reading
+from paro.errors import UserError, importing, reading
 
 COMPRESSIONS = (".gz", ".zst", ".zstd")
 
@@ -143,10 +143,8 @@ def _hub_piece(name: str, config: str | None, split: str) -> Piece:
 @cache
 def open_hugging_face(name: str, config: str | None, split: str) -> Any:
     """The rows of a data set saved on disk, or of one that `datasets` finds by name."""
-    try:
+    with importing(f"--input {name} is no file, and a data set needs datasets"):
         import datasets
-    except ImportError as error:
-        raise UserError(f"--input {name} is no file, and a data set needs datasets") from error
     datasets.disable_progress_bars()
     try:
         if Path(name).is_dir():
@@ -170,10 +168,8 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
 
 def open_parquet(path: str) -> Any:
     """Opens a `pyarrow.parquet.ParquetFile`."""
-    try:
+    with importing(f"--input {path} needs the package pyarrow"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(f"--input {path} needs the package pyarrow") from error
     try:
         return parquet.ParquetFile(path)
     except ArrowException as error:

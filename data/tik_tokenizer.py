@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from paro.errors import UserError
+from paro.errors import UserError, importing
 from paro.untrusted.regular_file import read_bytes
 
 # The regex with which LLaMA-3 splits a text into words before BPE merges.
@@ -28,10 +28,8 @@ class TikTokenizer:
     """A file of lines `base64 rank`, as LLaMA-3's `tokenizer.model` is, with its special tokens."""
 
     def __init__(self, model: str) -> None:
-        try:
+        with importing("--tokenizer-type TikTokenizer needs the package tiktoken"):
             import tiktoken
-        except ImportError as error:
-            raise UserError("--tokenizer-type TikTokenizer needs the package tiktoken") from error
         ranks = _read_ranks(Path(model))
         first = len(ranks)
         special = {NAMED.get(i, f"<|special_{i}|>"): first + i for i in range(NUM_SPECIAL)}

@@ -10,7 +10,7 @@ from data.gpt2_tokenizer import gpt2_tokenizer
 from data.hugging_face_tokenizer import hugging_face_tokenizer
 from data.tik_tokenizer import TikTokenizer
 from data.tokenizer_config import GPT2_TYPE, SENTENCEPIECE_TYPES, TokenizerConfig
-from paro.errors import UserError, reading
+from paro.errors import UserError, importing, reading
 from paro.untrusted.regular_file import read_bytes
 
 _MAX_ROWS = 2**31  # of an embedding
@@ -164,10 +164,8 @@ class SentencePieceTokenizer:
 
 
 def _load_sentencepiece(path: Path) -> Any:
-    try:
+    with importing("this --tokenizer-type needs the package sentencepiece"):
         from sentencepiece import SentencePieceProcessor
-    except ImportError as error:
-        raise UserError("this --tokenizer-type needs the package sentencepiece") from error
     if not path.is_file():
         raise UserError(f"--tokenizer-model {path} is missing: give a SentencePiece .model")
     content = read_bytes(path, f"--tokenizer-model {path}")

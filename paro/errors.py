@@ -170,9 +170,18 @@ def printing() -> Iterator[None]:
 
 
 @contextmanager
-def about(prefix: str) -> Iterator[None]:
-    """Puts `prefix`, such as a field or a flag, before the text of a `UserError`."""
+def about(prefix: str = "", suffix: str = "") -> Iterator[None]:
+    """Puts a field or a flag before the text of a `UserError`, and a remedy behind it."""
     try:
         yield
     except UserError as error:
-        raise type(error)(prefix + "; ".join(error.args)) from error
+        raise type(error)(prefix + "; ".join(error.args) + suffix) from error
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Around an import for what the user asked for: `what` says that it needs the package."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(what) from error

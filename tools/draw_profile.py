@@ -13,7 +13,7 @@ from typing import Any, NotRequired, TypedDict
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.planning.step.simulation import Activity
 from paro.report.log import print_line
 from paro.text import align
@@ -108,7 +108,7 @@ class _Trace(TypedDict):
 
 def read_profile(path: Path) -> Profile | DeviceProfile:
     """Reads a trace written by a run on CPU or on a GPU; `UserError` for any other file."""
-    try:
+    with about(suffix="; give what --use-pytorch-profiler wrote"):
         trace: _Trace = read_json(path, _Trace, max_bytes=_MAX_BYTES)
         ranges = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         rank = trace["distributedInfo"]["rank"] if "distributedInfo" in trace else 0
@@ -116,11 +116,9 @@ def read_profile(path: Path) -> Profile | DeviceProfile:
             return device_profile(ranges, rank, str(path))
         ours = [event for event in ranges if str(event.get("name")).startswith(_NAMES)]
         events: list[Event] = conform(ours, list[Event], f"{path}: traceEvents")
-    except UserError as error:
-        raise UserError(f"{error}; give what --use-pytorch-profiler wrote") from None
-    steps = [event for event in events if event["name"].startswith(STEP)]
-    if not steps or not any(event["name"] in COMPUTING for event in events):
-        raise UserError(f"{path}: no step of a training; give what --use-pytorch-profiler wrote")
+        steps = [event for event in events if event["name"].startswith(STEP)]
+        if not steps or not any(event["name"] in COMPUTING for event in events):
+            raise UserError(f"{path}: no step of a training")
     begin = min(event["ts"] for event in steps)
     end = max(event["ts"] + event["dur"] for event in steps)
     found = _activities(sorted(events, key=lambda event: event["ts"]), rank, begin, end)

@@ -26,7 +26,7 @@ from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.directory import latest_iteration
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, check_least, reading
+from paro.errors import UserError, about, check_least, reading
 from paro.report.log import print_line
 from paro.untrusted.regular_file import read_text
 from tools.shared.command_line import Parser
@@ -140,13 +140,9 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
                 f"{source.config.vocab_size}: give the tokenizer that it was trained with"
             )
         return tokenizer
-    try:
+    lost = "the tokenizer is not where it was while training ("
+    with about(lost, "): say where it is with --tokenizer-model"):
         return build_tokenizer(TokenizerConfig(**saved))
-    except UserError as error:
-        raise UserError(
-            f"the tokenizer is not where it was while training ({error}): say where it is with "
-            "--tokenizer-model"
-        ) from error
 
 
 def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:

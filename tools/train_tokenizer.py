@@ -16,7 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, importing
 from paro.report.log import print_line
 from tools.preprocessing.encode import Tally
 from tools.preprocessing.inputs import add_source_args, pieces_of
@@ -80,10 +80,8 @@ def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> l
 
 def train(chunks: Sequence[str], *, vocab_size: int, character_coverage: float) -> bytes:
     """The content of a SentencePiece model file."""
-    try:
+    with importing("training a tokenizer needs the package sentencepiece"):
         from sentencepiece import SentencePieceTrainer
-    except ImportError as error:
-        raise UserError("training a tokenizer needs the package sentencepiece") from error
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paro.errors import UserError
+from paro.errors import UserError, about
 from tools.cluster.plan import SETTINGS, Batch, batches
 from tools.cluster.spec import ClusterSpec, is_namespace_of, mark_of
 
@@ -65,10 +65,8 @@ def _make_namespace(namespace: str, mark: str, made: list[str]) -> None:
 def _run_batch(batch: Batch) -> None:
     if batch.lines:
         command = [batch.tool, "-n", batch.namespace, "-batch", "-"]
-        try:
+        with about(suffix="; does the kernel have veth, bridge and sch_tbf?"):
             run_tool(command, "\n".join(batch.lines) + "\n")
-        except UserError as error:
-            raise UserError(f"{error}; does the kernel have veth, bridge and sch_tbf?") from None
 
 
 def remove(namespace: str) -> None:

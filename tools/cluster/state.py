@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.atomic_file import replacing
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.untrusted.schema import read_json
 from tools.cluster.spec import ClusterSpec, check_name
 
@@ -70,10 +70,8 @@ def load(name: str) -> Cluster | None:
     path = folder_of(name) / "state.json"
     if not path.exists():
         return None
-    try:
+    with about(suffix=f"; `down --name {name}` removes the cluster"):
         found: Cluster = read_json(path, Cluster)
-    except UserError as error:
-        raise UserError(f"{error}; `down --name {name}` removes the cluster") from None
     return found
 
 

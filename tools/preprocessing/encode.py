@@ -15,7 +15,7 @@ from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
-from paro.errors import UserError
+from paro.errors import UserError, about
 from tools.preprocessing.conversations import ASSISTANT, chat_template_of, conversation_of
 
 NAMED_BAD = 3  # how many of the documents that were left out are named
@@ -208,7 +208,5 @@ def _name_the_bad_one(
     """Raises for the first document that the tokenizer rejects."""
     for document, by_document in zip(documents, texts, strict=True):
         for text in by_document:
-            try:
+            with about(f"{place_of(batch.piece, document.number)}: "):
                 tokenizer.encode(text)
-            except UserError as error:
-                raise UserError(f"{place_of(batch.piece, document.number)}: {error}") from error

@@ -12,7 +12,7 @@ from data.atomic_file import replacing
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, remove_dataset
 from data.sources import Piece
 from data.tokenizer import build_tokenizer
-from paro.errors import UserError, writing
+from paro.errors import UserError, about, writing
 from paro.untrusted.schema import read_json
 from tools.preprocessing.conversations import chat_template_of
 from tools.preprocessing.encode import EncodingPlan, Tally
@@ -49,10 +49,8 @@ class Partitions:
                 temporary.write_text(json.dumps(description, indent=1), encoding="utf-8")
 
     def _read(self, file: Path, kind: Any) -> Any:
-        try:
+        with about(suffix=f"; remove {self.folder}, and begin again"):
             return _without_none(read_json(file, kind))
-        except UserError as error:
-            raise UserError(f"{error}; remove {self.folder}, and begin again") from error
 
     def prefixes(self, number: int) -> list[str]:
         """The prefixes of one partition's data sets."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
-from paro.errors import UserError
+from paro.errors import UserError, about
 from paro.report.config import run_record_path
 from paro.report.run_record_file import read_record
 from paro.text import one_line
@@ -96,16 +96,7 @@ def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
     chosen = [one_line(name) for name in names or _names_of(runs, files)]
     if len(set(chosen)) < len(chosen):
         raise UserError(f"--names must differ: {', '.join(chosen)}")
-    return [
-        Run(
-            name=name,
-            lines=run.lines,
-            start=run.start,
-            evaluations=run.evaluations,
-            num_starts=run.num_starts,
-        )
-        for name, run in zip(chosen, runs, strict=True)
-    ]
+    return [replace(run, name=name) for name, run in zip(chosen, runs, strict=True)]
 
 
 def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
@@ -126,12 +117,10 @@ def _read_run(path: Path) -> Run:
     if written and not text.endswith("\n") and not written[-1].endswith("}"):
         del written[-1]  # of a run that was killed, or that is still writing
     for number, line in enumerate(written, start=1):
-        try:
+        with about(suffix="; give a metrics file"):
             where = f"{path}, line {number}"
             figures = parse_json(line, _Line, where)
             lines.append(conform(figures, dict[str, Figure | None], where))
-        except UserError as error:
-            raise UserError(f"{error}; give a metrics file") from error
     if not lines:
         raise UserError(f"{path} is empty: the run has logged no iteration yet")
     record = read_record(run_record_path(path))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from paro.errors import UserError
+from paro.errors import about
 from paro.untrusted.schema import Figure, read_json
 from tools.shared.output import write_json, write_text
 
@@ -33,10 +33,8 @@ def read_results(folder: Path) -> dict[str, Any]:
     file = folder / RESULTS
     if not file.exists():
         return {}
-    try:
+    with about(f"--out {folder} is damaged, give another folder: "):
         found: dict[str, Any] = read_json(file, dict[str, _Part])
-    except UserError as error:
-        raise UserError(f"--out {folder} is damaged, give another folder: {error}") from error
     return found
 
 

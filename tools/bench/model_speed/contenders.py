@@ -20,7 +20,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for, keep_freed_memory
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import importing
 from paro.training.assembly import build_training, start_state
 from paro.training.step import train_step
 
@@ -86,11 +86,9 @@ def _clip(model: nn.Module, clip_grad: float) -> None:
 
 
 def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False) -> Step:
-    try:
+    with importing("the comparison needs transformers: pip install transformers"):
         from transformers import LlamaConfig as HuggingFaceConfig
         from transformers import LlamaForCausalLM
-    except ImportError as error:
-        raise UserError("the comparison needs transformers: pip install transformers") from error
 
     sizes = HuggingFaceConfig(**hugging_face_config(task.config), use_cache=False)
     with task.device:
