@@ -15,9 +15,9 @@ from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.schedule import Op
 from paro.collectives.spans import needed_groups
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams, Event, Job
-from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.distributed.comm_stream import Event, Job
+from paro.distributed.groups import Groups, make_groups
+from paro.distributed.links import Links
 from paro.topology import AxisSpan, Topology, Use, axes_of
 
 
@@ -27,29 +27,27 @@ def make_collectives(
     topology: Topology,
     rank: int,
     spans: dict[Use, frozenset[AxisSpan]],
-    streams: CommStreams,
-    traffic: ByteCounter,
-    group_config: GroupConfig | None,
+    links: Links,
 ) -> Collectives:
     """Collectives along `spans`; every rank must call it with the same arguments."""
     choice = (
         algorithm if isinstance(algorithm, AlgorithmChoice) else AlgorithmChoice(names=(algorithm,))
     )
     needed = needed_groups(choice.names, spans, pipelined=choice.pieces is not None)
-    groups = make_groups(topology, rank, needed, group_config)
+    groups = make_groups(topology, rank, needed, links.group_config)
     ends = Ends()
 
     def make(name: str) -> Collectives:
         if name == "ho-ring" and choice.pieces is not None:
-            return PipelinedCollectives(groups, streams, traffic, choice.pieces)
+            return PipelinedCollectives(groups, links, choice.pieces)
         if name in ALGORITHMS:
-            return ScheduledCollectives(name, groups, streams, traffic, ends)
-        return _BACKENDS[name](groups, streams, traffic)
+            return ScheduledCollectives(name, groups, links, ends)
+        return _BACKENDS[name](groups, links)
 
     made = {name: make(name) for name in choice.names}
     if choice.best is None:
         return made[choice.names[0]]
-    return AutoCollectives(made, choice.best, groups, streams)
+    return AutoCollectives(made, choice.best, groups, links)
 
 
 _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
@@ -62,13 +60,9 @@ class AutoCollectives(Collectives):
     """Delegates every call to the chosen algorithm; all share comm streams and process groups."""
 
     def __init__(
-        self,
-        algorithms: Mapping[str, Collectives],
-        best: BestOf,
-        groups: Groups,
-        streams: CommStreams,
+        self, algorithms: Mapping[str, Collectives], best: BestOf, groups: Groups, links: Links
     ) -> None:
-        super().__init__(groups, streams)
+        super().__init__(groups, links)
         self._algorithms = algorithms
         self._best_of = best
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams, Event
-from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.distributed.comm_stream import Event
+from paro.distributed.groups import Groups, make_groups
+from paro.distributed.links import Links
 from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
 from paro.quantization.encoded import split_encoded
 from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
 from paro.strategy import CommPlan, exchange_groups, exchange_span
-from paro.topology import AxisSpan, Topology, Use, nested_range
+from paro.topology import Topology, Use, nested_range
 
 FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
 
@@ -43,23 +43,21 @@ class Contribution:
 
 
 class CodedReduction:
-    """Reduces along `inter` to one piece a rank; `replicas` then gather the pieces of a range."""
+    """Reduces between groups to one piece a rank; replicas then gather the pieces of a range."""
 
     def __init__(
         self,
         groups: Groups,
-        streams: CommStreams,
-        traffic: ByteCounter,
+        links: Links,
+        comm_plan: CommPlan,
         *,
-        inter: AxisSpan,
-        replicas: AxisSpan,
         uncoded_dtype: torch.dtype,
     ) -> None:
         self._groups = groups
-        self._streams = streams
-        self._wire = Wire(groups, traffic)
-        self._inter = inter
-        self._replicas = replicas
+        self._streams = links.streams
+        self._wire = Wire(groups, links.traffic)
+        self._inter = exchange_span(comm_plan)
+        self._replicas = comm_plan.replicas
         self._uncoded_dtype = uncoded_dtype  # of elements that have no code
 
     def num_pieces(self) -> int:
@@ -154,25 +152,13 @@ def _write(result: Tensor, sums: Tensor, uncoded: Tensor) -> None:
 
 def make_coded_reduction(
     comm_plan: CommPlan,
-    *,
     topology: Topology,
     rank: int,
-    streams: CommStreams,
-    traffic: ByteCounter,
+    links: Links,
+    *,
     uncoded_dtype: torch.dtype,
-    group_config: GroupConfig | None,
 ) -> CodedReduction:
-    """The reduction with process groups of its own; collective over the world.
-
-    With `group_config` None no process group is created: for planning a rank that never runs.
-    """
+    """The reduction with process groups of its own; collective over the world."""
     spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
-    groups = make_groups(topology, rank, spans, group_config)
-    return CodedReduction(
-        groups,
-        streams,
-        traffic,
-        inter=exchange_span(comm_plan),
-        replicas=comm_plan.replicas,
-        uncoded_dtype=uncoded_dtype,
-    )
+    groups = make_groups(topology, rank, spans, links.group_config)
+    return CodedReduction(groups, links, comm_plan, uncoded_dtype=uncoded_dtype)

@@ -19,10 +19,10 @@ from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.spans import ring_levels
 from paro.collectives.transfer import ChunkedBuffer, Level, Scratch, Transfer
-from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
+from paro.collectives.wire import shard_in
+from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
+from paro.distributed.links import Links
 from paro.topology import AxisSpan, Use, nested_range
 
 ALGORITHMS: dict[str, Hops] = {
@@ -50,12 +50,9 @@ class Ends:
 class ScheduledCollectives(Collectives):
     """Collectives by one of this package's point-to-point algorithms."""
 
-    def __init__(
-        self, name: str, groups: Groups, streams: CommStreams, traffic: ByteCounter, ends: Ends
-    ) -> None:
-        super().__init__(groups, streams)
+    def __init__(self, name: str, groups: Groups, links: Links, ends: Ends) -> None:
+        super().__init__(groups, links)
         self._name = name
-        self._wire = Wire(groups, traffic)
         self._ends = ends
 
     def run(

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
-from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import DONE, CommStreams, Event, Job
-from paro.distributed.groups import Groups
+from paro.collectives.wire import shard_in
+from paro.distributed.comm_stream import DONE, Event, Job
 from paro.topology import AxisSpan, Use
 
 
@@ -20,10 +18,6 @@ class FlatCollectives(Collectives):
     Backends order shards by rank, whose most significant digit is the outermost axis; in the nested
     order that is the innermost axis. The permutation needs an extra whole buffer.
     """
-
-    def __init__(self, groups: Groups, streams: CommStreams, traffic: ByteCounter) -> None:
-        super().__init__(groups, streams)
-        self._wire = Wire(groups, traffic)
 
     def run(
         self,

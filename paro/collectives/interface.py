@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from paro.collectives.schedule import Op
-from paro.distributed.comm_stream import CommStreams, Event, Job
+from paro.collectives.wire import Wire
+from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
+from paro.distributed.links import Links
 from paro.topology import AxisSpan
 
 
@@ -22,10 +24,11 @@ class Collectives(ABC):
     streams and returns their completion; an empty span costs nothing. Data is sent in `comm_dtype`.
     """
 
-    def __init__(self, groups: Groups, streams: CommStreams) -> None:
+    def __init__(self, groups: Groups, links: Links) -> None:
         self._groups = groups
         self._rank = groups.rank
-        self._streams = streams
+        self._streams = links.streams
+        self._wire = Wire(groups, links.traffic)
 
     def all_gather(
         self,

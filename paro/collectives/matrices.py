@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from paro.collectives.wire import Wire
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import DONE, CommStreams, Event
+from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
 from paro.topology import AxisSpan, Topology, Use
@@ -17,12 +16,10 @@ from paro.topology import AxisSpan, Topology, Use
 class MatrixExchange:
     """All-to-alls of parts of any size between the places of a span (Note: places and rounds)."""
 
-    def __init__(
-        self, groups: Groups, streams: CommStreams, traffic: ByteCounter, span: AxisSpan
-    ) -> None:
+    def __init__(self, groups: Groups, links: Links, span: AxisSpan) -> None:
         self._groups = groups
-        self._streams = streams
-        self._wire = Wire(groups, traffic)
+        self._streams = links.streams
+        self._wire = Wire(groups, links.traffic)
         self._span = span
         self._ranks = groups.topology.in_order_of_shards(span, groups.rank)
         self.place = self._ranks.index(groups.rank)
@@ -62,4 +59,4 @@ def make_matrix_exchange(
     """
     spans = {Use.EXCHANGE: frozenset({span} if span else ())}
     groups = make_groups(topology, rank, spans, links.group_config)
-    return MatrixExchange(groups, links.streams, links.traffic, span)
+    return MatrixExchange(groups, links, span)

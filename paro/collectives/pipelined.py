@@ -19,9 +19,9 @@ from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans, has_both_links, ring_levels
 from paro.collectives.transfer import Scratch
 from paro.collectives.wire import Wire, shard_in
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import DONE, AllEvents, CommStreams, Event, Job
+from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
+from paro.distributed.links import Links
 from paro.layout import ALIGN
 from paro.topology import AxisSpan, Use
 
@@ -29,12 +29,9 @@ from paro.topology import AxisSpan, Use
 class PipelinedCollectives(Collectives):
     """Pipelines over both kinds of links; over a single one the backend's own, axis by axis."""
 
-    def __init__(
-        self, groups: Groups, streams: CommStreams, traffic: ByteCounter, pieces: Pieces
-    ) -> None:
-        super().__init__(groups, streams)
-        self._native = NativeCollectives(groups, streams, traffic)
-        self._wire = Wire(groups, traffic)
+    def __init__(self, groups: Groups, links: Links, pieces: Pieces) -> None:
+        super().__init__(groups, links)
+        self._native = NativeCollectives(groups, links)
         self._pieces = pieces
         self._memory: dict[tuple[Use, AxisSpan], _Memory] = {}
 

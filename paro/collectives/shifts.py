@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Pending, Wire
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams, Event, Stage
-from paro.distributed.groups import GroupConfig, Groups, make_groups
+from paro.distributed.comm_stream import Event, Stage
+from paro.distributed.groups import Groups, make_groups
+from paro.distributed.links import Links
 from paro.layout import chunk_numel
 from paro.topology import AxisSpan, Topology, Use
 
@@ -60,15 +60,13 @@ class Ring:
     the ring is unusable.
     """
 
-    def __init__(
-        self, use: Use, span: AxisSpan, groups: Groups, streams: CommStreams, traffic: ByteCounter
-    ) -> None:
+    def __init__(self, use: Use, span: AxisSpan, groups: Groups, links: Links) -> None:
         self._use = use
         self._span = span
         self._groups = groups
-        self._streams = streams
+        self._streams = links.streams
         self._stream = (use, *span)
-        self._wire = Wire(groups, traffic)
+        self._wire = Wire(groups, links.traffic)
         self._members = groups.topology.members(span, groups.rank)
         self._next_tag = 0
         self.size = len(self._members)
@@ -164,23 +162,12 @@ class Ring:
         return first
 
 
-def make_ring(
-    degree: int,
-    *,
-    topology: Topology,
-    rank: int,
-    streams: CommStreams,
-    traffic: ByteCounter,
-    group_config: GroupConfig | None,
-) -> Ring:
-    """The ring of the ranks that hold one full copy at `degree`; collective over the world.
-
-    With `group_config` None no process group is created: for planning a rank that never runs.
-    """
+def make_ring(degree: int, topology: Topology, rank: int, links: Links) -> Ring:
+    """The ring of the ranks that hold one full copy at `degree`; collective over the world."""
     span = topology.axes_between(1, degree)
     assert len(span) == 1, f"{degree} ranks are no axis of {topology}"
-    groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, group_config)
-    return Ring(Use.ROTATE, span, groups, streams, traffic)
+    groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, links.group_config)
+    return Ring(Use.ROTATE, span, groups, links)
 
 
 def scratch_numel(numel: int, dtype: torch.dtype, *, device_type: str) -> int:

@@ -123,7 +123,7 @@ def make_context_attention(
     if span:
         spans = {Use.CONTEXT: frozenset({span})}
         groups = make_groups(topology, world.rank, spans, links.group_config)
-        exchange = Exchange(span, groups, links.streams, links.traffic, links.exposure)
+        exchange = Exchange(span, groups, links)
         closes.append(groups.close)
     within = whole if travel is None else partwise(travel)
     return ContextAttention(layout, exchange, within, closes)

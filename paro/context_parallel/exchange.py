@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from paro.collectives.wire import Wire
-from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import CommStreams, Event
-from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.comm_stream import Event
+from paro.distributed.exposed_time import WaitKind
 from paro.distributed.groups import Groups
+from paro.distributed.links import Links
 from paro.topology import AxisSpan, Use
 
 
@@ -40,18 +40,11 @@ class Exchange:
     All ranks must start the same exchanges in the same order.
     """
 
-    def __init__(
-        self,
-        span: AxisSpan,
-        groups: Groups,
-        streams: CommStreams,
-        traffic: ByteCounter,
-        exposure: Exposure,
-    ) -> None:
+    def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
         self._span = span
-        self._streams = streams
-        self._wire = Wire(groups, traffic)
-        self._exposure = exposure
+        self._streams = links.streams
+        self._wire = Wire(groups, links.traffic)
+        self._exposure = links.exposure
         self.num_ranks = len(groups.topology.members(span, groups.rank))
 
     def start(self, sent: Tensor) -> Flight:

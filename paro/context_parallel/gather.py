@@ -100,9 +100,11 @@ def make_gather(
         topology=topology,
         rank=world.rank,
         spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset({span})),
-        streams=ContextStreams(links.streams),
-        traffic=links.traffic,
-        # Keys and values are not in registered memory.
-        group_config=links.group_config and replace(links.group_config, copy_engine=False),
+        links=replace(
+            links,
+            streams=ContextStreams(links.streams),
+            # Keys and values are not in registered memory.
+            group_config=links.group_config and replace(links.group_config, copy_engine=False),
+        ),
     )
     return GatherTravel(collectives, span, topology, world.rank, links.exposure)

@@ -116,7 +116,7 @@ def make_rings(layout: ContextLayout, world: World, links: Links) -> RingTravel:
     spans = layout.rings(topology)
     of_use = {Use.CONTEXT: frozenset(span for span in spans if span)}
     groups = make_groups(topology, world.rank, of_use, links.group_config)
-    inner, outer = (Ring(Use.CONTEXT, span, groups, links.streams, links.traffic) for span in spans)
+    inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
     return RingTravel(inner, outer, links.exposure)
 
 

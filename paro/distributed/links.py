@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams
@@ -18,6 +18,6 @@ class Links:
     """
 
     streams: CommStreams
-    traffic: ByteCounter
-    exposure: Exposure
-    group_config: GroupConfig | None
+    traffic: ByteCounter = field(default_factory=ByteCounter)
+    exposure: Exposure = field(default_factory=Exposure)
+    group_config: GroupConfig | None = None

@@ -14,10 +14,10 @@ import torch
 
 from paro.collectives.api import make_collectives
 from paro.collectives.interface import Collectives
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
 from paro.planning.machine.machine import Device
 from paro.topology import AxisSpan, Topology, Use
 
@@ -89,9 +89,9 @@ def _make_and_use(
         topology=topology,
         rank=control.world.rank,
         spans={use: frozenset({span})},
-        streams=make_comm_streams(device, overlap=True, backend=config.backend),
-        traffic=ByteCounter(),
-        group_config=config,
+        links=Links(
+            make_comm_streams(device, overlap=True, backend=config.backend), group_config=config
+        ),
     )
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
+from paro.distributed.links import Links
 from paro.distributed.process_group import RuntimeConfig
 from paro.measuring.trial import Move, Trial, make_trial
 from paro.planning.machine.choice import pieces_by
@@ -158,14 +158,13 @@ class Race:
         """Collectives by an algorithm, whose process groups exist in the block."""
         device, backend = self.control.device, self.runtime.distributed_backend
         pieces = pieces_by(self.machine) if backend == "nccl" else None
+        streams = make_comm_streams(device, overlap=True, backend=backend)
         made = make_collectives(
             AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
             spans=dict.fromkeys(Use, spans),
-            streams=make_comm_streams(device, overlap=True, backend=backend),
-            traffic=ByteCounter(),
-            group_config=self.runtime.groups_on(device),
+            links=Links(streams, group_config=self.runtime.groups_on(device)),
         )
         yield made
         made.close()  # not after an exception: with a dead peer this would hang

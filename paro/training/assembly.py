@@ -134,14 +134,7 @@ def _spread(
         dealt = {unit.name: unit.dealt for unit in _units_of(config)}
         nodes = make_unit_modules(model, model.units(), context, dealt)
         return ShardedModel(model, nodes, timers, prefetch_units=units, updated_ahead=ahead)
-    ring = make_ring(
-        config.strategy.params,
-        topology=context.topology,
-        rank=context.rank,
-        streams=links.streams,
-        traffic=links.traffic,
-        group_config=links.group_config,
-    )
+    ring = make_ring(config.strategy.params, context.topology, context.rank, links)
     parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
     return RotatedModel(model, parts, ring, timers, updated_ahead=ahead)
 
@@ -154,9 +147,7 @@ def _sharding_context(config: RunConfig, control: Control, links: Links) -> Shar
         topology=topology,
         rank=rank,
         spans=_spans(config, topology),
-        streams=links.streams,
-        traffic=links.traffic,
-        group_config=links.group_config,
+        links=links,
     )
     return ShardingContext(
         topology=topology,
@@ -232,24 +223,14 @@ def _matrix_exchanges(
 
 
 def _coded_reduction(
-    config: RunConfig,
-    topology: Topology,
-    rank: int,
-    links: Links,
+    config: RunConfig, topology: Topology, rank: int, links: Links
 ) -> CodedReduction | None:
     """The sums of gradients between groups, if they are sent as codes."""
     comm_plan = make_comm_plan(config.strategy, topology)
     if config.precision.inter_grad_bits == FULL_BITS or not exchange_span(comm_plan):
         return None
-    return make_coded_reduction(
-        comm_plan,
-        topology=topology,
-        rank=rank,
-        streams=links.streams,
-        traffic=links.traffic,
-        uncoded_dtype=TORCH_TYPES[config.precision.wire],
-        group_config=links.group_config,
-    )
+    wire = TORCH_TYPES[config.precision.wire]
+    return make_coded_reduction(comm_plan, topology, rank, links, uncoded_dtype=wire)
 
 
 def _algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:

@@ -18,6 +18,7 @@ from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
 from paro.topology import AxisSpan, Topology, Use, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
@@ -57,17 +58,16 @@ def make(
     seconds: float = 30.0,
 ) -> tuple[Collectives, ByteCounter]:
     """This rank's collectives over the given runs, or over all axes."""
-    traffic = ByteCounter()
+    streams = make_comm_streams(CPU, overlap=overlap, backend="gloo")
+    links = Links(streams, group_config=GroupConfig(timeout=timedelta(seconds=seconds)))
     collectives = make_collectives(
         algorithm,
         topology=topology,
         rank=dist.get_rank(),
         spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset(spans or {topology.axes})),
-        streams=make_comm_streams(CPU, overlap=overlap, backend="gloo"),
-        traffic=traffic,
-        group_config=GroupConfig(timeout=timedelta(seconds=seconds)),
+        links=links,
     )
-    return collectives, traffic
+    return collectives, links.traffic
 
 
 def check_all(group_size: int, degrees: tuple[int, ...], overlaps: Sequence[bool]) -> list[str]:

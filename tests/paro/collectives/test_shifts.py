@@ -14,6 +14,7 @@ from paro.collectives.shifts import Ring, Turn, make_ring, scratch_numel
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 
@@ -49,14 +50,8 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
     streams = make_comm_streams(torch.device("cpu"), overlap=overlap, backend="gloo")
     traffic = ByteCounter()
-    ring = make_ring(
-        degree,
-        topology=topology,
-        rank=rank,
-        streams=streams,
-        traffic=traffic,
-        group_config=GroupConfig(timeout=timedelta(seconds=30)),
-    )
+    config = GroupConfig(timeout=timedelta(seconds=30))
+    ring = make_ring(degree, topology, rank, Links(streams, traffic, group_config=config))
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):

@@ -26,6 +26,7 @@ from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig, make_groups
+from paro.distributed.links import Links
 from paro.topology import Use, make_topology
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
@@ -102,10 +103,12 @@ class Ways:
         self.exposure = Exposure()
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
+    def links(self, streams: CommStreams) -> Links:
+        return Links(streams, self.traffic, self.exposure, CONFIG)
+
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingTravel:
-        inner, outer = (
-            Ring(Use.CONTEXT, span, self.groups, streams, self.traffic) for span in spans
-        )
+        links = self.links(streams)
+        inner, outer = (Ring(Use.CONTEXT, span, self.groups, links) for span in spans)
         return RingTravel(inner, outer, self.exposure)
 
     def rings(self, streams: CommStreams) -> Iterator[RingTravel]:
@@ -121,9 +124,7 @@ class Ways:
             topology=self.topology,
             rank=self.rank,
             spans={Use.GATHER: spans, Use.REDUCE: spans},
-            streams=ContextStreams(streams),
-            traffic=self.traffic,
-            group_config=CONFIG,
+            links=self.links(ContextStreams(streams)),
         )
         self._closes.append(collectives.close)
         return GatherTravel(collectives, self.whole, self.topology, self.rank, self.exposure)
@@ -168,7 +169,7 @@ def test_parts_are_one_call(world_size: int, inner: int) -> None:
 
 def by_heads(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
     """With heads exchanged, in as many pieces as a rank has heads."""
-    exchange = Exchange(ways.whole, ways.groups, streams, ways.traffic, ways.exposure)
+    exchange = Exchange(ways.whole, ways.groups, ways.links(streams))
     core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
     leaves = [part.chunk(4, 1)[ways.rank].clone().requires_grad_() for part in given[:3]]
     out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), None)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig, make_groups
+from paro.distributed.links import Links
 from paro.sharding.buffers import ElasticBuffer, Tally
 from paro.topology import Use, make_topology
 from tests.helpers.refusals import refused
@@ -168,7 +168,7 @@ def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.Monke
     pool = ("pool", "of NCCL")
     assert nccl.notes == [("register", [0, 1], pool, True)]
     streams = make_comm_streams(torch.device("cpu"), overlap=False, backend="gloo")
-    collectives = NativeCollectives(groups, streams, ByteCounter())
+    collectives = NativeCollectives(groups, Links(streams))
     buffer = ElasticBuffer(
         8,
         dtype=torch.float32,

@@ -46,7 +46,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
-from paro.strategy import Strategy, exchange_span, make_comm_plan
+from paro.strategy import Strategy, make_comm_plan
 from paro.topology import Topology, Use
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -95,7 +95,7 @@ class LoneRank:
         """
         context, topology = self.model.context, self.model.context.topology
         world = World(size=topology.world_size, group=topology.group_size)
-        links = Links(InlineStreams(), self.traffic, context.exposure, None)
+        links = Links(InlineStreams(), self.traffic, context.exposure)
         travel: Travel | None = None
         if layout.gathers:
             travel = make_gather(layout, world, links, AlgorithmChoice(names=("native",)))
@@ -141,7 +141,7 @@ def lone_rank(
         groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
         exchanges = {
             places.degree: MatrixExchange(
-                groups, InlineStreams(), ByteCounter(), topology.axes_between(1, places.number)
+                groups, Links(InlineStreams()), topology.axes_between(1, places.number)
             )
             for places in muon_rounds(units, strategy, precision, topology.group_size)
         }
@@ -176,14 +176,9 @@ def lone_flat_rank(
     """The same with flat collectives, and sums of gradients as codes between groups."""
     context = _context(strategy, topology, precision, "cpu")
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
-    flat = FlatCollectives(groups, InlineStreams(), ByteCounter())
+    flat = FlatCollectives(groups, Links(InlineStreams()))
     coded = CodedReduction(
-        groups,
-        InlineStreams(),
-        ByteCounter(),
-        inter=exchange_span(context.comm_plan),
-        replicas=context.comm_plan.replicas,
-        uncoded_dtype=context.reduce_dtype,
+        groups, Links(InlineStreams()), context.comm_plan, uncoded_dtype=context.reduce_dtype
     )
     llama = _empty_llama(config, precision, lambda _name: True)
     context = replace(
@@ -213,7 +208,7 @@ def lone_rotating_rank(
     assert isinstance(collectives, NativeCollectives)
     span = topology.axes_between(1, strategy.params)
     groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
-    ring = Ring(Use.ROTATE, span, groups, InlineStreams(), collectives._wire._traffic)
+    ring = Ring(Use.ROTATE, span, groups, Links(InlineStreams(), collectives._wire._traffic))
     parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
     model = RotatedModel(llama, parts, ring, Timers(), updated_ahead=updated_ahead)
     return _lone(config, model, precision)
@@ -228,9 +223,9 @@ def _context(
 ) -> ShardingContext:
     rank = topology.world_size - 1
     groups = NoGroups(topology=topology, rank=rank, _by_use_and_span={})
-    collectives: Collectives = NativeCollectives(groups, InlineStreams(), ByteCounter())
+    collectives: Collectives = NativeCollectives(groups, Links(InlineStreams()))
     if pieces is not None:
-        collectives = PipelinedCollectives(groups, InlineStreams(), ByteCounter(), pieces)
+        collectives = PipelinedCollectives(groups, Links(InlineStreams()), pieces)
     return ShardingContext(
         topology=topology,
         rank=rank,

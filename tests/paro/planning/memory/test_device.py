@@ -15,9 +15,9 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.shifts import make_ring
 from paro.collectives.wire import Wire
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
 from paro.planning.machine.choice import pieces_by
 from paro.planning.memory.device import (
     COMMUNICATOR_BYTES,
@@ -54,27 +54,11 @@ def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
         else spans_by_use(make_comm_plan(strategy, topology), coded_gradients=False)
     )
     choice = AlgorithmChoice(names=tuple(names), best=lambda *_: names[0], pieces=pieces_by(None))
-    streams, traffic = InlineStreams(), ByteCounter()
-    config = GroupConfig(timeout=timedelta(seconds=1))
+    links = Links(InlineStreams(), group_config=GroupConfig(timeout=timedelta(seconds=1)))
     with mock.patch("paro.distributed.groups.dist.new_group") as made:
-        make_collectives(
-            choice,
-            topology=topology,
-            rank=0,
-            spans=spans,
-            streams=streams,
-            traffic=traffic,
-            group_config=config,
-        )
+        make_collectives(choice, topology=topology, rank=0, spans=spans, links=links)
         if rotates:
-            make_ring(
-                strategy.params,
-                topology=topology,
-                rank=0,
-                streams=streams,
-                traffic=traffic,
-                group_config=config,
-            )
+            make_ring(strategy.params, topology, 0, links)
     return sum(0 in call.args[0] for call in made.call_args_list)
 
 
