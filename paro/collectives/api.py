@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
 from paro.collectives.choice import AlgorithmChoice, BestOf
 from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives
 from paro.collectives.flat import FlatCollectives
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
-from paro.collectives.schedule import Op
 from paro.collectives.spans import needed_groups
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups, make_groups
@@ -64,27 +60,14 @@ class AutoCollectives(Collectives):
     ) -> None:
         super().__init__(groups, links)
         self._algorithms = algorithms
-        self._best_of = best
+        self._best = best
 
-    def run(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
-        best = self._best(op, whole, span, comm_dtype)
-        return best.run(op, whole, span, comm_dtype, shard=shard, after=after)
+    def run(self, request: Request) -> Event:
+        name = next(iter(self._algorithms))
+        if request.span:
+            name = self._best(request.op, axes_of(request.span), request.num_bytes)
+        return self._algorithms[name].run(request)
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
         return self._streams.submit((Use.REDUCE, span[-1]), job, after=after)
-
-    def _best(self, op: Op, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype) -> Collectives:
-        if not span:
-            return next(iter(self._algorithms.values()))
-        num_bytes = whole.numel() * comm_dtype.itemsize
-        return self._algorithms[self._best_of(op, axes_of(span), num_bytes)]

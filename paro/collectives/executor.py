@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from paro.collectives import h_ring, ho_ring, ring
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.spans import ring_levels
 from paro.collectives.transfer import ChunkedBuffer, Level, Scratch, Transfer
@@ -55,23 +56,15 @@ class ScheduledCollectives(Collectives):
         self._name = name
         self._ends = ends
 
-    def run(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
+    def run(self, request: Request) -> Event:
+        op, whole, span, comm_dtype, shard, after = request
         if not span:
             return after or DONE
         own = shard_in(whole, span, self._rank)
         if shard is not None and shard.data_ptr() != own.data_ptr():
             stream = stream_of(Use.GATHER, ring_levels(self._name, span)[-1])
             after = self._streams.submit(stream, lambda: _copy(own, shard), after=after)
-        event = self._submit(op, whole, span, comm_dtype, after)
+        event = self._submit(request._replace(after=after))
         if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
         # To the same values as the other ranks received.
@@ -82,33 +75,23 @@ class ScheduledCollectives(Collectives):
             stream_of(Use.REDUCE, ring_levels(self._name, span)[-1]), job, after=after
         )
 
-    def _submit(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        after: Event | None,
-    ) -> Event:
-        use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
-        parts = ring_levels(self._name, span)
-        streams = [stream_of(use, part) for part in parts]
-        transfer = self._transfer(op, use, whole, span, comm_dtype)
+    def _submit(self, request: Request) -> Event:
+        parts = ring_levels(self._name, request.span)
+        streams = [stream_of(request.use, part) for part in parts]
+        transfer = self._transfer(request, parts)
         if self._streams.runs_concurrently:
             jobs = [transfer.level_job(level) for level in range(len(parts))]
             pairs = zip(streams, jobs, strict=True)
             return AllEvents(
-                [self._streams.submit(stream, job, after=after) for stream, job in pairs]
+                [self._streams.submit(stream, job, after=request.after) for stream, job in pairs]
             )
         # Without overlap a job has run when it has been submitted, that of `after` too.
         for index, step in enumerate(transfer.schedule.steps):
             self._streams.submit(streams[step.level], transfer.step_job(index))
         return DONE
 
-    def _transfer(
-        self, op: Op, use: Use, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype
-    ) -> Transfer:
-        parts = ring_levels(self._name, span)
+    def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
+        op, whole, span, comm_dtype, *_ = request
         members = self._groups.topology.members(span, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
         shard_numel = whole.numel() // len(members)
@@ -118,7 +101,7 @@ class ScheduledCollectives(Collectives):
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*nested_range(span, member, whole.numel()), pieces) for member in members]
         levels = [
-            self._ends.level(use, part, len(steps))
+            self._ends.level(request.use, part, len(steps))
             for part, steps in zip(parts, schedule.of_level, strict=True)
         ]
         buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event, Job
@@ -19,20 +19,12 @@ class FlatCollectives(Collectives):
     order that is the innermost axis. The permutation needs an extra whole buffer.
     """
 
-    def run(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
+    def run(self, request: Request) -> Event:
+        whole, span, comm_dtype = request.whole, request.span, request.comm_dtype
+
         def gather() -> None:
-            own = shard_in(whole, span, self._rank) if shard is None else shard
             by_rank = torch.empty_like(whole)
-            self._wire.all_gather(Use.GATHER, span, by_rank, own)
+            self._wire.all_gather(Use.GATHER, span, by_rank, request.own(self._rank))
             _nested(whole, span).copy_(_by_rank_as_nested(by_rank, span))
 
         def scatter() -> None:
@@ -45,8 +37,7 @@ class FlatCollectives(Collectives):
             self._wire.all_reduce(Use.REDUCE, span, whole, comm_dtype)
 
         jobs = {Op.ALL_GATHER: gather, Op.REDUCE_SCATTER: scatter, Op.ALL_REDUCE: add_up}
-        use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
-        return self._submit(use, span, jobs[op], after)
+        return self._submit(request.use, span, jobs[request.op], request.after)
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         return self._submit(Use.REDUCE, span, job, after)

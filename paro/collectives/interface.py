@@ -4,16 +4,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paro.collectives.schedule import Op
-from paro.collectives.wire import Wire
+from paro.collectives.wire import Wire, shard_in
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan
+from paro.topology import AxisSpan, Use
+
+
+class Request(NamedTuple):
+    """One collective on `whole` along `span`, to run after an event."""
+
+    op: Op
+    whole: Tensor
+    span: AxisSpan
+    comm_dtype: torch.dtype
+    shard: Tensor | None = None  # of an all-gather: this rank's; None: it is in `whole` already
+    after: Event | None = None
+
+    @property
+    def use(self) -> Use:
+        return Use.GATHER if self.op is Op.ALL_GATHER else Use.REDUCE
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole buffer, as it is sent."""
+        return self.whole.numel() * self.comm_dtype.itemsize
+
+    def own(self, rank: int) -> Tensor:
+        """The shard of this rank."""
+        return shard_in(self.whole, self.span, rank) if self.shard is None else self.shard
 
 
 class Collectives(ABC):
@@ -42,32 +67,23 @@ class Collectives(ABC):
 
         This rank's shard is `shard`, or if that is None, already in its range of `whole`.
         """
-        return self.run(Op.ALL_GATHER, whole, span, whole.dtype, shard=shard, after=after)
+        return self.run(Request(Op.ALL_GATHER, whole, span, whole.dtype, shard, after=after))
 
     def reduce_scatter(
         self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         """Writes the sum over `span` to this rank's shard of `whole`; the rest is undefined."""
-        return self.run(Op.REDUCE_SCATTER, whole, span, comm_dtype, after=after)
+        return self.run(Request(Op.REDUCE_SCATTER, whole, span, comm_dtype, after=after))
 
     def all_reduce(
         self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
     ) -> Event:
         """Writes the sum over `span` to all of `whole`."""
-        return self.run(Op.ALL_REDUCE, whole, span, comm_dtype, after=after)
+        return self.run(Request(Op.ALL_REDUCE, whole, span, comm_dtype, after=after))
 
     @abstractmethod
-    def run(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
-        """One of these three; only an all-gather may have a `shard`."""
+    def run(self, request: Request) -> Event:
+        """One of these three."""
 
     @abstractmethod
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:

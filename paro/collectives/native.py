@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event, Job
@@ -15,16 +15,8 @@ from paro.topology import Axis, AxisSpan, Use
 class NativeCollectives(Collectives):
     """One backend call per axis: gathers from outermost to innermost, reductions in reverse."""
 
-    def run(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
+    def run(self, request: Request) -> Event:
+        op, whole, span, comm_dtype, shard, after = request
         event = after or DONE
         if op is Op.ALL_GATHER:
             return self._gather(whole, span, shard, event)

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 
-import torch
 from torch import Tensor
 
 from paro.collectives.choice import Pieces
 from paro.collectives.executor import stream_of
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipeline import SLOTS, PipelineStage, cut_evenly, make_pipeline
 from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans, has_both_links, ring_levels
 from paro.collectives.transfer import Scratch
-from paro.collectives.wire import Wire, shard_in
+from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
@@ -35,37 +34,24 @@ class PipelinedCollectives(Collectives):
         self._pieces = pieces
         self._memory: dict[tuple[Use, AxisSpan], _Memory] = {}
 
-    def run(
-        self,
-        op: Op,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-    ) -> Event:
+    def run(self, request: Request) -> Event:
+        op, span, own = request.op, request.span, request.own(self._rank)
         if not has_both_links(span):
-            return self._native.run(op, whole, span, comm_dtype, shard=shard, after=after)
-        use = Use.GATHER if op is Op.ALL_GATHER else Use.REDUCE
-        own = shard_in(whole, span, self._rank) if shard is None else shard
-        pieces = self._pieces(op, span, whole.numel() * comm_dtype.itemsize)
+            return self._native.run(request)
+        pieces = self._pieces(op, span, request.num_bytes)
         ranges = cut_evenly(own.numel(), min(pieces, max(1, own.numel() // ALIGN)), ALIGN)
-        memory = self._memory.setdefault((use, span), _Memory())
+        memory = self._memory.setdefault((request.use, span), _Memory())
         slots = [memory.next_slot() for _ in ranges]
-        buffer = _PiecedBuffer(
-            whole=whole, own=own, span=span, comm_dtype=comm_dtype, ranges=ranges
-        )
-        jobs = _StageJobs(self._wire, use, buffer, slots, memory.scratch)
+        jobs = _StageJobs(self._wire, _PiecedBuffer(request, own, ranges), slots, memory.scratch)
         ends: list[Event] = []
         for stage in make_pipeline(op, len(ranges)):
             slot = slots[stage.piece]
             if stage.after is not None:
                 ready = ends[stage.after]
             else:  # the pieces after the first follow it on the same comm stream
-                first = (after or DONE,) if stage.piece == 0 else ()
+                first = (request.after or DONE,) if stage.piece == 0 else ()
                 ready = AllEvents([*first, memory.left[slot]])
-            stream = stream_of(use, jobs.levels[stage.level])
+            stream = stream_of(request.use, jobs.levels[stage.level])
             ends.append(self._streams.submit(stream, jobs.job(stage), after=ready))
             if stage.is_last:
                 memory.left[slot] = ends[-1]
@@ -88,14 +74,12 @@ class _Memory:
         return next(self._pieces) % SLOTS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _PiecedBuffer:
     """What one collective works on: the whole, this rank's shard of it, and the pieces' ranges."""
 
-    whole: Tensor
+    request: Request
     own: Tensor
-    span: AxisSpan
-    comm_dtype: torch.dtype
     ranges: list[tuple[int, int]]  # of a piece, in every shard
 
     def own_piece(self, piece: int) -> Tensor:
@@ -103,7 +87,7 @@ class _PiecedBuffer:
 
     def piece(self, piece: int) -> Tensor:
         """A piece of all shards: a dim per axis, innermost first, and one for elements."""
-        nested = self.whole.view(*(axis.size for axis in self.span), -1)
+        nested = self.request.whole.view(*(axis.size for axis in self.request.span), -1)
         return nested[..., slice(*self.ranges[piece])]
 
     def as_nested(self, by_rank: Tensor, inner: AxisSpan, outer: AxisSpan) -> Tensor:
@@ -121,11 +105,11 @@ class _StageJobs:
     """One pipeline in execution: a job for each stage."""
 
     def __init__(
-        self, wire: Wire, use: Use, buffer: _PiecedBuffer, slots: list[int], scratch: Scratch
+        self, wire: Wire, buffer: _PiecedBuffer, slots: list[int], scratch: Scratch
     ) -> None:
-        self.levels = ring_levels("ho-ring", buffer.span)
+        self.levels = ring_levels("ho-ring", buffer.request.span)
         self._wire = wire
-        self._use = use
+        self._use = buffer.request.use
         self._buffer = buffer
         self._slots = slots
         self._scratch = scratch
@@ -160,7 +144,8 @@ class _StageJobs:
 
     def _all_reduce(self, level: int, piece: int) -> None:
         handed = self._handed(piece)
-        self._wire.all_reduce(self._use, self.levels[level], handed, self._buffer.comm_dtype)
+        comm_dtype = self._buffer.request.comm_dtype
+        self._wire.all_reduce(self._use, self.levels[level], handed, comm_dtype)
 
     def _handed(self, piece: int) -> Tensor:
         """The piece as stages hand it on: of the shards that this rank exchanges between groups."""
@@ -173,4 +158,5 @@ class _StageJobs:
     def _room(self, slot: int, piece: int, levels: Sequence[AxisSpan]) -> Tensor:
         num_shards = prod(axis.size for level in levels for axis in level)
         numel = num_shards * self._buffer.own_piece(piece).numel()
-        return self._scratch.slot(slot, numel, self._buffer.comm_dtype, self._buffer.whole.device)
+        request = self._buffer.request
+        return self._scratch.slot(slot, numel, request.comm_dtype, request.whole.device)

@@ -95,16 +95,13 @@ def make_gather(
     """The gathers of a `layout`; collective over the world."""
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
     span = layout.ring_span(topology)
+    # Keys and values are not in registered memory.
+    config = links.group_config and replace(links.group_config, copy_engine=False)
     collectives = make_collectives(
         algorithm,
         topology=topology,
         rank=world.rank,
         spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset({span})),
-        links=replace(
-            links,
-            streams=ContextStreams(links.streams),
-            # Keys and values are not in registered memory.
-            group_config=links.group_config and replace(links.group_config, copy_engine=False),
-        ),
+        links=replace(links, streams=ContextStreams(links.streams), group_config=config),
     )
     return GatherTravel(collectives, span, topology, world.rank, links.exposure)

@@ -14,10 +14,9 @@ import torch
 
 from paro.collectives.api import make_collectives
 from paro.collectives.interface import Collectives
-from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
-from paro.distributed.links import Links
+from paro.distributed.links import make_links
 from paro.planning.machine.machine import Device
 from paro.topology import AxisSpan, Topology, Use
 
@@ -89,9 +88,7 @@ def _make_and_use(
         topology=topology,
         rank=control.world.rank,
         spans={use: frozenset({span})},
-        links=Links(
-            make_comm_streams(device, overlap=True, backend=config.backend), group_config=config
-        ),
+        links=make_links(device, config),
     )
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)

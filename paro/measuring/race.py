@@ -24,9 +24,9 @@ from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.distributed.comm_stream import make_comm_streams
+from paro.collectives.interface import Request
 from paro.distributed.control import Control
-from paro.distributed.links import Links
+from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.measuring.trial import Move, Trial, make_trial
 from paro.planning.machine.choice import pieces_by
@@ -156,15 +156,14 @@ class Race:
     @contextmanager
     def collectives(self, name: str, spans: frozenset[AxisSpan]) -> Iterator[Collectives]:
         """Collectives by an algorithm, whose process groups exist in the block."""
-        device, backend = self.control.device, self.runtime.distributed_backend
-        pieces = pieces_by(self.machine) if backend == "nccl" else None
-        streams = make_comm_streams(device, overlap=True, backend=backend)
+        config = self.runtime.groups_on(self.control.device)
+        pieces = pieces_by(self.machine) if config.backend == "nccl" else None
         made = make_collectives(
             AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
             spans=dict.fromkeys(Use, spans),
-            links=Links(streams, group_config=self.runtime.groups_on(device)),
+            links=make_links(self.control.device, config),
         )
         yield made
         made.close()  # not after an exception: with a dead peer this would hang
@@ -190,7 +189,7 @@ class Race:
         self.control.barrier()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         for buffer in buffers:
-            collectives.run(move.op, buffer, move.span, move.dtype).wait()
+            collectives.run(Request(move.op, buffer, move.span, move.dtype)).wait()
         _finish(device)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         return seconds / repeats, cpu_seconds / repeats, buffers

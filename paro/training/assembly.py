@@ -26,10 +26,8 @@ from paro.context_parallel.partwise import Travel
 from paro.context_parallel.probe import check_core
 from paro.context_parallel.ring import make_rings
 from paro.distributed.byte_counter import ByteCounter
-from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.control import Control
-from paro.distributed.exposed_time import Exposure
-from paro.distributed.links import Links
+from paro.distributed.links import Links, make_links
 from paro.distributed.timers import Timers, make_timers
 from paro.errors import UserError
 from paro.optim.loss_scale import start_loss_scale
@@ -77,14 +75,14 @@ def build_training(
     """
     device, sharing = control.device, config.world.context_parallel_size
     assert control.world.context_parallel_size == sharing, "the control has another world"
-    traffic = traffic or ByteCounter()
     compute_dtype = TORCH_TYPES[config.precision.compute]
     kernels = usable_kernels(config.model, config.fusions, compute_dtype, control.device)
     with torch.device("meta"):
         model = Llama(kernels.config)
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)
-    links = _links(config, device, traffic)
+    overlap = config.sharding.prefetch_units > 0
+    links = make_links(device, config.runtime.groups_on(device), traffic, overlap=overlap)
     sharded = _spread(model, config, control, links, timers)
     model.core = attention = _context_attention(config, control, links)
     optimizer = ParoOptimizer(
@@ -100,7 +98,7 @@ def build_training(
         model=sharded,
         optimizer=optimizer,
         control=control,
-        traffic=traffic,
+        traffic=links.traffic,
         device=device,
         checks=config.checks,
         timers=timers,
@@ -111,17 +109,6 @@ def build_training(
 def start_state(config: RunConfig) -> TrainState:
     """The state of a run that starts at iteration 0."""
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
-
-
-def _links(config: RunConfig, device: torch.device, traffic: ByteCounter) -> Links:
-    backend = config.runtime.distributed_backend
-    exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
-    overlap = config.sharding.prefetch_units > 0
-    streams = make_comm_streams(
-        device, overlap=overlap, backend=backend, note=exposure.note, name=exposure.name
-    )
-    group_config = config.runtime.groups_on(device)
-    return Links(streams, traffic, exposure, None if device.type == "meta" else group_config)
 
 
 def _spread(

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from paro.distributed import links
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
-from paro.training import assembly
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -90,10 +90,10 @@ def _share_the_gpu() -> None:
 @contextmanager
 def changed_streams(change: Change) -> Iterator[None]:
     """Every training built in the block gets its comm streams through `change`."""
-    make = assembly.make_comm_streams
+    make = links.make_comm_streams
 
     def changed(device: torch.device, **options: Any) -> CommStreams:
         return change(make(device, **options), device)
 
-    with patch.object(assembly, "make_comm_streams", changed):
+    with patch.object(links, "make_comm_streams", changed):
         yield

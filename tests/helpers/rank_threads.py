@@ -25,11 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import wire
-from paro.distributed import groups
+from paro.distributed import groups, links
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.training import assembly
 from tests.helpers.ranks import RankError
 
 Result = TypeVar("Result")
@@ -200,7 +199,7 @@ def _threads_for_processes(threads: _Threads) -> Iterator[None]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         if threads.device.type == "cpu":
-            inline = patch.object(assembly, "make_comm_streams", lambda *_, **__: InlineStreams())
+            inline = patch.object(links, "make_comm_streams", lambda *_, **__: InlineStreams())
             stack.enter_context(inline)
         yield
 

@@ -165,7 +165,7 @@ MUTATIONS = (
     Mutation(
         PipelinedCollectives,
         "run",
-        "(after or DONE,)",
+        "(request.after or DONE,)",
         "(DONE,)",
         "1,2,8",
         HO_RING,
@@ -177,7 +177,6 @@ MUTATIONS = (
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
 # strategy and flags, that goes wrong without it.
 CAUGHT = {
-    "collectives.api AutoCollectives.run: after=after": ("IIG", AUTO),
     "collectives.api AutoCollectives.run_after: after=after": ("GGG", AUTO),
     "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
     "collectives.flat FlatCollectives._submit: after=after": ("IIG", FLAT),
@@ -185,7 +184,6 @@ CAUGHT = {
     "collectives.interface Collectives.reduce_scatter: after=after": ("IIG", ""),
     "collectives.interface Collectives.all_reduce: after=after": ("NNI", ""),
     "collectives.native NativeCollectives._submit: after=after": ("IIG", ""),
-    "collectives.pipelined PipelinedCollectives.run: after=after": ("IIG", HO_RING),
     "collectives.pipelined PipelinedCollectives.run_after: after=after": (
         "IIG",
         f"{CODES} {HO_RING}",
@@ -252,9 +250,10 @@ _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 # The others, and why no run on late streams goes wrong without them.
 ELSEWHERE = {
     "collectives.executor ScheduledCollectives.run: after=after": _MESSAGES,
+    "collectives.executor ScheduledCollectives.run: after=after #2": _MESSAGES,
     "collectives.executor ScheduledCollectives.run: after=event": _MESSAGES,
     "collectives.executor ScheduledCollectives.run_after: after=after": _MESSAGES,
-    "collectives.executor ScheduledCollectives._submit: after=after": _MESSAGES,
+    "collectives.executor ScheduledCollectives._submit: after=request.after": _MESSAGES,
     "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
     "collectives.schedule _linked: "
     "after=_distinct(*map(arrived.get, sent), lead, barrier)": _SCHEDULE,

@@ -17,6 +17,7 @@ from data.loader import Datasets
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
+from paro.distributed import links
 from paro.distributed.comm_stream import CommStreams, InlineStreams
 from paro.distributed.control import Control
 from paro.errors import RunError
@@ -110,7 +111,7 @@ def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained
         TemporaryDirectory() as folder,
         poisoned_buffers(),
         patch.object(assembly, "_algorithm", algorithm),
-        patch.object(assembly, "make_comm_streams", lambda *_args, **_more: streams),
+        patch.object(links, "make_comm_streams", lambda *_args, **_more: streams),
         patch.object(training_of_tests, "run_steps", steps_and_evaluations),
     ):
         if FOLDER not in flags:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.interface import Request
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
@@ -351,11 +352,11 @@ class OneElementOff:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._right, name)
 
-    def run(self, op: Op, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype) -> Event:
-        event: Event = self._right.run(op, whole, span, comm_dtype)
+    def run(self, request: Request) -> Event:
+        event: Event = self._right.run(request)
         event.wait()
-        if op is Op.ALL_REDUCE and os.environ["RANK"] == "3":
-            whole[7] += 1
+        if request.op is Op.ALL_REDUCE and os.environ["RANK"] == "3":
+            request.whole[7] += 1
         return event
 
 

@@ -16,9 +16,8 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.comm_stream import make_comm_streams
 from paro.distributed.groups import GroupConfig
-from paro.distributed.links import Links
+from paro.distributed.links import make_links
 from paro.topology import AxisSpan, Topology, Use, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
@@ -58,8 +57,7 @@ def make(
     seconds: float = 30.0,
 ) -> tuple[Collectives, ByteCounter]:
     """This rank's collectives over the given runs, or over all axes."""
-    streams = make_comm_streams(CPU, overlap=overlap, backend="gloo")
-    links = Links(streams, group_config=GroupConfig(timeout=timedelta(seconds=seconds)))
+    links = make_links(CPU, GroupConfig(timeout=timedelta(seconds=seconds)), overlap=overlap)
     collectives = make_collectives(
         algorithm,
         topology=topology,

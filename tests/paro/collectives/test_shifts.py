@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn, make_ring, scratch_numel
-from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.byte_counter import Sent
 from paro.distributed.groups import GroupConfig
-from paro.distributed.links import Links
+from paro.distributed.links import make_links
 from paro.topology import make_topology
 from tests.helpers.ranks import run_ranks
 
@@ -48,10 +47,9 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     """The shifts of a forward and a backward; returns the values that are wrong."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
-    streams = make_comm_streams(torch.device("cpu"), overlap=overlap, backend="gloo")
-    traffic = ByteCounter()
     config = GroupConfig(timeout=timedelta(seconds=30))
-    ring = make_ring(degree, topology, rank, Links(streams, traffic, group_config=config))
+    links = make_links(torch.device("cpu"), config, overlap=overlap)
+    ring = make_ring(degree, topology, rank, links)
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):
@@ -72,9 +70,9 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     total = slice_of(ring.position, group) * (degree * (degree + 1) // 2)
     if not torch.equal(gradient.values, total):
         wrong.append("a gradient came home without every rank's part")
-    streams.close()
+    links.streams.close()
     ring.close()
-    return wrong, traffic.take()
+    return wrong, links.traffic.take()
 
 
 def rotate_all_ways(degree: int) -> list[tuple[list[str], Sent]]:
