@@ -1,10 +1,11 @@
-"""Timers with Megatron's names; each is also a range in a profile."""
+"""Timers with Megatron's names, each also a range in a profile, and the time of an action."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +46,28 @@ class Timers:
         """The seconds by name since the last call, in the order in which names were first used."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+class Took(NamedTuple):
+    """Seconds of an action."""
+
+    wall: float
+    cpu: float  # of all threads of this process
+
+
+def time_of(action: Callable[[], object], device: torch.device) -> Took:
+    """What an action takes, its work on a GPU included."""
+    synchronize(device)
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    action()
+    synchronize(device)
+    return Took(time.perf_counter() - begin, time.process_time() - cpu_begin)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def make_timers(level: int, device: torch.device) -> Timers:

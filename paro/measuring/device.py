@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -28,6 +27,7 @@ from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
+from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
 from paro.measuring.attention import attention_rates
 from paro.planning.machine.machine import Device
@@ -312,13 +312,6 @@ def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
     return action
 
 
-class _Seconds(NamedTuple):
-    """What an action took on one rank."""
-
-    wall: float
-    cpu: float  # of all threads
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Clock:
     """Times an action that all ranks do at once."""
@@ -343,13 +336,10 @@ class _Clock:
             return median(fmean(one.cpu for one in step) for step in each) / self.cores
         return median(max(one.wall for one in step) for step in each)
 
-    def _time(self, action: Callable[[], object]) -> _Seconds:
-        _finish(self.control.device)
+    def _time(self, action: Callable[[], object]) -> Took:
+        synchronize(self.control.device)
         self.control.barrier()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        action()
-        _finish(self.control.device)
-        return _Seconds(time.perf_counter() - begin, time.process_time() - cpu_begin)
+        return time_of(action, self.control.device)
 
 
 def _cores(control: Control) -> float:
@@ -379,8 +369,3 @@ def _bytes_in_use(device: torch.device) -> int:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
 
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
@@ -18,6 +17,7 @@ from paro.measuring.race import (
     Outcome,
     Race,
     Turn,
+    Turns,
     computing,
     count_repeats,
     turn_of_all,
@@ -95,21 +95,15 @@ def _curve(
 
 def _timed(race: Race, collectives: Collectives, name: str, trial: Trial) -> Outcome:
     """A collective at one size."""
-    repeats = count_repeats(trial.move, _turn(race, collectives, trial, 1))
-    turns = [_turn(race, collectives, trial, repeats) for _ in range(race.rounds)]
-    busy: float | None = None
+    found = Turns()
+    for _ in range(1 + race.rounds):
+        found.add(trial.move, _turn(race, collectives, trial, found.repeats))
     if race.while_computing:
         with computing(race.control.device):
-            busy = _turn(race, collectives, trial, min(repeats, LEAST_REPEATS)).seconds
-    return Outcome(
-        move=trial.move,
-        algorithm=name,
-        repeats=repeats,
-        seconds_by_round=tuple(turn.seconds for turn in turns),
-        correct=all(turn.correct for turn in turns),
-        cpu_seconds=median(turn.cpu_seconds for turn in turns),
-        busy_seconds=busy,
-    )
+            repeats = min(found.repeats, LEAST_REPEATS)
+            busy = _turn(race, collectives, trial, repeats).seconds
+        found.turns[-1] = found.turns[-1]._replace(busy_seconds=busy)
+    return found.outcome(trial.move, name)
 
 
 def _turn(race: Race, collectives: Collectives, trial: Trial, repeats: int) -> Turn:

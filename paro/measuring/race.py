@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import AlgorithmChoice
@@ -28,6 +26,7 @@ from paro.collectives.interface import Request
 from paro.distributed.control import Control
 from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.timers import synchronize, time_of
 from paro.measuring.trial import Move, Trial, make_trial
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
@@ -71,11 +70,17 @@ class Turn(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Timed:
+class Turns:
     """The turns of one collective by one algorithm, of which the first does not count."""
 
     repeats: int = 1
     turns: list[Turn] = field(default_factory=list)
+
+    def add(self, move: Move, turn: Turn) -> None:
+        """Adds a turn; the first says how often to repeat a short collective."""
+        if not self.turns:
+            self.repeats = count_repeats(move, turn)
+        self.turns.append(turn)
 
     def outcome(self, move: Move, algorithm: str) -> Outcome:
         counted = self.turns[1:]
@@ -114,19 +119,17 @@ class Race:
             for move in moves
         ]
         names = self.algorithms
-        timed = {name: [_Timed() for _ in trials] for name in names}
+        found = {name: [Turns() for _ in trials] for name in names}
         for number in range(1 + self.rounds):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
                 late = number > max(0, self.rounds - BUSY_ROUNDS)
-                repeats = [one.repeats for one in timed[name]]
+                repeats = [one.repeats for one in found[name]]
                 turns = self._visit(name, trials, repeats, busy_too=late and self.while_computing)
-                for move, turn, one in zip(moves, turns, timed[name], strict=True):
-                    one.turns.append(turn)
-                    if number == 0:
-                        one.repeats = count_repeats(move, turn)
+                for move, turn, one in zip(moves, turns, found[name], strict=True):
+                    one.add(move, turn)
         return [
-            timed[name][index].outcome(move, name)
+            found[name][index].outcome(move, name)
             for index, move in enumerate(moves)
             for name in names
         ]
@@ -170,29 +173,22 @@ class Race:
 
     def turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
         """A turn of this rank, which all of the span have at once."""
-        seconds, cpu_seconds, buffers = self._time(collectives, trial, repeats)
-        return Turn(seconds, all(map(trial.is_right, buffers)), cpu_seconds)
-
-    def _time(
-        self, collectives: Collectives, trial: Trial, repeats: int
-    ) -> tuple[float, float, list[Tensor]]:
-        """Seconds and processor time of a repetition, and the buffers with the results."""
-        device = self.control.device
-        move = trial.move
+        device, move = self.control.device, trial.move
         with collectives.whole_memory():
             buffers = [
                 torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)
             ]
         for buffer in buffers:
             trial.fill(buffer)
-        _finish(device)
+
+        def run() -> None:
+            for buffer in buffers:
+                collectives.run(Request(move.op, buffer, move.span, move.dtype)).wait()
+
+        synchronize(device)
         self.control.barrier()
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        for buffer in buffers:
-            collectives.run(Request(move.op, buffer, move.span, move.dtype)).wait()
-        _finish(device)
-        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-        return seconds / repeats, cpu_seconds / repeats, buffers
+        took = time_of(run, device)
+        return Turn(took.wall / repeats, all(map(trial.is_right, buffers)), took.cpu / repeats)
 
 
 def turn_of_all(turns: Sequence[Turn]) -> Turn:
@@ -230,8 +226,3 @@ def count_repeats(move: Move, turn: Turn) -> int:
     room = max(1, MOST_BYTES // move.num_bytes)
     least = LEAST_REPEATS if turn.seconds < SHORT_SECONDS else 1
     return max(least, min(math.ceil(TURN_SECONDS / turn.seconds), MOST_REPEATS, room))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 
 import torch
 
 from paro.distributed.control import Control
+from paro.distributed.timers import time_of
 from paro.report.record import Peak
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,13 +104,4 @@ def _time_matmul(size: int, device: torch.device, compute: str) -> float:
     matrix = torch.ones(size, size, dtype=_TYPES[compute], device=device)
     out = torch.empty_like(matrix)
     torch.mm(matrix, matrix, out=out)  # warm-up: the first call also initializes the library
-    _wait(device)
-    start = time.perf_counter()
-    torch.mm(matrix, matrix, out=out)
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return time_of(lambda: torch.mm(matrix, matrix, out=out), device).wall

@@ -242,6 +242,7 @@ _SAVES = (
 )
 _TIMES = "no order needs it: the time of this wait is told from that of the gather, which follows"
 _STAGES = "times the stages of threads' jobs"
+_CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_partwise.py removes each"
@@ -288,6 +289,7 @@ ELSEWHERE = {
         _STREAMS,
     ),
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
+    "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "collectives.shifts Ring.shift: message.wait()": _RING,
     "collectives.shifts Ring._exchange_ahead: arriving.popleft().wait()": _RING,

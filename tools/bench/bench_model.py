@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,21 +38,16 @@ from data.loader import Batch
 from model.config import LlamaConfig, RecomputeConfig
 from model.flops import flops_per_token
 from model.units import num_parameters
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.errors import UserError, check_least
-from paro.report.flops import find_peak
 from paro.report.log import print_line
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Task
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
 from tools.shared.command_line import Parser, status_of
-from tools.shared.device import device_of
+from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 Row = dict[str, object]
 
@@ -96,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=2, help="on a CPU")
     add(
         "--clock",
-        choices=sorted(CLOCKS),
+        choices=("cpu", "wall"),
         default="wall",
         help="cpu: time of all threads, for a machine that others keep busy; use --threads 1",
     )
@@ -148,7 +142,7 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
         raise RuntimeError(f"the first losses differ: {losses}")
 
 
-def report(task: Task, result: Result, peak_flops: float | None) -> list[tuple[Row, str]]:
+def report(task: Task, result: Result, peak: float | None) -> list[tuple[Row, str]]:
     """A row per contender, and the same as a line."""
     seq_length = task.batch.tokens_BS.shape[1]
     flops = flops_per_token(task.config, seq_length, causal=False)
@@ -166,8 +160,8 @@ def report(task: Task, result: Result, peak_flops: float | None) -> list[tuple[R
             "seconds": seconds,
         }
         line = f"{name:22s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s"
-        if peak_flops is not None:
-            row |= {"mfu": speed * flops / peak_flops, "mfu_causal": speed * causal / peak_flops}
+        if peak is not None:
+            row |= {"mfu": speed * flops / peak, "mfu_causal": speed * causal / peak}
             line += f", MFU {row['mfu']:.1%} ({row['mfu_causal']:.1%} with attention halved)"
         if name in result.peak_bytes:
             row["peak_bytes"] = result.peak_bytes[name]
@@ -200,12 +194,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         f"{batch_size} x {seq_length} tokens a step, {task.dtype} on {task.device}"
     )
     print_line(title)
-    peak_flops = _peak_flops(args, task)
+    peak = peak_flops(task.device, task.dtype, args.peak_tflops)
     shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
 
     def write(result: Result) -> None:
         if args.json is not None:
-            rows = [row for row, _ in report(task, result, peak_flops)]
+            rows = [row for row, _ in report(task, result, peak)]
             write_json(args.json, {**shape, "rows": rows})
 
     if args.own_process:
@@ -219,27 +213,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             most_seconds=args.most_seconds,
         )
     else:
-        clock = CLOCKS[args.clock]
         go = sys.stdin.readline if args.paced else lambda: ""
-        result = race(task, names, rounds=args.rounds, steps=args.steps, clock=clock, go=go)
+        result = race(task, names, rounds=args.rounds, steps=args.steps, clock=args.clock, go=go)
     check_losses(result.first_losses, LOSS_TOLERANCE[task.dtype])
-    for _, line in report(task, result, peak_flops):
+    for _, line in report(task, result, peak):
         print_line(line)
     write(result)
     return 1 if result.failures else 0
-
-
-def _peak_flops(args: argparse.Namespace, task: Task) -> float | None:
-    """FLOP/s of the device, if they are given or it is a GPU."""
-    if task.device.type != "cuda" and args.peak_tflops is None:
-        return None
-    peak = find_peak(
-        task.device,
-        compute=task.dtype,
-        peak_tflops=args.peak_tflops,
-        control=Control(World(), task.device),
-    )
-    return peak.flops_per_second
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,17 +18,15 @@ from torch import Tensor
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from paro.distributed.control import Control
-from paro.distributed.world import World
+from paro.distributed.timers import time_of
 from paro.errors import UserError, check_least
 from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
 from paro.optim.matrices import orthogonal
 from paro.optim.muon_config import MuonConfig
-from paro.report.flops import find_peak
 from paro.report.log import print_line
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser, status_of
-from tools.shared.device import device_of
+from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
@@ -80,18 +77,10 @@ def timed(
     found: list[list[float]] = [[] for _ in ways]
     for number in range(rounds + 1):
         for way, seconds in zip(ways, found, strict=True):
-            _wait(device)
-            begin = time.perf_counter()
-            way()
-            _wait(device)
+            took = time_of(way, device)
             if number:
-                seconds.append(time.perf_counter() - begin)
+                seconds.append(took.wall)
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Row:
@@ -122,11 +111,7 @@ def execute(args: argparse.Namespace) -> int:
     check_outputs(args, "--json")
     torch.set_num_threads(args.threads)
     device = device_of(args.device)
-    peak = None
-    if device.type == "cuda" or args.peak_tflops is not None:
-        control = Control(World(), device)
-        found = find_peak(device, compute="bf16", peak_tflops=args.peak_tflops, control=control)
-        peak = found.flops_per_second
+    peak = peak_flops(device, "bf16", args.peak_tflops)
     rows = []
     for shape in shapes:
         row = measure(shape, args, device)

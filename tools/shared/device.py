@@ -1,4 +1,4 @@
-"""The device of a tool's --device flag, if this machine has it."""
+"""The device of a tool's --device flag, if this machine has it, and what it can compute."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import re
 
 import torch
 
+from paro.distributed.control import Control
+from paro.distributed.world import World
 from paro.errors import UserError
+from paro.report.flops import find_peak
 
 
 def device_of(name: str | None) -> torch.device:
@@ -24,3 +27,12 @@ def device_of(name: str | None) -> torch.device:
         sees = f"{there} CUDA device{'s' if there > 1 else ''}" if there else "no CUDA device"
         raise UserError(f"--device {name}: torch sees {sees} here")
     return torch.device("cuda", number)
+
+
+def peak_flops(device: torch.device, compute: str, peak_tflops: float | None) -> float | None:
+    """FLOP/s of a GPU in a type, or those of --peak-tflops; None for a CPU without the flag."""
+    if device.type != "cuda" and peak_tflops is None:
+        return None
+    control = Control(World(), device)
+    found = find_peak(device, compute=compute, peak_tflops=peak_tflops, control=control)
+    return found.flops_per_second

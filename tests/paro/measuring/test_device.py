@@ -103,7 +103,7 @@ def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(
 
 def test_steps_that_count_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     took = iter([5.0, 2.0, *[1.0] * 9])
-    monkeypatch.setattr(timing._Clock, "_time", lambda *_: timing._Seconds(next(took), 0.5))
+    monkeypatch.setattr(timing._Clock, "_time", lambda *_: timing.Took(next(took), 0.5))
     for seconds, left in ((0.1, 8), (4.0, 7), (99.0, 6)):
         took = iter([5.0, 2.0, *[1.0] * 9])
         effort = Effort(warmup=2, steps=3, seconds=seconds)

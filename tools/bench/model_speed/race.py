@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
 from threading import Timer
 
-import torch
-
+from paro.distributed.timers import time_of
 from paro.report.log import print_line
 from paro.report.memory import peak_memory_bytes
 from tools.bench.model_speed.contenders import CONTENDERS, Step, Task
@@ -49,12 +49,12 @@ def race(
     *,
     rounds: int,
     steps: int,
-    clock: Callable[[], float],
+    clock: str,
     go: Callable[[], str],
 ) -> Result:
     """Lets the contenders train in turns, in an order that rotates from round to round.
 
-    Calls `go` before each round, which may wait.
+    `clock`: a field of `Took`. Calls `go` before each round, which may wait.
     """
     contenders = {name: CONTENDERS[name](task) for name in names}
     first_losses = {name: float(step()) for name, step in contenders.items()}
@@ -62,18 +62,15 @@ def race(
         step()  # may allocate what stays allocated
     seconds: dict[str, list[float]] = {name: [] for name in names}
 
-    def turn(step: Step) -> float:
-        _wait(task.device)
-        begin = clock()
+    def turn(step: Step) -> None:
         for _ in range(steps):
             step()
-        _wait(task.device)
-        return clock() - begin
 
     for index in range(rounds):
         go()
         for name in order_of_round(names, index):
-            seconds[name].append(turn(contenders[name]))
+            took = time_of(partial(turn, contenders[name]), task.device)
+            seconds[name].append(getattr(took, clock))
         last = ", ".join(f"{name} {turns[-1]:.3f}" for name, turns in seconds.items())
         print_line(f"{ROUND}{index + 1:3d}, seconds: {last}")
     alone = {names[0]: peak_memory_bytes(task.device)} if len(names) == 1 else {}
@@ -177,8 +174,3 @@ def race_in_own_processes(
             for contender in started.values():
                 contender.stop()
     return result
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

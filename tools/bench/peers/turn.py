@@ -27,6 +27,7 @@ from model.llama import Llama
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, device_for
+from paro.distributed.timers import synchronize
 from paro.distributed.world import World
 from paro.errors import UserError
 from tools.bench.peers.figures import Turn
@@ -205,8 +206,7 @@ class _Trial:
         self.outcomes.append(self.contender.step(self.batches, observe))
 
     def _now(self) -> tuple[float, float, dict[str, int]]:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter(), time.process_time(), sent_bytes(self._interfaces)
 
 
