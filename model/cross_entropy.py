@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model.config import LOSS_CHUNK_TOKENS
-from model.matmul import GradSink, sink_of, store_weight_grad, write_weight_grad
+from model.matmul import GradSink, sink_of, store_grad, write_weight_grad
 
 
 def _loss_and_grads(
@@ -242,7 +242,7 @@ class _WeightGrad:
         if self._into_VD is None:
             return self._total_VD.to(dtype)
         if self._total_VD is not self._into_VD:
-            store_weight_grad(self._total_VD, self._into_VD, adds=self._into_adds)
+            store_grad(self._total_VD, self._into_VD, adds=self._into_adds)
         return None
 
 

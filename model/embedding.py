@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from model.matmul import GradSink, sink_of, store_weight_grad
+from model.matmul import GradSink, sink_of, store_grad
 from model.slices import Slices, add_slices
 
 
@@ -68,7 +68,7 @@ class _RowsOfSink(torch.autograd.Function):
             grad_VD = torch.ops.aten.embedding_dense_backward(
                 grad_BSD, row_BS, into_VD.shape[0], padding_idx=-1, scale_grad_by_freq=False
             )
-            store_weight_grad(grad_VD, into_VD, adds=adds)
+            store_grad(grad_VD, into_VD, adds=adds)
         ctx.sink.close()
         return None, None, None
 

@@ -144,15 +144,15 @@ def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool)
         else:
             torch.mm(grad.t(), x, out=into_ED, **options)
     else:
-        store_weight_grad(_weight_grad(grad, x), into_ED, adds=adds)
+        store_grad(_weight_grad(grad, x), into_ED, adds=adds)
 
 
-def store_weight_grad(grad_ED: Tensor, into_ED: Tensor, *, adds: bool) -> None:
+def store_grad(grad: Tensor, into: Tensor, *, adds: bool) -> None:
     """Replaces the buffer's values by the gradient, or `adds` it to them."""
     if adds:
-        into_ED.add_(grad_ED)
+        into.add_(grad)
     else:
-        into_ED.copy_(grad_ED)
+        into.copy_(grad)
 
 
 def _writes_into(into_ED: Tensor, grad_TE: Tensor) -> bool:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from model.matmul import store_grad
 from model.units import PartSpec
 from paro.distributed.profile_range import profile_range
 from paro.rotation.rotating_unit import RotatingUnit
-from paro.sharding.buffers import store
 from paro.sharding.distributed_model import MicroBatchState, Phase
 
 # The units of a part's trainable and frozen matrices, or of half of every slice of them.
@@ -244,5 +244,5 @@ class _Sink:
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:  # else a matmul has put it where it belongs
             box, adds = self.open()
-            store(gradient, box, adds=adds)
+            store_grad(gradient, box, adds=adds)
             self.close()

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from model.matmul import store_grad
 from paro.collectives.shifts import Ring, Turn, scratch_numel
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
@@ -200,8 +201,5 @@ class RotatingUnit(UnitShards):
             self._slots[slot][low:high].zero_()
 
     def _accumulate(self, slot: Slot) -> None:
-        if self._fresh:
-            self.grad_shard.copy_(self._slots[slot])
-        else:
-            self.grad_shard.add_(self._slots[slot])
+        store_grad(self._slots[slot], self.grad_shard, adds=not self._fresh)
         self._fresh = False

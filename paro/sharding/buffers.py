@@ -119,14 +119,6 @@ class ElasticBuffer:
         self._tally.change(-1, -self._num_bytes)
 
 
-def store(gradient: Tensor, box: Tensor, *, adds: bool) -> None:
-    """Copies a gradient to its box, or adds it to what the box holds."""
-    if adds:
-        box.add_(gradient)
-    else:
-        box.copy_(gradient)
-
-
 def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
     """The boxes of a unit as views of its whole flat buffer, keyed by parameter name."""
     return {

@@ -19,11 +19,12 @@ from enum import Enum
 
 from torch import Tensor, nn
 
+from model.matmul import store_grad
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
-from paro.sharding.buffers import Casts, ElasticBuffer, box_views, store
+from paro.sharding.buffers import Casts, ElasticBuffer, box_views
 from paro.sharding.shards import ShardingContext, UnitShards
 
 
@@ -156,7 +157,7 @@ class ShardedUnit(UnitShards):
     def receive(self, name: str, gradient: Tensor) -> bool:
         """Stores or adds one parameter's gradient; True when it is the last of this backward."""
         box, adds = self.grad_box(name)
-        store(gradient, box, adds=adds)
+        store_grad(gradient, box, adds=adds)
         return self.arrived()
 
     def reduce(self) -> None:
@@ -174,10 +175,7 @@ class ShardedUnit(UnitShards):
 
         def accumulate() -> None:
             own = shard_in(grad_U, comm_plan.reduce, context.rank)
-            if fresh:
-                grad_shard.copy_(own)
-            else:
-                grad_shard.add_(own)
+            store_grad(own, grad_shard, adds=not fresh)
 
         return collectives.run_after(comm_plan.reduce, accumulate, after=event)
 

@@ -129,7 +129,7 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
         return original(unit, name, gradient)
 
     monkeypatch.setattr(ShardedUnit, "receive", receive)
-    monkeypatch.delattr(matmul, "store_weight_grad")  # nothing is stored that a matmul can write
+    monkeypatch.delattr(matmul, "store_grad")  # nothing is stored that a matmul can write
     two_micro_batches(*training_of(more), nullcontext())
     norms = {f"blocks.{layer}": 2 * 2 * 20 for layer in range(3)}
     assert received == norms | {"head": 2 * 20}
