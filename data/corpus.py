@@ -220,7 +220,7 @@ def texts_of(
         try:
             yield _read(batch, number, raw, keys, value_of)
         except _BadError as error:
-            message = str(error)
+            message = f"{place_of(batch.piece, number)}{error}"
             if on_bad is None:
                 raise UserError(message) from error
             on_bad(message)
@@ -247,7 +247,7 @@ def _lines_before(path: str, end: int) -> int:
 
 
 class _BadError(Exception):
-    """A malformed document, and why."""
+    """Why a document is malformed, in words that follow its place."""
 
 
 def _raw_documents(batch: RawBatch) -> Iterable[Any]:
@@ -266,31 +266,27 @@ def _read(
     number: int,
     raw: Any,
     keys: Sequence[str],
-    value_of: Callable[[Mapping[str, Any], str, Callable[[str], _BadError]], Any],
+    value_of: Callable[[Mapping[str, Any], str], Any],
 ) -> Texts:
-    piece = batch.piece
-
-    def bad(reason: str) -> _BadError:
-        return _BadError(f"{place_of(piece, number)}{reason}")
-
+    is_text = batch.piece.kind is SourceKind.TEXT
     if isinstance(raw, dict):
-        texts = tuple(value_of(raw, key, bad) for key in keys)
+        texts = tuple(value_of(raw, key) for key in keys)
         num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key)
         return Texts(number, texts, num_bytes)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        offset = error.start + (batch.first if piece.kind is SourceKind.TEXT else 0)
-        raise bad(f" is not UTF-8 (byte {offset + 1}): convert it first") from error
-    if piece.kind is SourceKind.TEXT:
+        offset = error.start + (batch.first if is_text else 0)
+        raise _BadError(f" is not UTF-8 (byte {offset + 1}): convert it first") from error
+    if is_text:
         return Texts(number, tuple([text] for _ in keys), len(raw))
     try:
         entry = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise bad(f" is not valid JSON: {error}{_way_to_lines(text)}") from error
+        raise _BadError(f" is not valid JSON: {error}{_way_to_lines(text)}") from error
     if not isinstance(entry, dict):
-        raise bad(f" is not a JSON object such as {{{keys[0]!r}: ...}}{_way_to_lines(text)}")
-    return Texts(number, tuple(value_of(entry, key, bad) for key in keys), len(raw))
+        raise _BadError(f" is not a JSON object such as {{{keys[0]!r}: ...}}{_way_to_lines(text)}")
+    return Texts(number, tuple(value_of(entry, key) for key in keys), len(raw))
 
 
 def _way_to_lines(text: str) -> str:
@@ -301,31 +297,30 @@ def _way_to_lines(text: str) -> str:
     return ""
 
 
-def _value(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> Any:
+def _value(entry: Mapping[str, Any], key: str) -> Any:
     if key not in entry:
         present = ", ".join(sorted(entry)) or "none"
-        raise bad(f" has no key {key!r}; its keys are: {present}")
+        raise _BadError(f" has no key {key!r}; its keys are: {present}")
     return entry[key]
 
 
-def _texts(entry: Mapping[str, Any], key: str, bad: Callable[[str], _BadError]) -> list[str]:
-    value = _value(entry, key, bad)
-    texts = value if isinstance(value, list) else [value]
-    return [_checked(text, key, bad) for text in texts]
+def _texts(entry: Mapping[str, Any], key: str) -> list[str]:
+    value = _value(entry, key)
+    return [_checked(text, key) for text in (value if isinstance(value, list) else [value])]
 
 
-def _checked(text: Any, key: str, bad: Callable[[str], _BadError]) -> str:
+def _checked(text: Any, key: str) -> str:
     if isinstance(text, bytes):  # a column without Parquet's mark of UTF-8
         try:
             return text.decode("utf-8")
         except UnicodeDecodeError as error:
             reason = f": the value of {key!r} is not UTF-8 (byte {error.start + 1})"
-            raise bad(reason) from error
+            raise _BadError(reason) from error
     if not isinstance(text, str):
-        raise bad(f": the value of {key!r} is no text but {type(text).__name__}")
+        raise _BadError(f": the value of {key!r} is no text but {type(text).__name__}")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON escapes can encode invalid text
-            raise bad(f": the value of {key!r} holds half a surrogate pair") from error
+            raise _BadError(f": the value of {key!r} holds half a surrogate pair") from error
     return text

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -304,13 +303,8 @@ class IndexedDatasetWriter:
             self._files.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._files.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._files.__exit__(*raised)
 
     def complete(self) -> None:
         """Writes everything but the final names, so several writers can fail before any rename.
