@@ -30,6 +30,7 @@ from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
 from tools.bench.shared.turns import ROOT, torchrun
+from tools.cluster.processes import children
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json, write_json
 
@@ -102,12 +103,7 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """The rank processes since the last restart, by rank."""
-        pid = self.process.pid
-        try:
-            words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return []
-        return [int(word) for word in words]
+        return children(self.process.pid)
 
     def unfinished(self) -> dict[tuple[str, int, int], int]:
         """The iterations of the folders of unfinished saves; the keys identify the folders."""

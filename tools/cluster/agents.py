@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.cluster.launch import end_with_parent, hosts_file, rank_command, within_node
-from tools.cluster.processes import RUN_VARIABLE, end_processes
+from tools.cluster.processes import RUN_VARIABLE, children, end_processes, environment
 from tools.cluster.spec import ClusterSpec, address, nic
 
 # The ports of the rendezvous, one after the other: a new one when its own node was lost.
@@ -99,13 +99,13 @@ class Agents:
 
     def ranks(self) -> dict[int, int]:
         """The process of every rank that runs, by rank."""
-        found = {}
-        for agent in self._agents.values():
-            for pid in _children(agent.pid):
-                rank = _rank_of(pid)
-                if rank is not None:
-                    found[rank] = pid
-        return found
+        return {
+            int(entry.removeprefix(b"RANK=")): pid
+            for agent in self._agents.values()
+            for pid in children(agent.pid)
+            for entry in environment(pid)
+            if entry.startswith(b"RANK=")
+        }
 
     def note_ranks(self) -> None:
         """Notes the ranks that run, for `none_is_left`."""
@@ -125,19 +125,3 @@ class Agents:
         end_processes(map(self.spec.node, range(self.spec.nodes)), started_by_run=self.spec.name)
         for agent in self._agents.values():
             agent.wait()
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-    except OSError:
-        return []
-
-
-def _rank_of(pid: int) -> int | None:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    ranks = [int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")]
-    return ranks[0] if ranks else None

@@ -23,9 +23,9 @@ def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None
         stat = _stat_or_none(path / "ns/net")
         if stat is None or (stat.st_dev, stat.st_ino) not in inodes:
             continue
-
-        if started_by_run is None or entry in _environment(path):
-            yield int(path.name)
+        pid = int(path.name)
+        if started_by_run is None or entry in environment(pid):
+            yield pid
 
 
 def end_processes(
@@ -58,8 +58,17 @@ def _stat_or_none(path: Path) -> os.stat_result | None:
         return None
 
 
-def _environment(process: Path) -> list[bytes]:
+def environment(pid: int) -> list[bytes]:
+    """The environment with which a process was started; empty if it is gone."""
     try:
-        return (process / "environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; none if it is gone."""
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:
         return []
