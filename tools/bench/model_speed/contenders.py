@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -64,25 +65,28 @@ def make_ours(task: Task, *, compiled: bool = False) -> Step:
     run = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     weights_BS = batch.loss_mask_BS / task.num_tokens
+    loss_of = partial(run, batch.tokens_BS, batch.labels_BS, weights_BS)
+    return _plain_loop(task, model, optimizer, loss_of)
+
+
+def _plain_loop(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]
+) -> Step:
+    """A step by the losses of micro-batches; it clips as transformers' Trainer does."""
 
     def step() -> Tensor:
         losses = []
         for _ in range(task.num_micro_batches):
-            loss: Tensor = run(batch.tokens_BS, batch.labels_BS, weights_BS)
+            loss = loss_of()
             loss.backward()
             losses.append(loss.detach())
-        _clip(model, task.clip_grad)
+        if task.clip_grad > 0.0:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip_grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
 
     return step
-
-
-def _clip(model: nn.Module, clip_grad: float) -> None:
-    """As transformers' Trainer does it."""
-    if clip_grad > 0.0:
-        nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
 
 
 def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False) -> Step:
@@ -104,20 +108,13 @@ def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False
     tokens_BS, labels_BS = task.batch.tokens_BS, task.batch.labels_BS
     run = torch.compile(model) if compiled else model
 
-    def step() -> Tensor:
-        losses = []
-        for _ in range(task.num_micro_batches):
-            # Labels are shifted already, so that every token has one, as in our model.
-            out = run(input_ids=tokens_BS, labels=labels_BS, shift_labels=labels_BS)
-            loss: Tensor = out.loss / task.num_micro_batches
-            loss.backward()
-            losses.append(loss.detach())
-        _clip(model, task.clip_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack(losses).sum()
+    def loss_of() -> Tensor:
+        # Labels are shifted already, so that every token has one, as in our model.
+        out = run(input_ids=tokens_BS, labels=labels_BS, shift_labels=labels_BS)
+        loss: Tensor = out.loss / task.num_micro_batches
+        return loss
 
-    return step
+    return _plain_loop(task, model, optimizer, loss_of)
 
 
 def make_trainer(task: Task, *more: str) -> Step:
