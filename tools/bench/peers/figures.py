@@ -9,6 +9,7 @@ from statistics import median
 
 from paro.report.record import PlannedStep
 from paro.text import align
+from tools.bench.shared.turns import median_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +81,11 @@ def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[S
             tokens_per_second=tokens_per_step / median(turn.seconds for turn in turns),
             cpu_seconds=median(turn.cpu_seconds for turn in turns),
             state_bytes=max(turn.state_bytes for turn in turns),
-            peak_bytes=_median_known([turn.peak_bytes for turn in turns]),
-            nic_bytes=_median_known([turn.nic_bytes for turn in turns]),
-            waited_seconds=_median_known([turn.waited for turn in turns]),
-            context_seconds=_median_known(
-                [(turn.waited_seconds or {}).get("context") for turn in turns]
+            peak_bytes=median_known(turn.peak_bytes for turn in turns),
+            nic_bytes=median_known(turn.nic_bytes for turn in turns),
+            waited_seconds=median_known(turn.waited for turn in turns),
+            context_seconds=median_known(
+                (turn.waited_seconds or {}).get("context") for turn in turns
             ),
             flops_per_second=rank_flops / median(turn.seconds for turn in turns),
         )
@@ -121,18 +122,13 @@ def _compare(turns: list[Turn], others: list[Turn]) -> Ratios:
         slowest=min(speeds),
         fastest=max(speeds),
         state_bytes=median(turn.state_bytes / other.state_bytes for turn, other in pairs),
-        peak_bytes=_median_known([_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs]),
-        nic_bytes=_median_known([_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs]),
+        peak_bytes=median_known(_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs),
+        nic_bytes=median_known(_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs),
     )
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:
     return None if value is None or not other else value / other
-
-
-def _median_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 # Text #

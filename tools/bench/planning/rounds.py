@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paro.planning.machine.machine import Device, LinkSpeed, Machine, Measured
+from paro.planning.machine.machine import LinkSpeed, Machine, Measured
+from tools.bench.shared.turns import median_known
 
 NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
 NODES, RANKS_PER_NODE = 2, 4  # of the clusters of study_plan.py
+_OF_DEVICE = (
+    *("peak_flops", "sustained_flops", "memory_bytes_per_second", "coding_bytes_per_second"),
+    *("step_seconds", "piece_seconds", "job_seconds", "attention_flops"),
+)
 MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 
 
@@ -57,7 +62,7 @@ def median_machine(rounds: Sequence[Machine]) -> Machine:
     first = rounds[0]
     timed = [{_key(row): row for row in machine.measured} for machine in rounds]
     rows = [
-        _median_of([by_key[key] for by_key in timed])
+        _medians([by_key[key] for by_key in timed], "seconds", "cpu_seconds", "busy_seconds")
         for key in timed[0]
         if all(key in by_key for by_key in timed)
     ]
@@ -66,7 +71,7 @@ def median_machine(rounds: Sequence[Machine]) -> Machine:
         intra=_median_link([machine.intra for machine in rounds]),
         inter=_median_link([machine.inter for machine in rounds]),
         measured=tuple(rows),
-        device=_median_device([machine.device for machine in rounds]),
+        device=_medians([machine.device for machine in rounds], *_OF_DEVICE),
     )
 
 
@@ -74,42 +79,13 @@ def _key(row: Measured) -> tuple[object, ...]:
     return row.axes, row.op, row.algorithm, row.bytes
 
 
-def _median_of(rows: Sequence[Measured]) -> Measured:
-    return replace(
-        rows[0],
-        seconds=median(row.seconds for row in rows),
-        cpu_seconds=_median(rows, lambda row: row.cpu_seconds),
-        busy_seconds=_median(rows, lambda row: row.busy_seconds),
-    )
-
-
-def _median(rows: Sequence[Measured], figure: Callable[[Measured], float | None]) -> float | None:
-    known = [value for row in rows if (value := figure(row)) is not None]
-    return median(known) if known else None
-
-
 def _median_link(speeds: Sequence[LinkSpeed | None]) -> LinkSpeed | None:
-    known = [speed for speed in speeds if speed is not None]
-    if not known:
-        return None
-    return replace(
-        known[0],
-        bits_per_second=round(median(speed.bits_per_second for speed in known)),
-        latency_seconds=median(speed.latency_seconds for speed in known),
-    )
+    found: LinkSpeed | None = _medians(speeds, "bits_per_second", "latency_seconds")
+    return found and replace(found, bits_per_second=round(found.bits_per_second))
 
 
-def _median_device(devices: Sequence[Device | None]) -> Device | None:
-    known = [device for device in devices if device is not None]
-    if not known:
-        return None
-    names = (
-        "peak_flops", "sustained_flops", "memory_bytes_per_second", "step_seconds", "piece_seconds",
-        "job_seconds",
-    )  # fmt: skip
-    optional = ("coding_bytes_per_second", "attention_flops")
-    given = {
-        name: [rate for device in known if (rate := getattr(device, name)) is not None]
-        for name in (*names, *optional)
-    }
-    return replace(known[0], **{name: median(rates) for name, rates in given.items() if rates})
+def _medians(records: Sequence[Any], *names: str) -> Any:
+    """The first record that is there, with the medians of the figures that are known."""
+    known = [record for record in records if record is not None]
+    figures = {name: median_known(getattr(each, name) for each in known) for name in names}
+    return replace(known[0], **figures) if known else None

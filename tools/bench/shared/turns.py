@@ -20,6 +20,12 @@ def order_of_round(names: Sequence[str], index: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
+def median_known(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known; None without any."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
 def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
     """The median of the ratios of neighbours in time: a shared machine's speed drifts."""
     return median(time / other for time, other in zip(times, others, strict=True))
