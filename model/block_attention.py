@@ -121,10 +121,10 @@ def causal_grads(
 
 
 def attend_keeping(
+    backend: AttentionBackend,
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
-    backend: AttentionBackend,
     documents: Documents | None,
     kept: KeptAttention | None,
 ) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from model.llama import Attend, Block, Llama, TokenInfo
+from model.attention import attend
+from model.llama import Llama, TokenInfo
 from model.rotary import rotations
 
 
@@ -39,8 +40,7 @@ class Decoder:
         info = TokenInfo(*self._rotations(longest))
         x_BSD = self.model.embedding(torch.tensor(rows, device=device))
         for block in self.model.blocks:
-            assert isinstance(block, Block), f"a {type(block).__name__} among the blocks"
-            x_BSD = block(x_BSD, info, partial(self._attend_from_start, block.attend))
+            x_BSD = block(x_BSD, info, self._attend_from_start)
         last = (self.lengths_B - 1)[:, None, None].expand(-1, 1, x_BSD.shape[-1])
         return self._logits(x_BSD.gather(1, last))
 
@@ -69,11 +69,9 @@ class Decoder:
         logits_B1V: Tensor = self.model.head(x_B1D, None, None, tied_VD)
         return logits_B1V[:, 0]
 
-    def _attend_from_start(
-        self, attend: Attend, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor
-    ) -> Tensor:
+    def _attend_from_start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
         self._kept.append((k_BSKH.transpose(1, 2), v_BSKH.transpose(1, 2)))
-        return attend(q_BSNH, k_BSKH, v_BSKH)
+        return attend(q_BSNH, k_BSKH, v_BSKH, self.model.config.attention_backend)
 
     def _attend(
         self, layer: int, seen_B11T: Tensor, q_B1NH: Tensor, k_B1KH: Tensor, v_B1KH: Tensor

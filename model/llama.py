@@ -155,7 +155,7 @@ class Block(AdaptedBlock):
     ) -> Tensor:
         if attend is not None:
             return attend(q_BSNH, k_BSKH, v_BSKH)
-        core = info.core or self.attend
+        core = info.core or partial(attend_keeping, self.config.attention_backend)
         if self.recomputes_core and torch.is_grad_enabled():
             out_BSNH: Tensor = checkpointed(core, q_BSNH, k_BSKH, v_BSKH, info.documents, None)
             return out_BSNH
@@ -172,18 +172,6 @@ class Block(AdaptedBlock):
         """The block's output, of its input and what attention made of it."""
         x_BSD = x_BSD + self._output(out_BSNH, None)
         return x_BSD + self.mlp(x_BSD, None)
-
-    def attend(
-        self,
-        q_BSNH: Tensor,
-        k_BSKH: Tensor,
-        v_BSKH: Tensor,
-        documents: Documents | None = None,
-        kept: KeptAttention | None = None,
-    ) -> Tensor:
-        """Causal attention within each document; returns [B, S, N, H]."""
-        backend = self.config.attention_backend
-        return attend_keeping(q_BSNH, k_BSKH, v_BSKH, backend, documents, kept)
 
     def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedInput | None = None) -> Tensor:
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,12 +112,6 @@ def make_context_attention(
 
     Collective over the world.
     """
-
-    def whole(
-        q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kept: KeptAttention | None
-    ) -> Tensor:
-        return attend_keeping(q, k, v, backend, documents, kept)
-
     topology = layout.topology(world_size=world.size, group_size=world.group_size)
     span = layout.heads_span(topology)
     exchange, closes = None, [travel.close] if travel is not None else []
@@ -125,5 +120,5 @@ def make_context_attention(
         groups = make_groups(topology, world.rank, spans, links.group_config)
         exchange = Exchange(span, groups, links)
         closes.append(groups.close)
-    within = whole if travel is None else partwise(travel)
+    within = partial(attend_keeping, backend) if travel is None else partwise(travel)
     return ContextAttention(layout, exchange, within, closes)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from model.attention import Documents, attend, documents_of
+from model.attention import Documents, documents_of
+from model.block_attention import attend_keeping
 from model.config import AttentionBackend
 from paro.context_parallel.layout import ContextLayout
 from paro.errors import RunError
@@ -43,13 +45,11 @@ def check_core(
     shape = 1, length, layout.heads, example.shape[-1]
     q, k, v, grad = (torch.randn(shape, generator=generator).to(example) for _ in range(4))
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: None) -> Tensor:
-        return attend(q, k, v, backend, documents)
-
     def own(x_BSNH: Tensor) -> Tensor:
         ranges = layout.ranges(rank, length)
         return torch.cat([x_BSNH[:, part.start : part.stop] for part in ranges], 1)
 
+    whole = partial(attend_keeping, backend)
     wanted = [own(each) for each in _run(whole, (q, k, v), grad, documents)]
     found = _run(core, (own(q), own(k), own(v)), own(grad), documents)
     within = _WITHIN.get(example.dtype, _WITHIN_16_BITS)
