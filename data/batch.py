@@ -130,14 +130,14 @@ class Fetch(Dataset[Batch | Failure]):
     """
 
     dataset: Samples
-    rules: DocumentRules | None
-    masks_beyond_end: bool = False
-    ranges: tuple[range, ...] | None = None  # None: whole samples
-    token_bytes: TokenBytes | None = None  # None: bytes of text are not counted
+    rules: DocumentRules | None = None
+    whole: bool = False  # whole rounds, each padded at its end with masked samples
+    ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
+    token_bytes: TokenBytes | None = None  # to count the bytes of text; None: they are not
 
     def __getitem__(self, numbers: range) -> Batch | Failure:
         last = len(self.dataset) - 1
-        if self.masks_beyond_end:
+        if self.whole:
             beyond = sum(number > last for number in numbers)
             return self._collate([min(number, last) for number in numbers], num_masked=beyond)
         if numbers[-1] > last:

@@ -21,7 +21,6 @@ from data.batch import Batch, Failure, Fetch, Samples, TokenBytes
 from data.blend import Blend
 from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
 from data.config import DataConfig
-from data.document_bounds import DocumentRules
 from data.fingerprint import Fingerprint
 from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
@@ -235,7 +234,7 @@ class MicroBatches:
     With workers, processes read ahead; order and content do not change.
     """
 
-    dataset: Samples
+    fetch: Fetch
     _: KW_ONLY
     micro_batch_size: int
     data_parallel_rank: int = 0
@@ -243,10 +242,6 @@ class MicroBatches:
     consumed_samples: int = 0
     num_workers: int = 0
     pin_memory: bool = False
-    rules: DocumentRules | None = None
-    whole: bool = False  # whole rounds, each padded at its end with masked samples
-    ranges: tuple[range, ...] | None = None  # the positions of each sample to keep; None: all
-    token_bytes: TokenBytes | None = None  # to count the bytes of text; None: they are not
     _source: Iterator[Batch | Failure] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -305,29 +300,19 @@ class MicroBatches:
             range(first, first + self.micro_batch_size),
             consumed=self.consumed_samples,
             stride=self.micro_batch_size * self.data_parallel_size,
-            round_of=len(self.dataset) if self.whole else None,
-        )
-
-    def _fetch(self) -> Fetch:
-        return Fetch(
-            self.dataset,
-            self.rules,
-            masks_beyond_end=self.whole,
-            ranges=self.ranges,
-            token_bytes=self.token_bytes,
+            round_of=len(self.fetch.dataset) if self.fetch.whole else None,
         )
 
     def _read(self) -> Iterator[Batch | Failure]:
-        fetch = self._fetch()
         for numbers in self.sample_numbers():
-            batch = fetch[numbers]
+            batch = self.fetch[numbers]
             if self.pin_memory and isinstance(batch, Batch):
                 batch = batch.pin_memory()
             yield batch
 
     def _read_ahead(self) -> Iterator[Batch | Failure]:
         loader: DataLoader[Batch | Failure] = DataLoader(
-            self._fetch(),
+            self.fetch,
             batch_size=None,
             sampler=self.sample_numbers(),
             num_workers=self.num_workers,

@@ -9,6 +9,7 @@ from hashlib import sha256
 
 import torch
 
+from data.batch import Fetch
 from data.loader import Datasets, MicroBatches, Samples, SplitCounts, build_datasets
 from model.flops import flops_per_token
 from model.fusion import usable_kernels
@@ -293,28 +294,29 @@ def build_sources(
     batches, world, context = config.batches, training.control.world, config.context
     ranges = context.layout.ranges(world.rank, config.data.seq_length)
 
-    def read(samples: Samples, size: int, consumed: int, *, whole: bool = False) -> MicroBatches:
+    def fetch(samples: Samples) -> Fetch:
+        rules = config.data.document_rules(config.eod)
+        return Fetch(samples, rules, ranges=ranges if context.context_parallel_size > 1 else None)
+
+    def read(fetch: Fetch, size: int, consumed: int) -> MicroBatches:
         return MicroBatches(
-            samples,
+            fetch,
             micro_batch_size=size,
             data_parallel_rank=world.data_parallel_rank,
             data_parallel_size=world.data_parallel_size,
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
-            rules=config.data.document_rules(config.eod),
-            whole=whole,
-            ranges=ranges if context.context_parallel_size > 1 else None,
         )
 
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
         size = batches.eval_micro_batch
         at_once = size * world.data_parallel_size
         counts = datasets.token_bytes(samples, config.vocab_size, trained_on)
-        unscored = read(samples, size, 0 if whole else consumed, whole=whole)
+        scored = replace(fetch(samples), whole=whole, token_bytes=counts)
         return HeldOut(
             name=name or None,
-            batches=replace(unscored, token_bytes=counts),
+            batches=read(scored, size, 0 if whole else consumed),
             num_micro_batches=-(-len(samples) // at_once) if whole else None,
         )
 
@@ -323,7 +325,7 @@ def build_sources(
         valid[""] = datasets.valid
     consumed, whole = state.consumed_valid_samples, config.data.full_validation
     return Sources(
-        train=read(datasets.train, batches.micro_batch_size, state.consumed_train_samples),
+        train=read(fetch(datasets.train), batches.micro_batch_size, state.consumed_train_samples),
         valid=tuple(
             hold_out(samples, consumed, whole=whole, name=name) for name, samples in valid.items()
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.batch import Batch
+from data.batch import Batch, Fetch
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, SplitCounts, build_datasets
 from tests.helpers.corpora import write_conversations, write_corpus
@@ -40,7 +40,7 @@ def built(*words: str, count: int = 40, **fields: object) -> Datasets:
 
 def batches(datasets: Datasets, config: dict[str, bool], **fields: object) -> Iterator[Batch]:
     rules = DataConfig(seq_length=SEQ, data_path=("x",), **config).document_rules(EOD)  # type: ignore[arg-type]
-    return MicroBatches(datasets.train, micro_batch_size=1, rules=rules, **fields)  # type: ignore[arg-type]
+    return MicroBatches(Fetch(datasets.train, rules, **fields), micro_batch_size=1)  # type: ignore[arg-type]
 
 
 def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from data.batch import collate
+from data.batch import Fetch, collate
 from data.config import DataConfig
 from data.document_bounds import DocumentRules
 from data.loader import Batch, Datasets, MicroBatches, Samples, SplitCounts, build_datasets
@@ -54,7 +54,9 @@ class Numbered:
 
 def batches_of(samples: Samples | None = None, **fields: Any) -> MicroBatches:
     """Of numbered samples, one by one, unless other fields are given."""
-    return MicroBatches(samples or Numbered(), **{"micro_batch_size": 1} | fields)
+    of_fetch = {name: fields.pop(name) for name in {*fields} & {*Fetch.__annotations__}}
+    fetch = Fetch(samples or Numbered(), **of_fetch)
+    return MicroBatches(fetch, **{"micro_batch_size": 1} | fields)
 
 
 def samples_in(batch: Batch) -> list[int]:

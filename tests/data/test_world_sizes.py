@@ -8,6 +8,7 @@ from itertools import chain, islice
 import numpy as np
 import pytest
 
+from data.batch import Fetch
 from data.config import DataConfig
 from data.loader import MicroBatches, Samples, SplitCounts, build_datasets
 from paro.config.batch_schedule import BatchSchedule
@@ -47,7 +48,7 @@ def global_batches(
     world_size = batches.data_parallel_size
     ranks = [
         MicroBatches(
-            samples,
+            Fetch(samples),
             data_parallel_rank=rank,
             data_parallel_size=world_size,
             micro_batch_size=batches.micro_batch_size,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import indexed_dataset
+from data.batch import Fetch
 from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatches
@@ -193,7 +194,7 @@ def test_dumped_samples_are_those_of_a_training(
     datasets = build_data(config)
     ranks = [
         MicroBatches(
-            datasets.train, micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=4
+            Fetch(datasets.train), micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=4
         )
         for rank in range(4)
     ]

@@ -27,6 +27,7 @@ import numpy as np
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from data.batch import Fetch
 from data.block_checksums import BlockSums, checksums_path
 from data.gpt_dataset import Sampling, build_gpt_dataset
 from data.indexed_dataset import (
@@ -108,7 +109,7 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
     if cold:
         drop_pages(options.folder)
     batches = MicroBatches(
-        dataset,
+        Fetch(dataset),
         micro_batch_size=options.micro_batch_size,
         consumed_samples=turn * options.samples % max(1, len(dataset) - options.samples),
     )

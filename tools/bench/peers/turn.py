@@ -22,6 +22,7 @@ import torch
 import torch._dynamo  # imported by optimizers when constructed: here once, not in every turn
 import torch.distributed as dist
 
+from data.batch import Fetch
 from data.loader import Batch, MicroBatches, SplitCounts, build_datasets
 from model.llama import Llama
 from paro.config.run import RunConfig
@@ -126,11 +127,10 @@ def _batches(task: Task, device: torch.device) -> Iterator[Batch]:
     num_samples = num_micro_batches * task.run.batches.samples_per_micro_batch
     datasets = build_datasets(task.run.data, SplitCounts(train=num_samples), task.run.vocab_size)
     source = MicroBatches(
-        datasets.train,
+        Fetch(datasets.train, ranges=ranges if layout.size > 1 else None),
         micro_batch_size=task.run.batches.micro_batch_size,
         data_parallel_rank=world.data_parallel_rank,
         data_parallel_size=world.data_parallel_size,
-        ranges=ranges if layout.size > 1 else None,
     )
     return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
 
