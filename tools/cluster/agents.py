@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.cluster.launch import end_with_parent, hosts_file, rank_command, within_node
-from tools.cluster.processes import RUN_VARIABLE, children, end_processes, environment
-from tools.cluster.spec import ClusterSpec, address, nic
+from tools.cluster.launch import hosts_file, start, torchrun
+from tools.cluster.processes import children, end_processes, environment
+from tools.cluster.spec import ClusterSpec, address
 
 # The ports of the rendezvous, one after the other: a new one when its own node was lost.
 _PORT = 29500
@@ -39,9 +37,6 @@ class Agents:
         self._least_nodes = least_nodes or spec.nodes
         self._argv = argv
         self._folder = folder
-        self._env = {"OMP_NUM_THREADS": "1", **os.environ, RUN_VARIABLE: spec.name}
-        # Else the ranks meet at the store of the first agent, which may have been lost.
-        self._env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._rendezvous = 0
         self._noted: set[int] = set()
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
@@ -53,34 +48,19 @@ class Agents:
         log = (self._folder / f"node{node}.log").open("ab")
         flags = {
             "--nnodes": f"{self._least_nodes}:{self.spec.nodes}",
-            "--nproc-per-node": self.spec.ranks_per_node,
             "--rdzv-backend": "c10d",
             "--rdzv-endpoint": f"{address(0, 0)}:{_PORT + self._rendezvous}",
             "--rdzv-id": self.spec.name,
             "--rdzv-conf": f"{_KEEP_ALIVE},is_host={int(node == 0)}",
-            "--local-addr": address(node, 0),
             "--max-restarts": 1000,
         }
-        command = within_node(
-            self.spec,
-            node,
-            self._folder / "hosts",
-            [
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *(f"{flag}={value}" for flag, value in flags.items()),
-                *("--no-python", *rank_command(self.spec, self._argv)),
-            ],
-        )
+        program, hosts = ("-m", "torch.distributed.run"), self._folder / "hosts"
+        command = torchrun(self.spec, node, self._argv, hosts, program=program, flags=flags)
+        # Else the ranks meet at the store of the first agent, which may have been lost.
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         with log:
-            self._agents[node] = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**self._env, "GLOO_SOCKET_IFNAME": nic(0)},
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+            self._agents[node] = start(command, self.spec, env, **streams)
 
     def start_all(self) -> None:
         """Starts the agents of all nodes that have none, with a new rendezvous."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paro.errors import UserError
 from tools.cluster import network, state
@@ -64,11 +65,10 @@ def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None 
         spec = state.open_cluster(name).spec
         network.check_namespaces(spec)
         folder = state.folder_of(name) / "run"
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {}), RUN_VARIABLE: name}
         try:
             folder.mkdir(exist_ok=True)
             (folder / "hosts").write_text(hosts_file(spec), encoding="utf-8")
-            return _run(spec, argv, environment, folder)
+            return _run(spec, argv, env or {}, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -83,7 +83,11 @@ def _run(spec: ClusterSpec, argv: Sequence[str], env: Mapping[str, str], folder:
         try:
             for node in range(spec.nodes):
                 command = _node_command(spec, node, argv, folder)
-                nodes[node] = _start(node, command, {**env, "GLOO_SOCKET_IFNAME": nic(0)})
+                sys.stdout.flush()
+                sys.stderr.flush()
+                pipe = None if node == 0 else subprocess.PIPE
+                stdin = subprocess.PIPE if node == 0 else subprocess.DEVNULL
+                nodes[node] = start(command, spec, env, stdin=stdin, stdout=pipe, stderr=pipe)
             output = NodeOutput(nodes)
             return _watch(nodes, output, signals)
         finally:
@@ -95,33 +99,42 @@ def _run(spec: ClusterSpec, argv: Sequence[str], env: Mapping[str, str], folder:
 
 
 def _node_command(spec: ClusterSpec, node: int, argv: Sequence[str], folder: Path) -> list[str]:
-    """torchrun in a node's namespace."""
-    torchrun = [sys.executable, "-P", str(Path(__file__).with_name("node.py"))]
     flags = {
         "--nnodes": spec.nodes,
-        "--nproc-per-node": spec.ranks_per_node,
         "--node-rank": node,
         "--master-addr": address(0, 0),
         "--master-port": _PORT,
-        "--local-addr": address(node, 0),
         "--log-dir": folder / str(node),
     }
-    torchrun += (f"{flag}={value}" for flag, value in flags.items())
-    torchrun += ("--no-python", *rank_command(spec, argv))
-    return within_node(spec, node, folder / "hosts", torchrun)
+    program = ("-P", str(Path(__file__).with_name("node.py")))
+    return torchrun(spec, node, argv, folder / "hosts", program=program, flags=flags)
 
 
-def rank_command(spec: ClusterSpec, argv: Sequence[str]) -> list[str]:
-    """A script as torchrun starts it, with every rank's own NIC in its environment."""
+def torchrun(
+    spec: ClusterSpec,
+    node: int,
+    argv: Sequence[str],
+    hosts: Path,
+    *,
+    program: Sequence[str],
+    flags: Mapping[str, object],
+) -> list[str]:
+    """A script on the ranks of a node: torchrun in its namespaces, with the names in `hosts`.
+
+    `program` is Python's arguments for torchrun, `flags` those of torchrun that tell how its nodes
+    meet. With several NICs every rank has its own in its environment.
+    """
+    flags = {
+        **flags,
+        "--nproc-per-node": spec.ranks_per_node,
+        "--local-addr": address(node, 0),
+    }
     rank = [sys.executable, "-u", *argv]
-    return rank if spec.nics == 1 else ["sh", "-c", _GIVE_NIC, "rank", *rank]
-
-
-def within_node(spec: ClusterSpec, node: int, hosts: Path, command: Sequence[str]) -> list[str]:
-    """A command in a node's namespaces, with the node's host name and the names in `hosts`."""
     return [
         *("ip", "netns", "exec", spec.node(node), "unshare", "--uts"),
-        *("sh", "-ec", _WITH_HOSTS, "node", spec.node(node), str(hosts), *command),
+        *("sh", "-ec", _WITH_HOSTS, "node", spec.node(node), str(hosts)),
+        *(sys.executable, *program, *(f"{flag}={value}" for flag, value in flags.items())),
+        *("--no-python", *(rank if spec.nics == 1 else ["sh", "-c", _GIVE_NIC, "rank", *rank])),
     ]
 
 
@@ -137,23 +150,24 @@ def hosts_file(spec: ClusterSpec) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _start(node: int, command: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pipe = None if node == 0 else subprocess.PIPE
+def start(
+    command: Sequence[str], spec: ClusterSpec, env: Mapping[str, str], **streams: Any
+) -> subprocess.Popen[bytes]:
+    """Starts `torchrun` of a node, with `env` added to this process's environment.
+
+    If this process is killed, torchrun gets SIGTERM and ends its ranks.
+    """
+    own = {RUN_VARIABLE: spec.name, "GLOO_SOCKET_IFNAME": nic(0)}
     return subprocess.Popen(
         command,
-        stdin=subprocess.PIPE if node == 0 else subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        env=dict(env),
+        env={"OMP_NUM_THREADS": "1", **os.environ, **env, **own},
         start_new_session=True,  # so that a terminal's Ctrl-C arrives once, forwarded from here
-        preexec_fn=end_with_parent,
+        preexec_fn=_end_with_parent,
+        **streams,
     )
 
 
-def end_with_parent() -> None:
-    """If `run` is killed, torchrun gets SIGTERM and ends its ranks."""
+def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

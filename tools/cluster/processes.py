@@ -17,7 +17,8 @@ RUN_VARIABLE = "PARO_CLUSTER_RUN"
 
 def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None) -> Iterator[int]:
     """The processes in these namespaces; with a cluster's name, those that `run` started there."""
-    inodes = {(stat.st_dev, stat.st_ino) for stat in map(_stat_or_none, _paths(namespaces)) if stat}
+    paths = (NETNS / namespace for namespace in namespaces)
+    inodes = {(stat.st_dev, stat.st_ino) for stat in map(_stat_or_none, paths) if stat}
     entry = f"{RUN_VARIABLE}={started_by_run}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         stat = _stat_or_none(path / "ns/net")
@@ -45,10 +46,6 @@ def end_processes(
                 f"processes {', '.join(map(str, pids))} do not end, not even by SIGKILL"
             )
         time.sleep(0.02)
-
-
-def _paths(namespaces: Iterable[str]) -> Iterator[Path]:
-    return (NETNS / namespace for namespace in namespaces)
 
 
 def _stat_or_none(path: Path) -> os.stat_result | None:
