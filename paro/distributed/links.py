@@ -25,17 +25,11 @@ class Links:
     group_config: GroupConfig | None = None
 
 
-def make_links(
-    device: torch.device,
-    config: GroupConfig,
-    traffic: ByteCounter | None = None,
-    *,
-    overlap: bool = True,
-) -> Links:
+def make_links(device: torch.device, config: GroupConfig, *, overlap: bool = True) -> Links:
     """Links with comm streams of their own, on the meta device for a rank that never runs."""
     exposure = Exposure(on_streams=device.type == "cuda" and config.backend == "nccl")
     streams = make_comm_streams(
         device, overlap=overlap, backend=config.backend, note=exposure.note, name=exposure.name
     )
     made_for = None if device.type == "meta" else config
-    return Links(streams, traffic or ByteCounter(), exposure, made_for)
+    return Links(streams, ByteCounter(), exposure, made_for)

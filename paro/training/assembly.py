@@ -26,7 +26,6 @@ from paro.context_parallel.gather import make_gather
 from paro.context_parallel.partwise import Travel
 from paro.context_parallel.probe import check_core
 from paro.context_parallel.ring import make_rings
-from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.control import Control
 from paro.distributed.links import Links, make_links
 from paro.distributed.timers import Timers, make_timers
@@ -62,17 +61,10 @@ from paro.training.step import Training, TrainState, last_iteration
 _MOST_DRAWING_THREADS = 16
 
 
-def build_training(
-    config: RunConfig,
-    control: Control,
-    *,
-    traffic: ByteCounter | None = None,
-    initialized: bool = True,
-) -> Training:
+def build_training(config: RunConfig, control: Control, *, initialized: bool = True) -> Training:
     """Model, optimizer and schedules, with initial values if `initialized`; no data yet.
 
-    Sent bytes are counted in `traffic`. On the meta device there are shapes only: no storage and no
-    process groups.
+    On the meta device there are shapes only: no storage and no process groups.
     """
     device, sharing = control.device, config.world.context_parallel_size
     assert control.world.context_parallel_size == sharing, "the control has another world"
@@ -83,7 +75,7 @@ def build_training(
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = make_timers(config.report.timing_log_level, device)
     overlap = config.sharding.prefetch_units > 0
-    links = make_links(device, config.runtime.groups_on(device), traffic, overlap=overlap)
+    links = make_links(device, config.runtime.groups_on(device), overlap=overlap)
     sharded = _spread(model, config, control, links, timers)
     model.core = attention = _context_attention(config, control, links)
     optimizer = ParoOptimizer(
