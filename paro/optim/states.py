@@ -18,10 +18,9 @@ class OptimState:
 
     name: str
     dtype: str = "fp32"  # a name of `BYTES_OF`
-    is_moment: bool = True  # starts at 0, also with --finetune; left out by --no-save-optim
 
 
-MASTER = OptimState(name=PARAM, is_moment=False)
+MASTER = OptimState(name=PARAM)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 STATE_NAMES = (PARAM, *MOMENTS, MOMENTUM)
