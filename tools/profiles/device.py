@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypedDict
@@ -104,7 +104,7 @@ class DeviceProfile:
     @cached_property
     def busy(self) -> float:
         """Seconds in which any stream worked."""
-        return _length(union((item.start, item.end) for item in self.work))
+        return self._seconds_of(CLASSES)
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
@@ -124,18 +124,18 @@ class DeviceProfile:
     @cached_property
     def nccl(self) -> float:
         """Seconds in which any kernel of NCCL ran."""
-        return _length(self._of_nccl())
+        return self._seconds_of((NCCL,))
 
     @cached_property
     def exposed(self) -> float:
         """Seconds in which kernels of NCCL ran, and none that computes."""
-        computing = union(
-            (item.start, item.end) for item in self.work if item.kind not in NOT_COMPUTING
-        )
-        return self.nccl - overlap(self._of_nccl(), computing)
+        computing = {*CLASSES}.difference(NOT_COMPUTING)
+        return self._seconds_of({*computing, NCCL}) - self._seconds_of(computing)
 
-    def _of_nccl(self) -> list[Interval]:
-        return union((item.start, item.end) for item in self.work if item.kind == NCCL)
+    def _seconds_of(self, kinds: Collection[str]) -> float:
+        """Seconds in which work of any of these classes ran."""
+        times = union((item.start, item.end) for item in self.work if item.kind in kinds)
+        return sum(end - start for start, end in times)
 
     @cached_property
     def by_class(self) -> dict[str, float]:
@@ -241,21 +241,3 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             found.append((start, end))
     return found
-
-
-def overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """The time in both of two results of `union`."""
-    total, first, second = 0.0, 0, 0
-    while first < len(some) and second < len(others):
-        start = max(some[first][0], others[second][0])
-        end = min(some[first][1], others[second][1])
-        total += max(0.0, end - start)
-        if some[first][1] < others[second][1]:
-            first += 1
-        else:
-            second += 1
-    return total
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)

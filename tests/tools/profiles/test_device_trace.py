@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.refusals import refused
 from tests.tools.test_draw_profile import drawn_of, write_trace
 from tools.draw_profile import main
-from tools.profiles.device import Work, overlap, union
+from tools.profiles.device import DeviceProfile, Work, union
 from tools.profiles.device_report import blocks
 from tools.profiles.kernel_class import (
     ATTENTION,
@@ -171,10 +171,13 @@ def test_many_kernels_are_drawn_as_few_blocks() -> None:
     }
 
 
-def test_intervals() -> None:
-    some = union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)])
-    assert some == [(0.0, 3.0), (5.0, 6.0)]
-    assert overlap(some, [(2.0, 5.5), (5.75, 9.0)]) == 1.75
+def test_time_that_several_streams_use_counts_once() -> None:
+    sent = [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]
+    assert union(sent) == [(0.0, 3.0), (5.0, 6.0)]
+    work = [Work("sent", NCCL, 1, *times) for times in sent]
+    work += [Work("computed", MATRIX, 2, *times) for times in ((2.0, 5.5), (5.75, 9.0))]
+    profile = DeviceProfile(0, 1, 9.0, 2, tuple(work), {})
+    assert (profile.busy, profile.nccl, profile.exposed) == (9.0, 4.0, 2.25)
 
 
 def test_a_damaged_trace_is_one_line(tmp_path: Path) -> None:
