@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
 
+from paro.text import count_text
 from tools.run_report.charts import BITS, GRID, INK, MUTED, SERIES, as_svg, charts_of
 from tools.run_report.runs import Run, differences
 
@@ -105,7 +106,7 @@ def page(runs: Sequence[Run], title: str) -> str:
 <body>
 <main>
 <h1>{escape(title)}</h1>
-<p class="lead">{_count(len(runs), "run")}, made {escape(made)}</p>
+<p class="lead">{count_text(len(runs), "run")}, made {escape(made)}</p>
 <ul class="runs">{legend}</ul>
 <h2>Figures</h2>
 {_figures(runs)}
@@ -126,10 +127,6 @@ def _chip(index: int) -> str:
     again = " again" if index >= len(SERIES) else ""
     colour = f"var(--c{index % len(SERIES)})"
     return f'<span class="chip{again}" style="background-color: {colour}"></span>'
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -167,8 +164,8 @@ def _figures(runs: Sequence[Run]) -> str:
             _percent(mfu),
             _percent(halved),
             _percent(_exposed_percent(run)),
-            _number(_millions(run.last("model_state_bytes")), ",.1f"),
-            _number(_millions(run.last("peak_memory_bytes")), ",.1f"),
+            _number(run.last("model_state_bytes", scale=1e-6), ",.1f"),
+            _number(run.last("peak_memory_bytes", scale=1e-6), ",.1f"),
         ]
         rows.append(cells)
     note = (
@@ -206,11 +203,9 @@ def _left_out(run: Run) -> str:
     )
     if skipped == 0:
         return ""
-    return f"{run.name} left out {_count(skipped, 'step')}, {not_finite} with a loss not finite."
-
-
-def _millions(value: float | None) -> float | None:
-    return None if value is None else value / 1e6
+    return (
+        f"{run.name} left out {count_text(skipped, 'step')}, {not_finite} with a loss not finite."
+    )
 
 
 def _percent(value: float | None) -> str:
@@ -233,7 +228,7 @@ def _configuration(runs: Sequence[Run]) -> str:
         same = '<p class="note">All flags are the same.</p>'
         parts.append(_table(heads, rows, text=True) if rows else same)
     for run in known:
-        resumed = f", started {_count(run.num_starts, 'time')}" if run.num_starts > 1 else ""
+        resumed = f", started {count_text(run.num_starts, 'time')}" if run.num_starts > 1 else ""
         rows = [
             [_code(f"--{name.replace('_', '-')}"), _code(str(value))]
             for name, value in sorted(run.arguments.items())

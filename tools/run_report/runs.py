@@ -72,8 +72,8 @@ class Run:
         measured = [value for value in kinds if value is not None]
         return sum(measured) if measured else None
 
-    def last(self, name: str) -> float | None:
-        _, values = self.series(name)
+    def last(self, name: str, *, scale: float = 1.0) -> float | None:
+        _, values = self.series(name, scale=scale)
         return values[-1] if values else None
 
     def validations(self, figure: str = "lm_loss") -> dict[str, tuple[list[float], list[float]]]:

@@ -10,6 +10,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.report.flops import find_peak
+from paro.text import count_text
 
 
 def device_of(name: str | None) -> torch.device:
@@ -24,7 +25,7 @@ def device_of(name: str | None) -> torch.device:
         raise UserError(f"--device {name} is unknown: give cpu, cuda or cuda:1")
     number = int(found[1] or 0)
     if number >= there:
-        sees = f"{there} CUDA device{'s' if there > 1 else ''}" if there else "no CUDA device"
+        sees = count_text(there, "CUDA device") if there else "no CUDA device"
         raise UserError(f"--device {name}: torch sees {sees} here")
     return torch.device("cuda", number)
 
