@@ -120,11 +120,13 @@ def run(args: argparse.Namespace) -> int:
     letters = parts_of(args)
     found = ask_torch()
     check_machine(found, args)
+    from paro.report.memory import available_host_bytes  # with torch, which starts
+
     args.out.mkdir(parents=True, exist_ok=True)
     results = read_results(args.out)
     machine = Machine(
         device_bytes=found.bytes,
-        host_bytes=_free_host_bytes(),
+        host_bytes=available_host_bytes(),
         has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
     )
     where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
@@ -150,19 +152,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ask_torch() -> Found:
-
     done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"{sys.executable} has no torch that starts: install torch 2.11 or newer")
     answer = json.loads(done.stdout)
     return Found(**{**answer, "capability": tuple(answer.get("capability", (0, 0)))})
-
-
-def _free_host_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise UserError("/proc/meminfo has no MemAvailable: this needs Linux")
 
 
 def _commit() -> str:

@@ -44,7 +44,7 @@ class Machine:
     """What the parts need to know of the machine to choose their sizes."""
 
     device_bytes: int | None  # of one GPU
-    host_bytes: int  # free memory
+    host_bytes: int | None  # free memory, if it is known
     has_fp8: bool
 
 
@@ -242,7 +242,7 @@ def _summary(figures: Mapping[str, Any]) -> str:
 def _num_params_that_fit(folder: Path, machine: Machine) -> int:
     """So many that the disk holds their 12 bytes each twice, and host memory twice."""
     disk = shutil.disk_usage(folder).free
-    return int(0.8 * min(disk, machine.host_bytes) / 2 / 12)
+    return int(0.8 * min(disk, machine.host_bytes or disk) / 2 / 12)
 
 
 def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
