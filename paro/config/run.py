@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from data.config import DataConfig
 from data.tokenizer import build_tokenizer
@@ -14,7 +14,7 @@ from data.tokenizer_config import TokenizerConfig
 from model.config import LlamaConfig
 from model.fusion import Fusions
 from paro.arguments.megatron import changed_parts, ignored_lines
-from paro.arguments.needed import missing_flags
+from paro.arguments.needed import missing_flags, missing_sizes
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
@@ -36,8 +36,8 @@ from paro.config.checks import (
 )
 from paro.config.context_choice import with_context
 from paro.config.context_parallel import ContextParallelConfig, sharing
+from paro.config.fitting import fitting_batches, with_values
 from paro.config.inter_bits import take_precision
-from paro.config.mistakes import distinct, value_mistakes
 from paro.config.model import take_model
 from paro.config.parts import (
     take_batches,
@@ -67,6 +67,19 @@ from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.report.watchdog import WatchConfig
 from paro.strategy import Strategy
+
+Part = TypeVar("Part")
+# Parts that are filled from the flags of the same names.
+_FILLED: Mapping[str, type[Any]] = {
+    "checkpoint": CheckpointConfig,
+    "fusions": Fusions,
+    "optim": OptimConfig,
+    "muon": MuonConfig,
+    "checks": StepChecksConfig,
+    "report": ReportConfig,
+    "watch": WatchConfig,
+    "runtime": RuntimeConfig,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,28 +178,21 @@ class RunConfig:
         # Not what one group makes of the bits: a restart may have more groups.
         check_local_copies(checkpoint, sharding, as_given)
         config = cls(
+            **{name: take(kind, args) for name, kind in _FILLED.items()},
             model=model,
             trainable=trainable,
             batches=batches,
             sharding=sharding,
             strategy=strategy,
             precision=precision,
-            fusions=take(Fusions, args),
-            optim=take(OptimConfig, args),
-            muon=take(MuonConfig, args),
             schedule=take_schedule(args, batches, train, common),
             loss_scale=take_loss_scale(args),
             train=train,
-            checks=take(StepChecksConfig, args),
             data=data,
             tokenizer=tokenizer,
             vocab_size=built.vocab_size,
             eod=built.eod,
-            checkpoint=checkpoint,
-            report=take(ReportConfig, args),
             profile=take_profile(args),
-            watch=take(WatchConfig, args),
-            runtime=runtime,
             launch=launch,
             notices=notices,
             given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
@@ -210,6 +216,59 @@ class RunConfig:
     def trained(self) -> frozenset[str]:
         """The names of the parameters that train; with --skip-train none."""
         return frozenset() if self.train.skip_train else self.trainable.names(self.model)
+
+
+def distinct(lines: Iterable[str]) -> tuple[str, ...]:
+    """The first line about each value: one that two parts refuse is one mistake."""
+    found: dict[tuple[str, ...], str] = {}
+    for line in lines:
+        found.setdefault(tuple(line.split()[:2]), line)
+    return tuple(found.values())
+
+
+def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
+    """A line for each part of the configuration that cannot be made, as far as it is known."""
+    wrong: list[str] = []
+
+    def part(make: Callable[..., Part], *needs: object) -> Part | None:
+        if any(need is None for need in needs):
+            return None
+        try:
+            return make(*needs)
+        except UserError as error:
+            wrong.extend(error.args)
+            return None
+
+    found = {name: part(partial(take, kind), args) for name, kind in _FILLED.items()}
+    world = part(sharing, world, args.context_parallel_size) or world
+    batches = part(take_batches, args, world)
+    if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
+        batches = part(take_batches, with_values(args, {"global_batch_size": None}), world)
+    if batches is None:  # which others need
+        better = with_values(args, fitting_batches(args, world.data_parallel_size))
+        batches = part(take_batches, better, world)
+    part(_check_sizes, batches, found["checkpoint"])
+    train, data = part(take_train, args, batches), part(take_data, args)
+    built = part(build_tokenizer, part(take_tokenizer, args))
+    model = sharding = strategy = None
+    if built is not None and data is not None and not missing_sizes(args):
+        model = part(take_model, args, built.vocab_size)
+        sharding, strategy, *_ = part(take_sharding, args, world, model) or (None, None)
+    part(lambda sizes, whole: take_schedule(args, sizes, whole, None), batches, train)
+    part(take_loss_scale, args)
+    trainable = part(Trainable.of_flag, args.trainable)
+    part(lambda kind, whole: kind.names(whole), trainable, model)
+    found |= {"batches": batches, "train": train, "data": data, "model": model}
+    found |= {"sharding": sharding, "strategy": strategy, "trainable": trainable}
+    found |= {"precision": part(take_precision, args), "profile": part(take_profile, args)}
+    for check in (*CHECKS, check_local_copies):
+        part(check, *(found[name] for name in needs_of(check)))
+    return distinct(wrong)
+
+
+def _check_sizes(batches: BatchSchedule, checkpoint: CheckpointConfig) -> None:
+    if batches.changes:
+        batches.check_from(resumed_samples(checkpoint))
 
 
 def take_world(args: Namespace) -> World:

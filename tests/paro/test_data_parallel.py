@@ -12,7 +12,7 @@ import torch
 
 from paro.arguments.parser import parse_args
 from paro.config.elastic import nodes_line
-from paro.config.mistakes import better_values
+from paro.config.fitting import better_values
 from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.control import Control, PlannedControl
