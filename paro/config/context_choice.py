@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paro.checkpoint.config import CheckpointConfig
@@ -19,6 +19,7 @@ from paro.config.context_parallel import (
     without_machine,
 )
 from paro.config.context_search import asked, choose, types_asked, ways_asked
+from paro.config.fitting import with_values
 from paro.config.parts import take_batches
 from paro.config.plan import Taken, Task, case_of
 from paro.context_parallel.layout import ContextLimits
@@ -40,7 +41,7 @@ def with_context(
     sharding, strategy, _ = taken(args)
     world = sharding.world
     if sharding.materialize == "rotate":
-        return _with(args, replace(take_context(args), context_parallel_size=1).flags), ()
+        return with_values(args, replace(take_context(args), context_parallel_size=1).flags), ()
     group_size = sharding.world.group_size
     model = task.model
     types = types_asked(args, model, task.device.type, task.precision.compute)
@@ -49,23 +50,23 @@ def with_context(
     )
     found = ways_asked(args, types, limits)
     if not found:  # RunConfig.check says why
-        return _with(args, take_context(args).flags), ()
+        return with_values(args, take_context(args).flags), ()
 
     def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:
-        own = _with(args, way.flags | {"micro_batch_size": micro_batch_size})
+        own = with_values(args, way.flags | {"micro_batch_size": micro_batch_size})
         shared = sharing(sharding.world, way.context_parallel_size)
         own_sharding = replace(sharding, context=way, world=shared)
         return case_of(task, take_batches(own, shared), own_sharding)
 
     if (kept := _kept(args, world, found, checkpoint)) is not None:
-        return _with(args, kept), (f"{flag} auto: as in --load {checkpoint.load}",)
+        return with_values(args, kept), (f"{flag} auto: as in --load {checkpoint.load}",)
     any_size = args.context_parallel_size == AUTO
     if not any_size and (sharding.machine is None or sharding.machine.device is None):
         way = without_machine(found, group_size)
         line = f"{flag} auto: {way.describe()}; --paro-machine would compare times"
-        return _with(args, way.flags), (line,)
+        return with_values(args, way.flags), (line,)
     if sharding.is_unmeasured:
-        return _with(args, found[0].flags), ()
+        return with_values(args, found[0].flags), ()
     if sharding.machine is None:
         raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
     if any_size and args.global_batch_size is args.step_batch_size_schedule is None:
@@ -76,7 +77,7 @@ def with_context(
         recomputes=(model.recompute,),
     )
     fields, lines = choose(flag, found, make, args.micro_batch_size, space)
-    return _with(args, fields), lines
+    return with_values(args, fields), lines
 
 
 def _kept(
@@ -95,12 +96,8 @@ def _kept(
             if args.context_parallel_size == AUTO:
                 fields |= {"micro_batch_size": saved.get("micro_batch_size")}
             try:
-                take_batches(_with(args, fields), sharing(world, way.context_parallel_size))
+                take_batches(with_values(args, fields), sharing(world, way.context_parallel_size))
             except UserError:
                 return None
             return fields
     return None
-
-
-def _with(args: Namespace, fields: Mapping[str, object]) -> Namespace:
-    return Namespace(**vars(args) | dict(fields))
