@@ -13,7 +13,7 @@ from paro.context_parallel.layout import ContextLayout
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from tests.paro.planning.cases import DEVICE, SMALL, machine, workload
+from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, machine, workload
 
 
 def mfu(given: Workload, strategy: str = "III") -> float:
@@ -48,7 +48,7 @@ def test_attention_is_computed_at_its_own_rate(
     def seconds(attention_flops: float | None) -> float:
         own = machine(device=replace(DEVICE, attention_flops=attention_flops))
         given = workload(model, machine=own, seq_length=length, context=layout)
-        return Estimator(given).costs(given.candidate(given.strategy("III"))).compute_seconds()
+        return compute_seconds(Estimator(given).costs(given.candidate(given.strategy("III"))))
 
     width = model.num_attention_heads * model.kv_channels
     of_sample = passes * 4 * length**2 * width * model.num_layers
