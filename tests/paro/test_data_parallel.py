@@ -81,7 +81,7 @@ def test_losses_and_dropout_count_data_parallel_ranks(
     def held_out(world: World) -> Evaluation:
         spread = replace(training, control=PlannedControl(world, CPU))
         batches: Any = build_sources(alone, datasets, training, state).train
-        batches.token_bytes = np.arange(alone.vocab_size)
+        batches.fetch.token_bytes = np.arange(alone.vocab_size)
         return evaluate(spread, batches, 2, per_token=per_token)
 
     one = held_out(World())

@@ -146,7 +146,7 @@ def run(flags: str, group_size: int | None, frozen: tuple[str, ...]) -> Run:
         config = RunConfig.from_args(parse_args(flags.split()), training.control.world)
         (valid,) = build_sources(config, build_data(config), training, start_state(config)).valid
         batches: Any = valid.batches
-        batches.token_bytes = np.arange(config.vocab_size)
+        batches.fetch.token_bytes = np.arange(config.vocab_size)
         found.append(evaluate(training, batches, config.batches.num_eval_micro_batches))
 
     trained = train(flags, group_size=group_size, frozen=frozen, before=before)
