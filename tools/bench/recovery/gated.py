@@ -37,7 +37,7 @@ POINTS = {
     "all-gather": Point("paro.optim.optimizer", "UnitOptimizer.write_params", after=True),
     "local copy": Point("paro.checkpoint.local.generation", "GenerationWriter.write"),
     "save": Point("paro.checkpoint.save", "write_states"),
-    "recovery": Point("paro.checkpoint.local.recovery", "_exchange"),
+    "recovery": Point("paro.checkpoint.local.recovery", "_Copies.exchange"),
 }
 
 

@@ -20,7 +20,7 @@ from tools.bench.recovery import gated
 folder = Path(sys.argv[1])
 gated.install(folder, folder / "memory")
 from paro.checkpoint.local import recovery
-assert recovery._exchange.__name__ == "gated"
+assert recovery._Copies.exchange.__name__ == "gated"
 gated._put_gate(folder, "here", gated.Point("json", "dumps"))
 import json
 for number in range(3):
