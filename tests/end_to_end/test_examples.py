@@ -317,7 +317,7 @@ def test_the_container_holds_what_a_run_needs() -> None:
 def test_the_emulated_cluster_trains_and_goes() -> None:
     out = bash(
         "cpu_emulated_cluster.sh",
-        path=str(BIN),
+        path=f"{warm_python()}:{BIN}",
         HOME=os.environ["HOME"],
         NNODES=2,
         RANKS_PER_NODE=2,

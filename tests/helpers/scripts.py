@@ -127,8 +127,7 @@ class _ForkedPopen(subprocess.Popen[bytes]):
     """A Python script in a fork of this process, where a fresh interpreter is asked for."""
 
     def _execute_child(self, args: tuple[str, ...], *others: Any) -> None:
-        python, flag, *words = args
-        assert (python, flag) == (sys.executable, "-u")  # unbuffered, as torchrun starts Python
+        _, _, *words = args
         environment = others[5]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -147,10 +146,14 @@ class _ForkedPopen(subprocess.Popen[bytes]):
 
 
 def fork_ranks() -> None:
-    """Makes torchrun, in this process, fork its ranks."""
+    """Makes torchrun, in this process, fork its ranks unless they are no Python scripts."""
+    own = SubprocessHandler._popen
 
-    def popen(_: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> _ForkedPopen:
-        return _ForkedPopen(args, env=env)
+    def popen(
+        handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        unbuffered = args[:2] == (sys.executable, "-u")  # as torchrun starts Python
+        return _ForkedPopen(args, env=env) if unbuffered else own(handler, args, env)
 
     SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
 

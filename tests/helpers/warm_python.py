@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import marshal
 import multiprocessing
@@ -12,6 +13,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,13 +22,13 @@ from multiprocessing import connection
 from pathlib import Path
 from tempfile import mkdtemp
 
-from tests.helpers.ranks import PRELOADED, ROOT
+from tests.helpers.ranks import HANGS_AFTER, PRELOADED, ROOT
 from tests.helpers.scripts import fork_ranks, status_of
 
 # Has the place of the process in the shell: passes its signals on, and ends as it ends.
 CLIENT = """#!{python} -IS
 import marshal, os, signal, socket, sys
-if sys.argv[1:2] not in (["-u"], ["-m"], ["-c"]) and sys.argv[1].startswith("-"):
+if sys.argv[1:2] not in (["-u"], ["-P"], ["-m"], ["-c"]) and sys.argv[1].startswith("-"):
     os.execv({python!r}, ["python", *sys.argv[1:]])
 passed_on = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]
 ignored = [int(number) for number in passed_on if signal.getsignal(number) is signal.SIG_IGN]
@@ -36,7 +38,8 @@ for number in set(passed_on) - set(ignored):
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 task = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), ignored))
-socket.send_fds(server, [len(task).to_bytes(8, "big")], [0, 1, 2])
+places = [os.open("/proc/self/ns/" + kind, os.O_RDONLY) for kind in {namespaces!r}]
+socket.send_fds(server, [len(task).to_bytes(8, "big")], [0, 1, 2, *places])
 server.sendall(task)
 pid = int.from_bytes(server.recv(8), "big")
 assert pid, "the server is gone"
@@ -52,13 +55,19 @@ os._exit(status)
 """
 
 
+# Those of a node of an emulated cluster.
+NAMESPACES = ("net", "uts", "mnt")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
 @cache
 def warm_python() -> Path:
     """A folder with a `python` that runs what a new one would, without importing torch again.
 
-    For a PATH of shell scripts. It takes a script, `-m` or `-c`, and has the shell's folder,
-    environment, streams and signals; torchrun forks its ranks. It is not in the namespaces of its
-    shell, and its parent is another process.
+    For a PATH of shell scripts, or as `sys.executable`. It takes a script, `-m` or `-c`, and has
+    the folder, environment, streams, signals and namespaces of who starts it; torchrun forks its
+    ranks, and `sys.executable` is this one again. Its parent is another process, and /proc shows
+    another environment.
     """
     folder = Path(mkdtemp(prefix="python-"))  # not below tmp_path: names of sockets are short
     atexit.register(shutil.rmtree, folder)
@@ -69,20 +78,35 @@ def warm_python() -> Path:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     # Not a daemon: its processes may start others.
-    server = context.Process(target=_serve, args=(listener,), name="warm python")
+    python = folder / "python"
+    server = context.Process(target=_serve, args=(listener, str(python)), name="warm python")
     server.start()
     atexit.register(server.kill)
     listener.close()
-    (folder / "python").write_text(CLIENT.format(python=sys.executable, address=address))
-    (folder / "python").chmod(0o755)
+    client = CLIENT.format(python=sys.executable, address=address, namespaces=NAMESPACES)
+    python.write_text(client)
+    python.chmod(0o755)
     return folder
 
 
-def _serve(listener: socket.socket) -> None:
+def run_python(words: Sequence[object], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script, from the repository's root, whose own Python processes start as quickly."""
+    return subprocess.run(
+        [warm_python() / "python", *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_AFTER,
+    )
+
+
+def _serve(listener: socket.socket, python: str) -> None:
     """Forks a process for each task until the process of the tests ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    sys.executable = python
     gc.freeze()
     while listener in connection.wait([listener, parent.sentinel]):
         client, _ = listener.accept()
@@ -95,13 +119,14 @@ def _serve(listener: socket.socket) -> None:
 def _start(client: socket.socket) -> None:
     """Starts one process, tells its client the id and the status, and ends it with its client."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, received, _, _ = socket.recv_fds(client, 8, 3 + len(NAMESPACES))
     task = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     pid = os.fork()
     if pid == 0:
         client.close()
-        _run(streams, *marshal.loads(task))
-    for stream in (0, 1, 2, *streams):
+        _enter(received[3:])
+        _run(received[:3], *marshal.loads(task))
+    for stream in (0, 1, 2, *received):
         os.close(stream)
     client.sendall(pid.to_bytes(8, "big"))
     ended = os.pidfd_open(pid)
@@ -110,6 +135,14 @@ def _start(client: socket.socket) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     client.sendall(status.to_bytes(8, "big", signed=True))
     os._exit(0)
+
+
+def _enter(namespaces: Sequence[int]) -> None:
+    """Moves this process to other namespaces, which only root can have made."""
+    for kind, descriptor in zip(NAMESPACES, namespaces, strict=True):
+        if not os.path.samestat(os.fstat(descriptor), os.stat(f"/proc/self/ns/{kind}")):
+            assert _LIBC.setns(descriptor, 0) == 0, os.strerror(ctypes.get_errno())
+        os.close(descriptor)
 
 
 def _run(
@@ -128,27 +161,28 @@ def _run(
     for own, stream in enumerate(streams):
         os.dup2(stream, own)
         os.close(stream)
-    unbuffered = "-u" in words[:1]
+    options = words[: next(at for at, word in enumerate(words) if word not in ("-u", "-P"))]
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(  # type: ignore[union-attr]
-            line_buffering=output.isatty(), write_through=unbuffered
+            line_buffering=output.isatty(), write_through="-u" in options
         )
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     fork_ranks()
-    status = status_of(lambda: _python(words[unbuffered:]))
+    status = status_of(lambda: _python(words[len(options) :], safe_path="-P" in options))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     os._exit(status)
 
 
-def _python(words: list[str]) -> None:
+def _python(words: list[str], *, safe_path: bool) -> None:
     """What Python does with these words of its command line."""
     kind, *others = words
     first = os.getcwd() if kind in ("-m", "-c") else str(Path(kind).resolve().parent)
     given = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
-    sys.path[:] = [first, *given, *(path for path in sys.path if path != str(ROOT))]
+    own = [] if safe_path else [first]
+    sys.path[:] = [*own, *given, *(path for path in sys.path if path != str(ROOT))]
     if kind == "-m":
         sys.argv = others
         sys.modules.pop(others[0], None)  # else runpy warns of a module that is there already

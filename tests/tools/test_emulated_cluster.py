@@ -186,6 +186,7 @@ receiver.join()
 
 
 @pytest.mark.root
+@pytest.mark.usefixtures("warm_nodes")
 def test_every_rank_uses_its_own_nic_and_the_loopback_inside_its_node(
     two_nodes: Cluster,
     tmp_path: Path,

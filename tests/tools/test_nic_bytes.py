@@ -21,6 +21,8 @@ from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 
+pytestmark = [pytest.mark.root, pytest.mark.ranks, pytest.mark.usefixtures("warm_nodes")]
+
 
 def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
     """Bytes that all ranks send in a step; a group is a node."""
@@ -94,15 +96,11 @@ def check(
     return {name: row["nics"] / STEPS for name, row in found.items() if name[:5] != "calib"}
 
 
-@pytest.mark.root
-@pytest.mark.ranks
 def test_nics_count_what_the_formula_says(tmp_path: Path) -> None:
     check(("NIG", "III+in-place"), ("ho-ring",), tmp_path, group_size=2)
 
 
 @pytest.mark.verify
-@pytest.mark.root
-@pytest.mark.ranks
 def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
     ways = [f"{letters}+{way}" for letters in ("III", "IIG") for way in ("rotate", "in-place")]
     check(tuple(ways), ("ho-ring",), tmp_path, group_size=4)
@@ -110,8 +108,6 @@ def test_nics_count_what_the_formula_says_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.root
-@pytest.mark.ranks
 def test_more_copies_of_optimizer_shards_send_not_one_byte_more(tmp_path: Path) -> None:
     strategies = ("2,2,2", "2,2,4", "2,2,8")  # on 4, on 2 and on 1 of 4 nodes
     nics = check(strategies, ("ho-ring",), tmp_path, group_size=2, nodes=4)
@@ -122,8 +118,6 @@ def test_more_copies_of_optimizer_shards_send_not_one_byte_more(tmp_path: Path) 
 
 
 @pytest.mark.verify
-@pytest.mark.root
-@pytest.mark.ranks
 def test_nics_count_what_the_formula_says_of_fewer_bits(tmp_path: Path) -> None:
     """Gradients and updates as codes; under III and NNN several ranks own a piece of a sum."""
     strategies = ("IIG+4-bit", "III+4-bit", "NNN+4-bit", "IIG+8-bit")
@@ -132,8 +126,6 @@ def test_nics_count_what_the_formula_says_of_fewer_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.root
-@pytest.mark.ranks
 def test_nics_count_what_the_formula_says_where_a_part_trains(tmp_path: Path) -> None:
     """Frozen parameters are gathered and nothing of them is reduced or updated."""
     ways = [f"{letters}+{way}" for letters in legal_letters() for way in ("last", "lora")]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.refusals import refused
-from tests.helpers.scripts import run_script
+from tests.helpers.warm_python import run_python
 from tools.bench.bench_model import (
     Result,
     check_losses,
@@ -116,10 +116,8 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "transformers.py").write_text("raise ImportError('hidden')\n")
-    done = run_script(
-        [SCRIPT, *TINY, "--own-process", "--contenders", "ours,transformers", "--json", file],
-        env={"PYTHONPATH": str(tmp_path / "hidden")},
-    )
+    words = [SCRIPT, *TINY, "--own-process", "--contenders", "ours,transformers", "--json", file]
+    done = run_python(words, PYTHONPATH=str(tmp_path / "hidden"))
     assert done.returncode == 1
     ours, other = json.loads(file.read_text())["rows"]
     assert ours["peak_bytes"] > 10**8  # of the process, torch included
@@ -133,7 +131,7 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
 def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     words = [*TINY, "--own-process", "--contenders", "ours", "--most-seconds", 0.1, "--json", file]
-    done = run_script([SCRIPT, *map(str, words)])
+    done = run_python([SCRIPT, *words])
     assert done.returncode == 1
     (row,) = json.loads(file.read_text())["rows"]
     assert row == {"contender": "ours", "failure": "stopped after 0.1 s"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.refusals import refused
-from tests.helpers.scripts import run_script
+from tests.helpers.warm_python import run_python
 from tools.bench.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
 from tools.bench.gpu_check import running, suites
 from tools.bench.gpu_check.measures import (
@@ -40,7 +40,7 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
     folder = tmp_path / "gpu"
     write_results(folder, {"h": {**EARLIER, "title": "collectives"}}, rehearsal=True)
     flags = ["--rehearse", "--out", folder, "--parts", ",".join(letters)]
-    done = run_script(["tools/bench/check_gpu.py", *flags])
+    done = run_python(["tools/bench/check_gpu.py", *flags])
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((folder / RESULTS).read_text())
     assert list(results) == sorted(f"{letters}h")

@@ -26,6 +26,7 @@ os._exit(0)  # as entry scripts do: gloo's threads may abort an interpreter that
 
 
 @pytest.mark.root
+@pytest.mark.usefixtures("warm_nodes")
 def test_ranks_of_two_nodes_meet(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
