@@ -21,7 +21,7 @@ from paro.report.record import Metrics, summarize
 from paro.report.tags import scalars_of
 from paro.topology import Use
 from tests.helpers.house import ROOT
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, lone_rotating_rank, silence
+from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL
 from tests.paro.report.test_report import FACTS, record
@@ -60,7 +60,8 @@ def lone_ranks() -> Iterator[LoneRank]:
     given = ADAPTED, strategy, topology, precision
     yield lone_rank(*given, is_trained=is_adapter)
     for in_place in (False, True):
-        yield lone_rotating_rank(*given, in_place=in_place, is_trained=is_adapter)
+        ways = {"materialize": "rotate", "rotate_in_place": in_place}
+        yield lone_rank(*given, is_trained=is_adapter, **ways)
 
 
 def ranges() -> set[str]:

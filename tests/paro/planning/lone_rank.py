@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.config import LlamaConfig
 from model.llama import Llama
+from model.units import parameter_shapes
+from paro.arguments.parser import parse_args
 from paro.collectives import wire
-from paro.collectives.choice import AlgorithmChoice, Pieces
-from paro.collectives.coded import CodedReduction
-from paro.collectives.flat import FlatCollectives
-from paro.collectives.interface import Collectives
-from paro.collectives.matrices import MatrixExchange
-from paro.collectives.native import NativeCollectives
-from paro.collectives.pipelined import PipelinedCollectives
-from paro.collectives.shifts import Ring
+from paro.collectives.choice import AlgorithmChoice
+from paro.config.run import RunConfig
+from paro.config.sharding import ShardingConfig
 from paro.context_parallel.attention import make_context_attention
 from paro.context_parallel.gather import make_gather
 from paro.context_parallel.layout import ContextLayout
@@ -29,34 +28,21 @@ from paro.context_parallel.partwise import Travel
 from paro.context_parallel.ring import make_rings
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.exposed_time import Exposure
+from paro.distributed.control import PlannedControl
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
-from paro.planning.cost_model import in_buckets, muon_rounds
-from paro.planning.units import units_of
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
-from paro.rotation.partition import cut_into_parts
-from paro.rotation.rotated_model import RotatedModel
-from paro.sharding.buffers import Ledger
+from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
-from paro.sharding.sharded_model import ShardedModel
-from paro.sharding.shards import ShardingContext
-from paro.sharding.wrap import make_unit_modules
-from paro.strategy import Strategy, make_comm_plan
-from paro.topology import Topology, Use
-
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class NoGroups(Groups):
-    """Process groups without processes."""
-
-    def of(self, use: object, span: object) -> None:  # type: ignore[override]
-        return None
+from paro.strategy import Strategy
+from paro.topology import Topology
+from paro.training import assembly
+from tests.helpers.training import TINY
 
 
 def silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,148 +105,43 @@ class LoneRank:
         return sent
 
 
+@cache
+def _any_run() -> RunConfig:
+    return RunConfig.from_args(parse_args(f"{TINY} --train-iters 1".split()), World())
+
+
 def lone_rank(
     config: LlamaConfig,
     strategy: Strategy,
     topology: Topology,
     precision: PrecisionConfig,
     *,
-    units_ahead: tuple[int, int | None] = (1, None),
     device: str = "cpu",
     is_trained: Callable[[str], bool] = lambda _name: True,
+    **sharding: Any,
 ) -> LoneRank:
     """Builds the last rank as training does; call `silence` before it runs.
 
-    `units_ahead`: of gathers, and of updated parameters' all-gathers.
+    `sharding` are fields of `ShardingConfig`.
     """
-    context, dealt = _context(strategy, topology, precision, device), None
-    if precision.optimizer == "muon":
-        units = units_of(config, world_size=topology.world_size, is_trained=is_trained)
-        units = in_buckets(units, strategy, precision)
-        dealt = {unit.name: unit.dealt for unit in units}
-        groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
-        exchanges = {
-            places.degree: MatrixExchange(
-                groups, Links(InlineStreams()), topology.axes_between(1, places.number)
-            )
-            for places in muon_rounds(units, strategy, precision, topology.group_size)
-        }
-        context = replace(context, matrix_exchanges=exchanges)
-    llama = _empty_llama(config, precision, is_trained)
-    nodes = make_unit_modules(llama, llama.units(), context, dealt)
-    model = ShardedModel(
-        llama, nodes, Timers(), prefetch_units=units_ahead[0], updated_ahead=units_ahead[1]
-    )
-    return _lone(config, model, precision)
-
-
-def lone_pipelining_rank(
-    config: LlamaConfig,
-    strategy: Strategy,
-    topology: Topology,
-    precision: PrecisionConfig,
-    pieces: Pieces,
-    *,
-    is_trained: Callable[[str], bool] = lambda _name: True,
-) -> LoneRank:
-    """The same with ho-ring's pipelines."""
-    context = _context(strategy, topology, precision, "cpu", pieces)
-    llama = _empty_llama(config, precision, is_trained)
-    nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1), precision)
-
-
-def lone_flat_rank(
-    config: LlamaConfig, strategy: Strategy, topology: Topology, precision: PrecisionConfig
-) -> LoneRank:
-    """The same with flat collectives, and sums of gradients as codes between groups."""
-    context = _context(strategy, topology, precision, "cpu")
-    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
-    flat = FlatCollectives(groups, Links(InlineStreams()))
-    coded = CodedReduction(
-        groups, Links(InlineStreams()), context.comm_plan, uncoded_dtype=context.reduce_dtype
-    )
-    llama = _empty_llama(config, precision, lambda _name: True)
-    context = replace(
-        context,
-        collectives=flat,
-        inter_grad_bits=precision.inter_grad_bits,
-        coded_reduction=coded,
-    )
-    nodes = make_unit_modules(llama, llama.units(), context)
-    return _lone(config, ShardedModel(llama, nodes, Timers(), prefetch_units=1), precision)
-
-
-def lone_rotating_rank(
-    config: LlamaConfig,
-    strategy: Strategy,
-    topology: Topology,
-    precision: PrecisionConfig,
-    *,
-    in_place: bool,
-    updated_ahead: int | None = None,
-    is_trained: Callable[[str], bool] = lambda _name: True,
-) -> LoneRank:
-    """The same with rotation."""
-    context = _context(strategy, topology, precision, "cpu")
-    llama = _empty_llama(config, precision, is_trained)
-    collectives = context.collectives
-    assert isinstance(collectives, NativeCollectives)
-    span = topology.axes_between(1, strategy.params)
-    groups = NoGroups(topology=topology, rank=context.rank, _by_use_and_span={})
-    ring = Ring(Use.ROTATE, span, groups, Links(InlineStreams(), collectives._wire._traffic))
-    parts = cut_into_parts(llama, llama.units(), context, ring, in_place=in_place)
-    model = RotatedModel(llama, parts, ring, Timers(), updated_ahead=updated_ahead)
-    return _lone(config, model, precision)
-
-
-def _context(
-    strategy: Strategy,
-    topology: Topology,
-    precision: PrecisionConfig,
-    device: str,
-    pieces: Pieces | None = None,
-) -> ShardingContext:
-    rank = topology.world_size - 1
-    groups = NoGroups(topology=topology, rank=rank, _by_use_and_span={})
-    collectives: Collectives = NativeCollectives(groups, Links(InlineStreams()))
-    if pieces is not None:
-        collectives = PipelinedCollectives(groups, Links(InlineStreams()), pieces)
-    return ShardingContext(
-        topology=topology,
-        rank=rank,
-        strategy=strategy,
-        comm_plan=make_comm_plan(strategy, topology),
-        collectives=collectives,
-        device=torch.device(device),
-        compute_dtype=TYPES[precision.compute],
-        frozen_dtype=TYPES[precision.frozen],
-        reduce_dtype=TYPES[precision.wire],
-        accumulate_dtype=TYPES[precision.accumulate],
-        inter_param_bits=precision.inter_param_bits,
-        ledger=Ledger(),
-        exposure=Exposure(),
-    )
-
-
-def _empty_llama(
-    config: LlamaConfig, precision: PrecisionConfig, is_trained: Callable[[str], bool]
-) -> Llama:
+    world = World(rank=topology.world_size - 1, size=topology.world_size, group=topology.group_size)
     with torch.device("meta"):
         llama = Llama(config)
-    llama.freeze(is_trained, activations=TYPES[precision.compute])
-    return llama
-
-
-def _lone(config: LlamaConfig, model: DistributedModel, precision: PrecisionConfig) -> LoneRank:
-    collectives = model.context.collectives
-    assert isinstance(collectives, (NativeCollectives, PipelinedCollectives, FlatCollectives))
-    return LoneRank(
-        config=config,
-        model=model,
-        optimizer=ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig()),
-        traffic=collectives._wire._traffic,
+    llama.freeze(is_trained, activations=TORCH_TYPES[precision.compute])
+    trained = tuple(filter(is_trained, parameter_shapes(config)))
+    run = replace(
+        _any_run(),
+        model=config,
+        trainable=Trainable(kind=TrainableKind.NAMES, patterns=trained),
+        strategy=strategy,
+        precision=precision,
+        sharding=ShardingConfig(world=world, **sharding),
     )
+    links = Links(InlineStreams())
+    control = PlannedControl(world, torch.device(device))
+    model = assembly._spread(llama, run, control, links, Timers())
+    optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
+    return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 
 
 def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:

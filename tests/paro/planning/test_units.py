@@ -19,8 +19,9 @@ from paro.planning.cost_model import model_state_bytes, traffic_per_step
 from paro.planning.micro_batch import MicroBatch
 from paro.planning.units import activations_of, units_of
 from paro.precision import PrecisionConfig
+from paro.sharding.buffers import TORCH_TYPES
 from paro.strategy import legal_letters
-from tests.paro.planning.lone_rank import TYPES, lone_rank, silence
+from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
 SMALL = LlamaConfig(
@@ -127,13 +128,13 @@ def test_activations_are_what_autograd_saves(
 ) -> None:
     config = replace(model, recompute=RECOMPUTE[recompute])
     batch = MicroBatch(
-        size=2, seq_length=16, compute_bytes=TYPES[compute].itemsize, device_type="cpu"
+        size=2, seq_length=16, compute_bytes=TORCH_TYPES[compute].itemsize, device_type="cpu"
     )
     *units, head = activations_of(config, batch, units_of(config, world_size=1), grad_bytes=4)
     # The gradient of the head's normalized input is no saved tensor: the loss itself keeps it.
     gradient = batch.num_tokens * config.hidden_size * batch.compute_bytes
     expected = sum(unit.kept for unit in units) + head.kept - gradient
-    assert saved_bytes(config, batch, TYPES[compute]) == expected
+    assert saved_bytes(config, batch, TORCH_TYPES[compute]) == expected
 
 
 @pytest.mark.parametrize("backend", ["auto", "unfused"])

@@ -23,7 +23,7 @@ from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.rotation.rotated_model import RotatedModel
 from tests.helpers.training import slices_by_part
-from tests.paro.planning.lone_rank import allocated_at_most, lone_rotating_rank, silence
+from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import keep_norms_and_embedding, upper_half
@@ -31,6 +31,12 @@ from tests.paro.planning.test_units import keep_norms_and_embedding, upper_half
 SMALL = replace(GROUPED, num_query_groups=4)
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
 MODES = (False, True)  # in place?
+
+
+def rotating_rank(*placed: Any, in_place: bool, **more: Any) -> LoneRank:
+    return lone_rank(*placed, materialize="rotate", rotate_in_place=in_place, **more)
+
+
 CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
     "untied": (SMALL, lambda _name: True),
     "tied": (TIED, lambda _name: True),
@@ -88,7 +94,7 @@ def assert_counted(
         in_place=in_place,
     )
     silence(monkeypatch)
-    rank = lone_rotating_rank(
+    rank = rotating_rank(
         config, strategy, topology, precision, is_trained=is_trained, in_place=in_place
     )
     assert rank.optimizer.model_state_bytes() == model_state_bytes(strategy, units, precision).total
@@ -110,7 +116,7 @@ def test_no_rank_ever_holds_a_whole_block(
     strategy, topology = on_ranks(f"{degree},{degree},8", world_size=8, group_size=4)
     precision = PrecisionConfig(compute="fp32")
     silence(monkeypatch)
-    rank = lone_rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
+    rank = rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
     largest = max(slices_by_part(rank.model.trainable_units).values())
     peak = allocated_at_most(lambda: rank.step(2, size=1, seq_length=4))
     held = rank.model.context.ledger.slices
@@ -130,7 +136,7 @@ def test_building_allocates_little_beside_what_stays(in_place: bool) -> None:
     built = []
 
     def build() -> None:
-        rank = lone_rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
+        rank = rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
         rank.optimizer.initialize(lambda _name, begin, end: torch.zeros(end - begin))
         built.append(rank)
 
@@ -165,7 +171,7 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
 ) -> None:
     strategy, topology = on_ranks("4,4,8", world_size=8, group_size=4)
     silence(monkeypatch)
-    rank = lone_rotating_rank(
+    rank = rotating_rank(
         SMALL, strategy, topology, PrecisionConfig(compute="fp32"), in_place=in_place
     )
     model, notes = rank.model, list[str]()
@@ -230,7 +236,7 @@ def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
     peaks = []
     for chunk in (16, 8):
         monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", chunk)
-        rank = lone_rotating_rank(config, strategy, topology, precision, in_place=in_place)
+        rank = rotating_rank(config, strategy, topology, precision, in_place=in_place)
         rank.step(2, size=1, seq_length=16)
         peaks.append(allocated_at_most(partial(rank.step, 2, size=1, seq_length=16)))
     assert peaks[1] <= 1.02 * peaks[0]
@@ -264,7 +270,7 @@ def test_prediction_is_what_a_rank_allocates(
     )
     predicted = RunMemory(None).of(run).allocations
     assert moment in predicted.name
-    rank = lone_rotating_rank(config, strategy, topology, precision, in_place=in_place)
+    rank = rotating_rank(config, strategy, topology, precision, in_place=in_place)
     rank.step(2, size=size, seq_length=16)
     peak = allocated_at_most(lambda: rank.step(2, size=size, seq_length=16))
     measured = rank.optimizer.model_state_bytes() + peak

@@ -27,7 +27,7 @@ from paro.step.rotating import Slot
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import Training
 from tests.helpers.training import TINY
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, lone_rotating_rank, silence
+from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL, upper_half
 
@@ -202,13 +202,13 @@ def test_sums_that_rotate_are_written_by_matmuls(
     silence(monkeypatch)
     monkeypatch.setattr(wire.dist, "P2POp", lambda *_: None)  # writes nothing, other than `silence`
     strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
-    rank = lone_rotating_rank(
+    rank = lone_rank(
         UNGROUPED,
         strategy,
         topology,
         PrecisionConfig(compute="fp32"),
-        in_place=False,
         is_trained=upper_half if trained == "upper" else lambda _name: True,
+        materialize="rotate",
     )
     units = {unit.name: unit for unit in rank.model.units if isinstance(unit, RotatingUnit)}
     buffers = [

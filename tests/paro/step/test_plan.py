@@ -32,7 +32,8 @@ def engine(given: Workload, strategy: str) -> LoneRank:
         parsed,
         topology,
         given.precision,
-        units_ahead=(given.prefetch_units, given.updated_ahead),
+        prefetch_units=given.prefetch_units,
+        updated_ahead=given.updated_ahead,
         is_trained=given.trainable.names(given.model).__contains__,
     )
 

@@ -13,7 +13,7 @@ from paro.planning.search.search_space import Materialize, Workload
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.step.actions import Move, Verb
 from tests.paro.planning.cases import ORDERS, machine, order_case
-from tests.paro.planning.lone_rank import LoneRank, lone_rotating_rank, silence
+from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.step.test_plan import from_forward_on, planned
 
@@ -23,14 +23,15 @@ WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 def engine(given: Workload, strategy: str) -> LoneRank:
     world_size = given.machine.world_size
     parsed, topology = on_ranks(strategy, world_size=world_size, group_size=given.group_size)
-    return lone_rotating_rank(
+    return lone_rank(
         given.model,
         parsed,
         topology,
         given.precision,
-        in_place=given.materialize.in_place,
-        updated_ahead=given.updated_ahead,
         is_trained=given.trainable.names(given.model).__contains__,
+        materialize="rotate",
+        rotate_in_place=given.materialize.in_place,
+        updated_ahead=given.updated_ahead,
     )
 
 

@@ -35,8 +35,9 @@ from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters, make_comm_plan, rotation_spans, spans_by_use
 from paro.topology import AxisSpan, Use
+from paro.training import assembly
 from tests.paro.planning.cases import DEVICE, workload
-from tests.paro.planning.lone_rank import lone_flat_rank, lone_pipelining_rank, silence
+from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.memory.test_gathering import SMALL
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -106,9 +107,9 @@ def test_the_pipeline_s_buffers_are_predicted(
         return trained in name
 
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_pipelining_rank(
-        TINY, strategy, topology, precision, lambda *_: 3, is_trained=is_trained
-    )
+    pipelines = AlgorithmChoice(names=("ho-ring",), pieces=lambda *_: 3)
+    monkeypatch.setattr(assembly, "_algorithm", lambda *_: pipelines)
+    rank = lone_rank(TINY, strategy, topology, precision, is_trained=is_trained)
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)
@@ -146,7 +147,7 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     note("all_gather")
     note("reduce_scatter")
     strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rank = lone_flat_rank(TINY, strategy, topology, precision)
+    rank = lone_rank(TINY, strategy, topology, precision, collective="flat")
     silence(monkeypatch)
     for _ in range(2):
         rank.step(2)

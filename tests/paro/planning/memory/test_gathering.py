@@ -298,9 +298,9 @@ def measure(workload: Workload, device: str) -> int:
         strategy,
         topology,
         workload.precision,
-        units_ahead=(workload.prefetch_units, None),
         device=device,
         is_trained=workload.trainable.names(workload.config).__contains__,
+        prefetch_units=workload.prefetch_units,
     )
 
     length = workload.seq_length // workload.context.size
