@@ -65,7 +65,6 @@ def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: 
         begins = [0, *(at for at, (_, place) in enumerate(inside[:-1]) if at and place == 0)]
         lengths = np.diff([*begins, SEQ]).tolist()
         assert batch.document_lengths == tuple(lengths)
-        assert batch.positions_BS is not None
         assert batch.positions_BS[0].tolist() == [at for size in lengths for at in range(size)]
 
 
@@ -105,7 +104,6 @@ def test_every_conversation_is_read_once_in_a_full_validation(tmp_path: Path) ->
         sft=True,
     )
     valid = build_datasets(config, SplitCounts(train=1, valid=None), vocab_size=200).valid
-    assert valid is not None
     assert len(valid) == 40
     found = sorted(valid[i].tolist() for i in range(40))
     assert found == sorted((ids[:SEQ] + ids[:SEQ][-1:] * SEQ)[: SEQ + 1] for ids, _ in talks)

@@ -110,12 +110,10 @@ def test_batches_tell_where_documents_end_when_asked(num_workers: int) -> None:
     )
     batch = next(batches_of(micro_batch_size=2, num_workers=num_workers, rules=rules))
     # 0 1 2 3, and 1 2 3 4
-    assert batch.positions_BS is not None
     assert batch.positions_BS.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1]]
     assert batch.document_lengths == (3, 1, 2, 2)
     assert batch.loss_mask_BS.tolist() == [[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1.0]]
     moved = batch.to(torch.device("meta"))
-    assert moved.positions_BS is not None
     assert moved.positions_BS.device.type == "meta"
     assert moved.documents()["document_lengths"] == (3, 1, 2, 2)
 
@@ -133,7 +131,6 @@ def test_a_part_of_each_sample_keeps_what_whole_samples_say(num_workers: int) ->
     assert batch.labels_BS.tolist() == [[1, 4], [2, 5]]  # shifted before
     assert batch.loss_mask_BS.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert batch.mask_sum == 6.0
-    assert batch.positions_BS is not None
     assert batch.positions_BS.tolist() == [[0, 3]]
     assert batch.documents()["document_lengths"] == (3, 1, 2, 2)
     assert (batch.ranges, batch.documents()["seq_length"]) == (ranges, 4)
@@ -205,7 +202,6 @@ def test_mock_splits() -> None:
     config = DataConfig(seq_length=8, mock_data=True, seed=3)
     datasets = build_datasets(config, SplitCounts(train=20, valid=4), vocab_size=50)
     assert len(datasets.train) == 20
-    assert datasets.valid is not None
     assert datasets.test is None
     assert datasets.train[0].shape == (9,)
     assert datasets.train[0].tolist() != datasets.valid[0].tolist()
@@ -256,7 +252,6 @@ def test_a_held_out_split_without_a_sample_is_named_in_one_line(prefix: str) -> 
 
 def test_training_data_without_weights_are_not_read_twice(prefix: str) -> None:
     datasets = built(prefix, prefix, split="90,10,0", counts=(10, 500))
-    assert datasets.valid is not None
     assert len(datasets.valid) == 500
     once = 2 * ((200 - 1) // 8)  # samples of the validation split of both
     first, again = datasets.valid[3].tolist(), datasets.valid[3 + once].tolist()
@@ -278,7 +273,6 @@ def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
 
 def test_evaluation_alone_needs_no_training_samples(prefix: str) -> None:
     datasets = built(prefix, split="90,10,0", counts=(0, 5))
-    assert datasets.valid is not None
     assert len(datasets.valid) >= 5
 
 

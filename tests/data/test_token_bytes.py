@@ -58,8 +58,6 @@ def tik(folder: Path) -> TokenizerConfig:
 
 def counts_of(config: TokenizerConfig) -> list[int]:
     made_with = fingerprint_of(config, with_bytes=True)
-    assert made_with is not None
-    assert made_with.token_bytes is not None
     return [*map(int, made_with.token_bytes.split())]
 
 

@@ -132,7 +132,6 @@ def test_a_signal_reaches_the_ranks_which_have_time_to_end(
     tmp_path: Path, signals: list[signal.Signals | None], status: int, printed: str, said: str
 ) -> None:
     with launch(tmp_path / "job.py", SAVES) as job:
-        assert job.stdout is not None
         assert [job.stdout.readline() for _ in range(2)] == ["started\n"] * 2
         for number in signals:
             if number is None:

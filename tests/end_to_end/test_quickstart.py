@@ -225,7 +225,6 @@ def test_a_step_that_fails_ends_the_quickstart(tmp_path: Path) -> None:
 def band() -> tuple[float, float]:
     """The losses between which the script expects the end of a training."""
     found = re.search(r"^EXPECTED_LOSS=\(([\d.]+) ([\d.]+)\)$", SCRIPT.read_text(), re.M)
-    assert found is not None
     low, high = map(float, found.groups())
     return low, high
 
@@ -233,7 +232,6 @@ def band() -> tuple[float, float]:
 def test_the_band_is_that_of_the_measured_seeds() -> None:
     page = (ROOT / "examples" / "measured" / "README.md").read_text()
     found = re.search(r"^\| held-out loss by seed \| (.*) \|$", page, re.M)
-    assert found is not None
     losses = [float(cell) for cell in re.findall(r"\d+: (\d\.\d+)", found[1])]
     assert len(losses) == 5
     middle, spread = mean(losses), stdev(losses)

@@ -111,7 +111,6 @@ def test_the_readme_is_short() -> None:
 
 def test_the_readme_has_the_drawing_of_the_levels() -> None:
     drawing = re.search(r"^```\n(.*?)^```$", README, re.M | re.S)
-    assert drawing is not None
     assert drawing[0] in PAGES[ROOT / "docs" / "strategies.md"]
 
 
@@ -134,7 +133,6 @@ def test_the_path_through_the_engine_is_short() -> None:
     table = re.search(
         r"^## A path through the engine\n\nAbout ([\d,]+) lines.*?(?=^## )", text, re.M | re.S
     )
-    assert table is not None
     files = re.findall(r"^\| `([\w/.]+)` \|", table[0], re.M)
     found = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
     assert found == pytest.approx(int(table[1].replace(",", "")), rel=0.15)

@@ -60,6 +60,5 @@ def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
     refused(lambda: launch(words, retain), told, status=1)
     assert iterations(tmp_path) == ["iter_0000002"]
     common = read_common(tmp_path)
-    assert common is not None
     assert common["iteration"] == 2
     assert json.loads((tmp_path / "lease_2.json").read_text())["released"] is False

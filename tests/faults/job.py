@@ -107,7 +107,6 @@ class Run:
         """The iteration to resume from; fails unless it and all others are complete."""
         for iteration in iterations_in(self.save):
             manifest = read_manifest(self.save / f"iter_{iteration:07d}")
-            assert manifest is not None
             manifest.verify()
         tracker = self.save / TRACKER
         return int(tracker.read_text()) if tracker.exists() else 0
@@ -121,7 +120,6 @@ class Run:
     def final_sums(self) -> dict[str, Any]:
         """The checksums of the tensors of the last checkpoint."""
         manifest = read_manifest(self.save / f"iter_{ITERATIONS:07d}")
-        assert manifest is not None
         return {name: sums for name, sums in manifest.files.items() if name.endswith(".distcp")}
 
 

@@ -54,7 +54,6 @@ def test_a_sink_gets_torchs_gradient(dtype: torch.dtype, kind: torch.dtype, adds
 
     assert sink.calls == ["open", "close"]
     assert model.weight.grad is None
-    assert plain.grad is not None
     wanted = plain.grad.to(kind) + (3.0 if adds else 0.0)
     torch.testing.assert_close(sink.buffer, wanted, rtol=1e-6 if kind == FP32 else 2**-8, atol=2e-6)
 

@@ -328,6 +328,5 @@ def test_a_gpu_computes_the_same(name: str) -> None:
 
     torch.testing.assert_close(cuda_loss.cpu(), loss, rtol=0.02, atol=0.0)
     for own_name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         error = torch.linalg.vector_norm(parameter.grad.cpu().float() - gradients[own_name])
         assert error < 0.1 * torch.linalg.vector_norm(gradients[own_name]), own_name

@@ -68,7 +68,6 @@ def adapted_by_autograd(
 ) -> tuple[Tensor, ...]:
     """`AdaptedBlock.adapted` in plain words: autograd keeps everything."""
     lora, found = block.config.lora, []
-    assert lora is not None
     x_BSD = shared.make(*sources)
     for name, output in zip(names, outputs, strict=True):
         if name not in lora.targets:
@@ -118,7 +117,6 @@ def test_gradients_are_those_of_autograd_that_keeps_everything(
     ours, by_autograd = grads
     assert len(ours) == 2 * 2 * len(targets_of(targets))
     for name, grad in ours.items():
-        assert grad is not None
         torch.testing.assert_close(grad, by_autograd[name])
         assert grad.abs().sum() > 0
 

@@ -36,7 +36,6 @@ def assert_rounded(
 ) -> None:
     """Of this type, and as far from the exact values as its rounding allows."""
     for one, other in zip(found, exact, strict=True):
-        assert one is not None
         assert other is not None
         assert one.dtype == dtype
         error = torch.linalg.vector_norm(one.float() - other)

@@ -69,7 +69,6 @@ def test_rows_by_a_flag_are_named_and_stay(tmp_path: Path) -> None:
     save_run(config, training)
     assert rows_in(convert("paro", "hf", tmp_path / "run", tmp_path / "hf")) == 200
     source = open_native(convert("paro", "paro", tmp_path / "run", tmp_path / "paro"))
-    assert source.tokenizer is not None
     assert (source.config.vocab_size, source.tokenizer["vocab_size"]) == (200, 99)
     flags += ["--load", str(tmp_path / "paro")]
     log = Log(rank=0, world_size=1)

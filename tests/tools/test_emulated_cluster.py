@@ -281,7 +281,6 @@ def start_sleepers(name: str, folder: Path) -> subprocess.Popen[str]:
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    assert running.stdout is not None
     for _ in range(4):
         assert "asleep" in running.stdout.readline()
     return running

@@ -152,7 +152,6 @@ def test_a_folder_of_pieces_is_read_as_transformers_reads_it(
     convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
     for folder in ("hf", "paro", "back"):
         source = open_model(tmp_path / folder)
-        assert source.tokenizer is not None
         assert source.tokenizer["tokenizer_type"] == kind, folder
         tokenizer = load_tokenizer(source, None)
         assert beginnings(source, tokenizer, encode(tokenizer, [prompt])) == [ids], folder

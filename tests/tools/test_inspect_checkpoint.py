@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import TensorStorageMetadata
 
 from model.units import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
@@ -95,7 +94,6 @@ def test_names_in_a_file_cannot_act_upon_the_terminal(
     metadata = read_metadata(folder)
     name = f"exp_avg.\x1b[2J\u202e{'x' * 900}"
     whole = metadata.state_dict_metadata["exp_avg.blocks.0.wo"]
-    assert isinstance(whole, TensorStorageMetadata)
     metadata.state_dict_metadata[name] = replace(whole, chunks=[])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     main(["--load", str(tmp_path / "saved")])

@@ -32,7 +32,6 @@ def start(text: Path, prefix: Path, *flags: str, **options: object) -> subproces
         **options,  # type: ignore[call-overload]
     )
     if not flags:
-        assert process.stderr is not None
         assert process.stderr.readline().startswith("Processed")
     return process
 

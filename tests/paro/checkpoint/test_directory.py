@@ -243,7 +243,6 @@ def test_what_is_set_aside_loads_from_there_and_is_gone_here(tmp_path: Path) -> 
     assert candidates(tmp_path) == ([], None)
     assert candidates(earlier) == ([10, 2], None)
     common = read_common(earlier)
-    assert common is not None
     assert (common["iteration"], common["text"]) == (10, "old")
     assert "progress.txt" in names(tmp_path)
 

@@ -35,7 +35,6 @@ def saved(tmp_path: Path) -> Path:
 
 def verified(directory: Path) -> int:
     manifest = read_manifest(directory)
-    assert manifest is not None
     return manifest.verify()
 
 
@@ -47,7 +46,6 @@ def flip(path: Path, position: int) -> None:
 
 def test_lists_every_file_the_arguments_and_the_versions(saved: Path) -> None:
     manifest = read_manifest(saved)
-    assert manifest is not None
     assert manifest.files.keys() == {path.name for path in saved.iterdir()} - {MANIFEST}
     assert manifest.arguments == {"lr": 0.1}
     assert manifest.versions.keys() >= {"python", "torch"}
@@ -87,7 +85,6 @@ def test_a_damaged_newest_one_is_named_and_passed_over(
     shards = make_shards(ONE, 0, filled=True)
     lines: list[str] = []
     common = load_checkpoint(saved.parent, shards, log=lines.append)
-    assert common is not None
     assert common["iteration"] == 100
     assert not any(shard.values.any() for shard in shards)
     assert lines[0].startswith("  passing over iteration 200: ")
@@ -107,7 +104,6 @@ def test_a_converted_model_behind_a_damaged_one_has_no_moments_of_that(tmp_path:
     damage(file)
     shards = make_shards(ONE, 0, filled=True)  # as if the damage were found late
     common = load_checkpoint(tmp_path, shards)
-    assert common is not None
     assert common["iteration"] == 0
     assert_true([shard for shard in shards if shard.state == "param"])
     assert not any(shard.values.any() for shard in shards if shard.state != "param")
@@ -132,7 +128,6 @@ def test_a_newer_format_is_refused_and_not_passed_over(saved: Path) -> None:
 def test_a_file_that_is_not_listed_is_not_read(saved: Path) -> None:
     """As if the metadata were replaced without the manifest."""
     manifest = read_manifest(saved)
-    assert manifest is not None
     with pytest.raises(DamagedError, match="other is not in"):
         manifest.check_sizes(["other"])
     load_checkpoint(saved.parent, shards := make_shards(ONE, 0, filled=False))

@@ -107,7 +107,6 @@ def test_messages_and_the_common_part(tmp_path: Path) -> None:
         f"  successfully saved checkpoint from iteration     100 to {tmp_path}",
         f"  successfully loaded checkpoint from {tmp_path} at iteration 100",
     ]
-    assert common is not None
     assert {name: common[name] for name in state} == state
     assert common["iteration"] == 100
 
@@ -125,7 +124,6 @@ def test_an_earlier_iteration_can_be_asked_for(one: Path) -> None:
     assert not any(tensor.any() for tensor in load_parameters(one).values())
     shards = make_shards(ONE, 0, filled=False)
     common = load_checkpoint(one, shards, wanted=Loading(iteration=100))
-    assert common is not None
     assert common["iteration"] == 100
     assert_true(shards)
 

@@ -39,7 +39,6 @@ def save(root: Path, cut: Cut) -> list[str]:
 def load(root: Path, cut: Cut) -> int:
     shards = make_shards(cut, dist.get_rank(), filled=False)
     common = load_checkpoint(root, shards)
-    assert common is not None
     assert_true(shards)
     return int(common["by"])
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemReader
 
 import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
@@ -59,7 +59,6 @@ def small_files() -> Iterator[None]:
 def test_every_element_is_in_exactly_one_chunk(saved: Path) -> None:
     metadata = read_metadata(saved)
     for name, state in metadata.state_dict_metadata.items():
-        assert isinstance(state, TensorStorageMetadata)
         parameter = name.partition(".")[2]
         assert tuple(state.size) == SHAPES[parameter]
         seen = torch.zeros(state.size, dtype=torch.int64)
@@ -90,7 +89,6 @@ def test_a_file_is_no_larger_than_told(tmp_path: Path, monkeypatch: pytest.Monke
     metadata = read_metadata(tmp_path / "iter_0000100")
     for index, place in metadata.storage_data.items():
         state = metadata.state_dict_metadata[index.fqn]
-        assert isinstance(state, TensorStorageMetadata)
         (size,) = (prod(c.sizes) for c in state.chunks if c.offsets == index.offset)
         contents.setdefault(place.relative_path, []).append(size * state.properties.dtype.itemsize)
     assert len(contents) > 3
@@ -114,7 +112,6 @@ def test_dcp_itself_reads_the_same_metadata(saved: Path) -> None:
 def reseal(directory: Path) -> None:
     """As a forger would: rewrites the manifest for the current metadata."""
     manifest = read_manifest(directory)
-    assert manifest is not None
     sums = dict(manifest.files) | {".metadata": sum_of((directory / ".metadata").read_bytes())}
     write_manifest(directory, manifest.iteration, sums, {})
 
@@ -152,7 +149,6 @@ def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Pat
 def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
     metadata = read_metadata(saved)
     state = metadata.state_dict_metadata["exp_avg.block.wide"]
-    assert isinstance(state, TensorStorageMetadata)
     missing = state.chunks.pop().sizes.numel()
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(saved)

@@ -45,7 +45,6 @@ def on(tmp_path: Path) -> str:
 
 def estimated(config: RunConfig) -> Estimate:
     workload = workload_of(config, "cuda")
-    assert workload is not None
     return Estimator(workload).estimate(workload.candidate(config.strategy))
 
 

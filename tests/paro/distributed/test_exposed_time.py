@@ -29,8 +29,6 @@ def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None
     threading.Timer(0.3, gate.set).start()
     exposure.wait(WaitKind.GATHER, AllEvents([inside]))
     exposed = exposure.take()
-    assert exposed.inter is not None
-    assert exposed.intra is not None
     assert exposed.inter > 0.1  # of the 0.3, even if this thread began to wait late
     assert exposed.intra > SECONDS / 2
     assert exposed.gather >= exposed.intra + exposed.inter
@@ -58,7 +56,6 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
         streams.submit(INTER, nap)
     exposed = exposure.take()
     assert exposed.gather_updated >= SECONDS
-    assert exposed.inter is not None
     assert SECONDS <= exposed.inter <= exposed.gather_updated
     assert exposed.intra == 0.0
 

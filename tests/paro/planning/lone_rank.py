@@ -87,7 +87,6 @@ class LoneRank:
             travel = make_gather(layout, world, links, AlgorithmChoice(names=("native",)))
         elif layout.ring > 1:
             travel = make_rings(layout, world, links)
-        assert isinstance(self.model.model, Llama)
         self.model.model.core = make_context_attention(layout, world, links, travel, "auto")
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
@@ -159,7 +158,6 @@ def allocated_at_most(work: Callable[[], object], device: str = "cpu") -> int:
             work()
     finally:
         gc.enable()
-    assert recorded.profiler is not None
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert events, "this torch records no allocations"
     allocated = peak = 0

@@ -21,7 +21,6 @@ from paro.planning.search.search_space import Materialize
 from paro.planning.search.trainable import Trainable
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
-from paro.rotation.rotated_model import RotatedModel
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
@@ -175,7 +174,6 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
         SMALL, strategy, topology, PrecisionConfig(compute="fp32"), in_place=in_place
     )
     model, notes = rank.model, list[str]()
-    assert isinstance(model, RotatedModel)
     model._ring._streams = Noted(notes)
     attention = next(part for part in model._parts if part.spec.method == "attention")
     computed = attention._of_slice

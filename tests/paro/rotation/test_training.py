@@ -20,7 +20,6 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
-from paro.rotation.rotated_model import RotatedModel
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.memory_check import predict_memory
 from paro.training.placement import check_placement, placement_lines
@@ -84,7 +83,6 @@ def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
     optimizer = training.optimizer
     if load:
         common = load_checkpoint(root, optimizer.flat_shards())
-        assert common is not None
         optimizer.loaded(num_steps=common["num_steps"])
     else:
         run_steps(config, training, datasets)
@@ -139,7 +137,6 @@ class LateMessage:
 def delay_shifts(training: Training) -> None:
     """Delays every slice."""
     model = training.model
-    assert isinstance(model, RotatedModel)
     send = model._ring._send
 
     def late(tensor: Tensor, turn: Turn, tag: int) -> LateMessage:
@@ -177,7 +174,6 @@ def test_late_slices_change_nothing(more: str) -> None:
                 assert torch.equal(values, other.parameters[name]), name
         for step in without.steps:  # without overlap, all time of shifts is exposed
             exposed = step.exposed
-            assert exposed.intra is not None
             assert min(exposed.gather, exposed.reduce) > 0.0
             assert 0.0 < exposed.intra <= exposed.total
 
@@ -191,8 +187,6 @@ def test_what_is_sent_once_a_step_is_exposed_where_nothing_overlaps() -> None:
     for trained in run_ranks(train_without_overlap, 4, "--paro-strategy IIG"):
         for step in trained.steps:
             exposed = step.exposed
-            assert exposed.intra is not None
-            assert exposed.inter is not None
             assert min(exposed.intra, exposed.inter) > 0.0
             assert exposed.intra + exposed.inter <= exposed.total
 

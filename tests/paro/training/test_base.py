@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import TensorStorageMetadata
 
 from model.units import parameter_shapes
 from paro.arguments.parser import parse_args
@@ -92,7 +91,6 @@ def test_it_resumes_bit_for_bit(base: Path, tmp_path: Path, compute: str) -> Non
     assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
     _, training, resumed = started(f"{compute} {LAST} --load {out} --save {out}")
     assert_equal(training, saved)
-    assert resumed.base is not None
     assert resumed.base["folder"] == str(base)
     save = f"--save {tmp_path / 'next'}"
     for words, is_kept in (
@@ -110,7 +108,6 @@ def test_it_resumes_bit_for_bit(base: Path, tmp_path: Path, compute: str) -> Non
 def test_a_run_without_a_checkpoint_to_begin_with_saves_all(tmp_path: Path) -> None:
     saved = trained(f"{LAST} --save {tmp_path}")
     common = read_common(tmp_path)
-    assert common is not None
     assert common["base"] is None
     assert_equal(started(f"{LAST} --load {tmp_path}")[1], saved)
 
@@ -129,7 +126,6 @@ def test_a_base_that_moved_is_named(base: Path, part: Path, tmp_path: Path) -> N
     moved = f"--base {tmp_path / 'moved'}"
     _, training, resumed = started(f"{LAST} --load {part} {moved} --save {part}")
     assert_equal(training, saved)
-    assert resumed.base is not None
     assert resumed.base["folder"] == str(tmp_path / "moved")
     refuses(f"{LAST} --load {part} --base {tmp_path}", "give another --base")
 
@@ -253,7 +249,6 @@ def written_bytes(root: Path) -> int:
     assert folder is not None
     written = 0
     for tensor in read_metadata(folder).state_dict_metadata.values():
-        assert isinstance(tensor, TensorStorageMetadata)
         written += tensor.size.numel() * tensor.properties.dtype.itemsize
     return written
 

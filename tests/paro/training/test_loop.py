@@ -211,7 +211,6 @@ def test_evaluation_goes_on_micro_batch_by_micro_batch() -> None:
 def test_norms_and_zeros_reach_the_record_where_they_are_asked_for() -> None:
     asked = run_loop("--train-iters 2 --eval-iters 0 --log-params-norm --log-num-zeros-in-grad")
     for record in asked.records:
-        assert record.params_norm is not None
         assert record.params_norm > 1.0
         assert record.num_zeros is not None
     (silent,) = run_loop("--train-iters 1 --eval-iters 0").records

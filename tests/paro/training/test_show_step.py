@@ -28,7 +28,6 @@ BITS = "--paro-inter-param-bits 4 --paro-inter-grad-bits 4"
 def listing(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines of the listing, without its columns' alignment."""
     found = re.search(r"^> a step, action by action.*?\n(?=>)", printed(words, capsys), re.M | re.S)
-    assert found is not None
     return [re.sub(r" +", " ", line).strip() for line in found[0].splitlines()]
 
 
@@ -48,7 +47,6 @@ def test_the_page_of_architecture_shows_what_the_command_prints(
         page,
         re.M | re.S,
     )
-    assert found is not None
     command, output = found.groups()
     assert f"\n{output}> " in printed(" ".join(shlex.split(command)), capsys)
 

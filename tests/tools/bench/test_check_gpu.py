@@ -198,7 +198,6 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     ended = runner(tmp_path).python("sleeper", ["-c", parent])
     assert ended.timed_out
     assert time.monotonic() - begin < 30
-    assert ended.failure is not None
     assert "the part's time was over" in ended.failure
 
 

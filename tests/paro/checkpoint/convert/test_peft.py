@@ -319,7 +319,6 @@ def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, tmp_path: Path)
     edited(tmp_path / "peft", {"use_rslora": True}, load_file(root / "peft" / WEIGHTS))
     back = converted(tmp_path, "peft", "paro", "peft", "back", "--base", str(root / "base"))
     lora = open_native(back).lora
-    assert lora is not None
     assert lora.scaling == pytest.approx(6 / sqrt(3))
     assert (lora.rank, lora.targets) == (3, ("wv", "wo", "w_up"))
 

@@ -255,13 +255,11 @@ def test_links_are_fitted_to_the_fastest(axes: Axes, nic: Nic, steps: int, share
         for size in (4_000, 64_000, 1_000_000)
     ]
     fitted = fit_link(machine(nic=nic, measured=(*rows, *FEW_STEPS)), Link(axes.value))
-    assert fitted is not None
     assert fitted.latency_seconds == pytest.approx(latency, rel=1e-6)
     assert fitted.bits_per_second == pytest.approx(bits, rel=1e-6)
     assert not fitted.is_typed
     # Hand-written values stay; a faster link leaves more of the time to latency.
     other = fit_link(machine(nic=nic, measured=tuple(rows)), Link(axes.value), 2 * bits)
-    assert other is not None
     assert other.bits_per_second == 2 * bits
     assert other.latency_seconds > latency
     assert other.is_typed
@@ -275,7 +273,6 @@ def test_links_that_nobody_measured() -> None:
 def test_one_size_alone_is_all_bandwidth() -> None:
     rows = tuple(replace(row, axes=Axes.INTER) for row in measured("ring", {10**6: 0.08}))
     fitted = fit_link(machine(measured=rows), Link.INTER)
-    assert fitted is not None
     assert (fitted.bits_per_second, fitted.latency_seconds) == (5 * 10**7, 0.0)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.shifts import make_ring
 from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import InlineStreams
@@ -114,7 +113,6 @@ def test_the_pipeline_s_buffers_are_predicted(
     for _ in range(2):
         rank.step(2)
     collectives = rank.model.context.collectives
-    assert isinstance(collectives, PipelinedCollectives)
     held = sum(
         slot.numel()
         for buffers in collectives._memory.values()

@@ -60,7 +60,6 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
         assert f"the least is {least / 1e9:.1f} GB" in why_nothing_fits(given, found)
         return
     fastest = min(estimate.seconds for estimate in fitting)
-    assert found.best is not None
     assert found.best.fits
     assert found.best.seconds <= fastest * (1 + MEMORY_TIE) / (1 - RESOLUTION)
     as_fast = [e for e in fitting if e.seconds <= fastest * (1 + TIE)]
@@ -68,7 +67,6 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     assert found.num_candidates == len(everything)
     limit = round(1.5 * gigabytes * 1e9)
     bought = found.with_memory(limit)
-    assert bought is not None
     assert bought.memory_bytes <= limit
     with_more = min(e.seconds for e in everything if e.memory_bytes <= limit)
     assert bought.seconds <= with_more / (1 - MEMORY_TIE)
@@ -121,12 +119,10 @@ def test_as_few_blocks_are_recomputed_as_fit(number: int) -> None:
     limit = round(needs[0] + random.choice((0.0, 0.1, 0.3, 0.6)) * (needs[-1] - needs[0]))
     best = plan(replace(given, memory_bytes=limit), space).best
     first, *_ = best_first(e for e in everything if e.memory_bytes <= limit)
-    assert best is not None
     assert best.memory_bytes <= limit
     assert best.seconds <= first.seconds * (1 + RESOLUTION)
     larger = replace(given, memory_bytes=2 * limit, memory_margin=0.5)
     with_margin = plan(larger, space).best
-    assert with_margin is not None
     assert with_margin.candidate == best.candidate
 
 
@@ -200,7 +196,6 @@ def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
     )
     as_given = SearchSpace(micro_batch_sizes=(1,), collectives=("native",), recomputes=(None,))
     best = plan(given, as_given).best
-    assert best is not None
     assert best.candidate.name == "IIG" == letter_rows(given)[0].candidate.name
     assert best.sent.inter == pytest.approx(5.69e9, rel=1e-3)
     assert best.memory_bytes <= 80e9 == given.device_bytes
