@@ -12,10 +12,9 @@ import pytest
 
 from model.config import LLAMA_PRESETS
 from model.units import num_parameters
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.world import World
 from tests.end_to_end.test_training import run_main
+from tests.helpers.flags import configured
 from tests.helpers.launch_scripts import BIN, EXAMPLES, Started, bash, planned, start
 from tests.helpers.ranks import ROOT
 from tests.helpers.warm_python import warm_python
@@ -134,7 +133,7 @@ def test_its_flags_configure_what_its_name_says(
     saved = tmp_path / "saved here"
     started = start(recorders, script, saved, tmp_path / "board", NNODES=nodes, MASTER_ADDR="n0")
     world = World(size=nodes * 8, ranks_per_node=8)
-    config = RunConfig.from_args(parse_args(started.flags), world)
+    config = configured(started.flags, world)
     preset = LLAMA_PRESETS[size_of(script).upper()]
     assert num_parameters(config.model) == num_parameters(preset)
     assert config.model.vocab_size == preset.vocab_size

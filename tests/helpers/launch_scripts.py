@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig, take_world
 from paro.training.dry_run import PlannedRun, plan_run
+from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -58,5 +57,4 @@ def start(recorders: Path, script: str | Path, *args: object, **environment: obj
 
 
 def planned(started: Started) -> PlannedRun:
-    args = parse_args(started.flags)
-    return plan_run(RunConfig.from_args(args, take_world(args)))
+    return plan_run(configured(started.flags))

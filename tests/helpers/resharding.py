@@ -7,24 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, ranks_by_folder
-from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.report.log import Log
 from paro.strategy import legal_letters
-from paro.training.assembly import build_data, build_sources, build_training, start_state
-from paro.training.placement import check_placement
+from paro.training.assembly import build_data, build_sources
 from paro.training.resume import FROM_NOTHING, load_run
 from paro.training.saving import Saver
-from paro.training.step import Training, TrainState, train_step
-from tests.helpers.training import TINY
+from paro.training.step import train_step
+from tests.helpers.flags import configured
+from tests.helpers.training import TINY, begun, built, whole_states
 
 WORLDS = (1, 2, 4, 6, 8)
 COLLECTIVES = ("native", "flat", "ring", "h-ring", "ho-ring")
@@ -72,9 +66,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The states of one rank at the checkpoint, and the losses after it."""
+    """The states of all ranks at the checkpoint, and the losses after it."""
 
-    held: list[tuple[str, tuple[int, ...], int, Tensor]]  # state, shape, first element, values
+    states: dict[str, Tensor]
     num_steps: int
     iteration: int
     losses: list[float]
@@ -115,7 +109,7 @@ def _draw_setting(drawn: Random, letters: str, *, degrees: bool) -> Setting:
         strategy = ",".join(str(drawn.choice(divisors)) for _ in range(3))
         setting = Setting(world_size=world_size, group_size=group_size, strategy=strategy)
         try:
-            RunConfig.from_args(parse_args(setting.flags()), World(size=world_size))
+            configured(setting.flags(), World(size=world_size))
         except ValueError:
             continue
         break
@@ -132,68 +126,31 @@ def save_and_go_on(
 ) -> Part:
     """Trains, saves, and continues without interruption; begins with the --load of `more`."""
     flags = ["--save", str(root), *(["--async-save"] if asynchronous else []), *more]
-    config, training, log = _build([*setting.flags(), *flags])
+    config, training = built([*setting.flags(), *flags])
+    log = Log(rank=training.control.world.rank)
     resumed = load_run(config, training, log) if config.checkpoint.load else FROM_NOTHING
-    state = start_state(config)
-    source = build_sources(config, build_data(config), training, state).train
+    state, source = begun(config, training)
     for _ in range(STEPS_BEFORE):
         train_step(training, state, source)
-    training.model.wait_for_updated_params()
+    states = whole_states(training, replicas=True)
     claim = Claim(ranks_by_folder(root, training.control), None)
     saver = Saver(config, training, log, claim, resumed=resumed)
     saver.write(state)
-    held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
+    num_steps, iteration = training.optimizer.num_steps, state.iteration
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
     saver.settle()
     training.close()
-    return Part(held, num_steps, iteration, losses)
+    return Part(states, num_steps, iteration, losses)
 
 
 def load_and_go_on(setting: Setting, root: Path, *, more: Sequence[str] = ()) -> Part:
     """Loads and trains to the end."""
-    config, training, log = _build([*setting.flags(), "--load", str(root), *more])
-    state: TrainState | None = load_run(config, training, log).state
+    config, training = built([*setting.flags(), "--load", str(root), *more])
+    state = load_run(config, training, Log(rank=training.control.world.rank)).state
     assert state is not None, "nothing was loaded"
-    held, num_steps, iteration = _held(training), training.optimizer.num_steps, state.iteration
+    states = whole_states(training, replicas=True)
+    num_steps, iteration = training.optimizer.num_steps, state.iteration
     source = build_sources(config, build_data(config, state), training, state).train
     losses = [train_step(training, state, source).loss for _ in range(STEPS_AFTER)]
     training.close()
-    return Part(held, num_steps, iteration, losses)
-
-
-def _build(flags: Sequence[str]) -> tuple[RunConfig, Training, Log]:
-    alone = not dist.is_initialized()
-    world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
-    config = RunConfig.from_args(parse_args(flags), world)
-    control = Control(config.world, device_for(config.runtime, world))
-    training = build_training(config, control)
-    check_placement(config, training)
-    return config, training, Log(rank=world.rank, world_size=world.size)
-
-
-def _held(training: Training) -> list[tuple[str, tuple[int, ...], int, Tensor]]:
-    """Every element of every state on this rank, including replicas."""
-    return [
-        (
-            f"{shard.state}.{piece.box.name}",
-            piece.box.shape,
-            piece.low,
-            shard.values[begin : begin + piece.high - piece.low].clone(),
-        )
-        for shard in training.optimizer.flat_shards()
-        for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
-        for begin in [piece.offset - shard.start]
-    ]
-
-
-def whole_states(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Every state assembled from all ranks; replicated elements must be equal."""
-    whole: dict[str, Tensor] = {}
-    for part in parts:
-        for name, shape, low, values in part.held:
-            flat = whole.setdefault(name, torch.full(shape, torch.nan)).view(-1)
-            there = flat[low : low + values.numel()]
-            assert (there.isnan() | (there == values)).all(), f"replicas of {name} differ"
-            there.copy_(values)
-    assert not any(state.isnan().any() for state in whole.values())
-    return whole
+    return Part(states, num_steps, iteration, losses)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.loader import Datasets
+from data.batch import Batch
 from model.units import parameter_shapes
-from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -27,7 +26,8 @@ from paro.training.assembly import build_data, build_sources, build_training, st
 from paro.training.placement import check_placement
 from paro.training.resume import FROM_NOTHING, Resumed
 from paro.training.saving import Saver
-from paro.training.step import StepResult, Training, train_step
+from paro.training.step import StepResult, Training, TrainState, train_step
+from tests.helpers.flags import configured
 
 # Sizes that need padding on any world: 5 x 7 heads' worth of channels, an odd feed-forward, an odd
 # vocabulary; the norms of the head and the blocks are smaller than the world's alignment.
@@ -59,6 +59,33 @@ class Trained:
     slice_bytes: int = 0  # of parameters, for the largest part that rotates
 
 
+def built(
+    flags: str | Sequence[str], *, control: Control | None = None, frozen: Collection[str] = ()
+) -> tuple[RunConfig, Training]:
+    """A run as the entry script builds it, on the ranks of `control`.
+
+    By default on those of the default group, or in a single process.
+    """
+    world = World()
+    if dist.is_initialized():
+        world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    config = configured(flags, world if control is None else control.world)
+    if frozen:
+        trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
+        trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
+        config = replace(config, trainable=trainable)
+    control = control or Control(config.world, device_for(config.runtime, world))
+    training = build_training(config, control)
+    check_placement(config, training)
+    return config, training
+
+
+def begun(config: RunConfig, training: Training) -> tuple[TrainState, Iterator[Batch]]:
+    """The state and the micro-batches of a run that starts."""
+    state = start_state(config)
+    return state, build_sources(config, build_data(config), training, state).train
+
+
 def train(
     flags: str | Sequence[str],
     *,
@@ -69,23 +96,12 @@ def train(
 ) -> Trained:
     """Trains on the ranks of `control`: by default of the default group, or a single process."""
     argv = flags.split() if isinstance(flags, str) else list(flags)
-    alone = not dist.is_initialized()
-    world = World() if alone else World(rank=dist.get_rank(), size=dist.get_world_size())
-    if control is not None:
-        world = control.world
     if group_size is not None:
         argv += ["--paro-group-size", str(group_size)]
-    config = RunConfig.from_args(parse_args(argv), world)
-    if frozen:
-        trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
-        trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
-        config = replace(config, trainable=trainable)
-    control = control or Control(config.world, device_for(config.runtime, world))
-    training = build_training(config, control)
-    check_placement(config, training)
+    config, training = built(argv, control=control, frozen=frozen)
     if before is not None:
         before(training)
-    steps = run_steps(config, training, build_data(config))
+    steps = run_steps(config, training)
     ledger = training.model.context.ledger
     largest = max(slices_by_part(training.model.units).values(), default=0)
     parameters = whole_parameters(training)
@@ -108,28 +124,38 @@ def slices_by_part(units: Sequence[UnitShards]) -> dict[str, int]:
     return held
 
 
-def run_steps(config: RunConfig, training: Training, datasets: Datasets) -> list[StepResult]:
-    state = start_state(config)
-    source = build_sources(config, datasets, training, state).train
+def run_steps(config: RunConfig, training: Training) -> list[StepResult]:
+    state, source = begun(config, training)
     return [train_step(training, state, source) for _ in range(config.train.train_iters)]
 
 
 def whole_parameters(training: Training) -> dict[str, Tensor]:
     """Every parameter, assembled from all ranks' optimizers."""
+    whole = whole_states(training)
+    return {name.removeprefix("param."): whole[name] for name in whole if name[:6] == "param."}
+
+
+def whole_states(training: Training, *, replicas: bool = False) -> dict[str, Tensor]:
+    """Every state by names such as exp_avg.head.weight, assembled from all ranks' optimizers.
+
+    With `replicas` from all copies, which must be equal. All are in fp32.
+    """
     training.model.wait_for_updated_params()
     mine = [
-        (piece.box.name, piece.box.shape, part.start, shard.values[begin:end].view(part.extent))
+        (f"{shard.state}.{piece.box.name}", piece.box.shape, part.start, values.view(part.extent))
         for shard in training.optimizer.flat_shards()
-        if shard.state == "param" and shard.is_primary_replica
+        if shard.is_primary_replica or replicas
         for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
         for part in rectangles(piece.box, piece.low, piece.high)
         for begin in [piece.offset - shard.start + part.low - piece.low]
-        for end in [begin + part.high - part.low]
+        for values in [shard.values[begin : begin + part.high - part.low].clone()]
     ]
     whole: dict[str, Tensor] = {}
-    for pieces in training.control.gather([(*place, values.clone()) for *place, values in mine]):
+    for pieces in training.control.gather(mine):
         for name, shape, start, values in pieces:
             into = whole.setdefault(name, torch.full(shape, torch.nan))
             corner = tuple(slice(a, a + b) for a, b in zip(start, values.shape, strict=True))
-            into[corner] = values.cpu()
+            there, values = into[corner], values.cpu()
+            assert (there.isnan() | (there == values)).all(), f"replicas of {name} differ"
+            into[corner] = values
     return whole

@@ -22,6 +22,7 @@ from paro.report.record import IterationRecord, RunFacts, summarize
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.dry_run import run_dry
 from paro.training.step import Evaluation, evaluate, train_step
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import workload
@@ -31,9 +32,9 @@ PAIRS = World(size=8, rank=5, ranks_per_node=4, context_parallel_size=2)
 FLAGS = TINY.replace("--micro-batch-size 1", "--micro-batch-size 2") + " --train-iters 10"
 
 
-def configured(words: str = "", world: World = PAIRS) -> RunConfig:
+def run_of(words: str = "", world: World = PAIRS) -> RunConfig:
     share = f"--context-parallel-size {world.context_parallel_size} --cp-comm-type a2a"
-    return RunConfig.from_args(parse_args(f"{FLAGS} {share} {words}".split()), world)
+    return configured(f"{FLAGS} {share} {words}", world)
 
 
 def test_ranks_that_share_samples_are_one_data_parallel_rank() -> None:
@@ -44,20 +45,20 @@ def test_ranks_that_share_samples_are_one_data_parallel_rank() -> None:
 
 
 def test_batches_count_data_parallel_ranks() -> None:
-    assert configured().batches.global_batch_size == 2 * 4
-    batches = configured("--global-batch-size 24").batches
+    assert run_of().batches.global_batch_size == 2 * 4
+    batches = run_of("--global-batch-size 24").batches
     assert batches.num_micro_batches_at(0) == batches.num_eval_micro_batches == 3
     assert batches.samples_after(10) == 240
-    refused(lambda: configured("--global-batch-size 12"), "times 4 data-parallel ranks")
+    refused(lambda: run_of("--global-batch-size 12"), "times 4 data-parallel ranks")
     args = parse_args(f"{FLAGS} --micro-batch-size 3 --global-batch-size 20".split())
     assert better_values(args, PAIRS.data_parallel_size) == {"micro_batch_size": 1}
-    (line,) = nodes_line(configured("--global-batch-size 40").batches, replace(PAIRS, size=12))
+    (line,) = nodes_line(run_of("--global-batch-size 40").batches, replace(PAIRS, size=12))
     assert "restart on 1 and 2 of 3 nodes" in line
 
 
 def test_every_pair_of_ranks_reads_samples_of_its_own() -> None:
     read: list[list[int]] = []
-    config = configured("--global-batch-size 24")
+    config = run_of("--global-batch-size 24")
     datasets = build_data(config)
     for rank in range(PAIRS.size):
         control = PlannedControl(replace(PAIRS, rank=rank), torch.device("meta"))
@@ -73,7 +74,7 @@ def test_losses_and_dropout_count_data_parallel_ranks(
     per_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A control that multiplies sums by the ranks: as if all of them had these losses."""
-    alone = configured("--global-batch-size 4", World())
+    alone = run_of("--global-batch-size 4", World())
     training = build_training(alone, Control(World(), CPU))
     state = start_state(alone)
     datasets = build_data(alone)
@@ -102,7 +103,7 @@ def test_losses_and_dropout_count_data_parallel_ranks(
 
 def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--global-batch-size 24 --peak-tflops 1 --dry-run --world-size 8"
-    config = configured(flags, replace(PAIRS, rank=0))
+    config = run_of(flags, replace(PAIRS, rank=0))
     training = build_training(config, PlannedControl(config.world, torch.device("meta")))
     facts: RunFacts = run_facts(config, training)
     step = IterationRecord(

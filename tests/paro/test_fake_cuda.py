@@ -18,9 +18,7 @@ from torch import Tensor
 
 from model import fusion
 from model.llama import Block
-from paro.arguments.parser import parse_args
 from paro.collectives import wire
-from paro.config.run import RunConfig
 from paro.distributed import groups
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
@@ -28,9 +26,10 @@ from paro.optim import adamw
 from paro.quantization import blocks
 from paro.strategy import legal_letters
 from paro.training import step
-from paro.training.assembly import build_data, build_sources, build_training, start_state
+from paro.training.assembly import build_training
 from tests.helpers.fake_cuda import GPU, Note, Recorder, build, fake_cuda, noted, run_apart
-from tests.helpers.training import TINY
+from tests.helpers.flags import configured
+from tests.helpers.training import TINY, begun
 from tests.paro.planning.lone_rank import silence
 
 pytestmark = [pytest.mark.process, pytest.mark.compiler]
@@ -153,10 +152,9 @@ def run(case: Case, recorder: Recorder) -> tuple[list[Note], list[Note], list[No
     world = World() if rank is None else World(rank=rank, size=4, local_rank=rank, ranks_per_node=4)
     words = f"{FLAGS} --global-batch-size {MICRO_BATCHES * world.size} {case.flags}"
     words += "" if rank is None else " --paro-group-size 2"
-    config = RunConfig.from_args(parse_args(words.split()), world)
+    config = configured(words, world)
     training = build_training(config, PlannedControl(world, GPU))
-    state = start_state(config)
-    source = build_sources(config, build_data(config), training, state).train
+    state, source = begun(config, training)
     forward_backward, after = step._forward_backward, []
 
     def marked(*args: Any) -> Tensor:

@@ -18,7 +18,7 @@ from data.tokenizer import NullTokenizer
 from model.config import RecomputeConfig
 from model.lora_config import LoraConfig
 from paro.arguments.megatron import rule_of
-from paro.arguments.parser import build_parser, parse_args
+from paro.arguments.parser import build_parser
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
@@ -30,6 +30,7 @@ from paro.planning.search.trainable import Trainable
 from paro.strategy import Strategy
 from tests.helpers.corpora import write_corpus
 from tests.helpers.field_reads import field_reads
+from tests.helpers.flags import configured
 from tests.helpers.gpt2 import write_gpt2
 from tests.helpers.house import ROOT, is_within
 
@@ -215,7 +216,7 @@ CASES = {
 
 
 def configure(words: str) -> RunConfig:
-    return RunConfig.from_args(parse_args(words.split()), World(size=4, ranks_per_node=2))
+    return configured(words, World(size=4, ranks_per_node=2))
 
 
 def without(flags: tuple[str, ...]) -> str:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from data.loader import Datasets
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
@@ -24,13 +23,12 @@ from paro.errors import RunError
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
-from paro.training.assembly import build_sources, start_state
 from paro.training.replicas import check_replicas
 from paro.training.step import StepResult, Training, evaluate, train_step
 from tests.helpers import training as training_of_tests
 from tests.helpers.late_streams import LateStreams, poisoned_buffers
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, Trained, save_run, train
+from tests.helpers.training import TINY, Trained, begun, save_run, train
 from tests.helpers.waits import Wait, all_waits
 from tests.paro.late_mutations import (
     AHEAD,
@@ -75,12 +73,9 @@ def flags_for(strategy: str, more: str = "") -> str:
     return f"{TINY} --train-iters 6 --global-batch-size 8 --paro-strategy {strategy} {more}"
 
 
-def steps_and_evaluations(
-    config: RunConfig, training: Training, datasets: Datasets
-) -> list[StepResult | float]:
+def steps_and_evaluations(config: RunConfig, training: Training) -> list[StepResult | float]:
     """Trains, evaluates, trains, and saves if the run has a folder for it."""
-    state = start_state(config)
-    source = build_sources(config, datasets, training, state).train
+    state, source = begun(config, training)
     values: list[StepResult | float] = []
     # An evaluation waits for all gathers of updates: two steps in a row leave them in flight.
     values += [train_step(training, state, source) for _ in range(2)]

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from model.units import parameter_shapes
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.world import World
 from paro.planning.cost_model import in_buckets, traffic_per_step
@@ -21,6 +19,7 @@ from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
 from paro.topology import AxisSpan, make_topology
 from paro.training.step import Training
+from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
 
@@ -74,8 +73,7 @@ def assert_formulas(
     trained: Trained, flags: str, world_size: int, group_size: int, rank: int | None = None
 ) -> None:
     """Compares bytes sent from the second step on; padding counts on both sides."""
-    argv = [*flags.split(), "--paro-group-size", str(group_size)]
-    config = RunConfig.from_args(parse_args(argv), World(rank=0, size=world_size))
+    config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
     topology = make_topology(
         world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
     )
@@ -365,7 +363,7 @@ def train_late(flags: str, frozen: Sequence[str]) -> list[Trained]:
 @pytest.mark.ranks
 def test_a_gradient_never_overtakes_the_reduction_of_the_one_before() -> None:
     # One trained unit: the next micro-batch's gradient arrives while the last is still being sent.
-    config = RunConfig.from_args(parse_args([*TINY.split(), "--train-iters", "1"]), World())
+    config = configured(f"{TINY} --train-iters 1")
     frozen = [name for name in parameter_shapes(config.model) if not name.startswith("head.")]
     flags = f"{TINY} --train-iters 2 --global-batch-size 8 --paro-strategy GGG"
     for without, overlapped in run_ranks(train_late, 2, flags, frozen):

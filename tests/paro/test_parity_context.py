@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.search.run_memory import RunMemory, sent_per_step
@@ -20,6 +18,7 @@ from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.memory_check import plan_of
 from paro.training.step import Evaluation, Training, evaluate
+from tests.helpers.flags import configured
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import Trained, train
 from tests.helpers.waits import changed
@@ -143,7 +142,7 @@ def run(flags: str, group_size: int | None, frozen: tuple[str, ...]) -> Run:
     found: list[Evaluation] = []
 
     def before(training: Training) -> None:
-        config = RunConfig.from_args(parse_args(flags.split()), training.control.world)
+        config = configured(flags, training.control.world)
         (valid,) = build_sources(config, build_data(config), training, start_state(config)).valid
         batches: Any = valid.batches
         batches.fetch.token_bytes = np.arange(config.vocab_size)
@@ -190,8 +189,7 @@ def check(
 
 
 def predicted(case: Case, world: World, group_size: int) -> Sent:
-    argv = [*case.flags().split(), "--paro-group-size", str(group_size)]
-    config = RunConfig.from_args(parse_args(argv), world)
+    config = configured(f"{case.flags()} --paro-group-size {group_size}", world)
     plan, batches = plan_of(config, "cpu"), config.batches
     units = RunMemory(None).units(plan)
     return sent_per_step(plan, units, batches.num_micro_batches_at(0), world.rank)

@@ -7,12 +7,11 @@ import re
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
 from paro.collectives.shifts import scratch_numel
-from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
 from paro.topology import make_topology
+from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import (
@@ -70,10 +69,7 @@ def reference(
 
 
 def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
-    config = RunConfig.from_args(
-        parse_args([*flags.split(), "--paro-group-size", str(group_size)]),
-        World(rank=0, size=world_size),
-    )
+    config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
     degree = config.strategy.params
     in_place = IN_PLACE in flags
     units = config.trainable.units(

@@ -17,12 +17,11 @@ from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatches
 from data.tokenizer_config import TokenizerConfig
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
 from tests.helpers.corpora import write_conversations, write_corpus
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tools.inspect_dataset import main
 from tools.inspection import contents
@@ -190,7 +189,7 @@ def test_dumped_samples_are_those_of_a_training(
     main(["--dump-samples", str(dumped), *flags])
     lines = [json.loads(line) for line in dumped.read_text().splitlines()]
     assert all(list(line) == ["tokens"] for line in lines)
-    config = RunConfig.from_args(parse_args([*flags, *TRAINING]), World(size=4, ranks_per_node=4))
+    config = configured([*flags, *TRAINING], World(size=4, ranks_per_node=4))
     datasets = build_data(config)
     ranks = [
         MicroBatches(

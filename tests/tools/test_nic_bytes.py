@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.units import units_of
 from paro.strategy import legal_letters
 from paro.topology import make_topology
+from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS, WAYS
 from tools.cluster.launch import run
@@ -30,7 +29,7 @@ def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
     letters, _, way = strategy.partition("+")
     words = f"{FLAGS} --paro-strategy {letters} {WAYS[way]} --global-batch-size {2 * size}"
     world = World(size=size, ranks_per_node=group_size)
-    config = RunConfig.from_args(parse_args(words.split()), world)
+    config = configured(words, world)
     degrees = config.strategy.degrees
     topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
     degree = config.strategy.params if _rotates(strategy) else 1

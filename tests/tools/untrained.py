@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
-from paro.training.assembly import build_training
 from paro.training.step import Training
-from tests.helpers.training import save_run
+from tests.helpers.training import built, save_run
 from tools.convert_checkpoint import main
 
 SIZES = (
@@ -23,9 +17,7 @@ SIZES = (
 
 def trained(folder: Path, *flags: str, sizes: str = SIZES) -> tuple[RunConfig, Training]:
     """A run as the trainer builds it."""
-    words = [*sizes.split(), "--save", str(folder), *flags]
-    config = RunConfig.from_args(parse_args(words), World())
-    return config, build_training(config, Control(World(), torch.device("cpu")))
+    return built([*sizes.split(), "--save", str(folder), *flags])
 
 
 def save_untrained(folder: Path, flags: str) -> Path:

@@ -19,7 +19,6 @@ from tests.helpers.resharding import (
     draw_pairs,
     load_and_go_on,
     save_and_go_on,
-    whole_states,
 )
 
 TOLERANCE = 1e-5
@@ -57,7 +56,7 @@ def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) 
         else:
             assert names
             assert all(map(is_adapter, names))
-    saved, loaded = whole_states(there), whole_states(here)
+    saved, loaded = there[0].states, here[0].states
     assert saved.keys() == loaded.keys()
     kinds = {"param", "exp_avg", "exp_avg_sq"}
     kinds |= {"momentum_buffer"} if MUON in before.more else set()

@@ -13,9 +13,6 @@ import torch
 from torch import Tensor
 
 from model.config import LLAMA_PRESETS
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
-from paro.distributed.world import World
 from paro.optim.deal import (
     Matrix,
     Places,
@@ -32,10 +29,9 @@ from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import parse_strategy
 from paro.training.step import Training
-from tests.helpers.training import TINY
+from tests.helpers.training import TINY, built
 from tests.paro.planning.lone_rank import allocated_at_most
 from tests.paro.planning.on_ranks import on_ranks
-from tests.paro.training.test_base import built
 
 FP32 = "--muon-fp32-matmul-prec highest"
 RUN = f"{TINY} --train-iters 20 --clip-grad 0 --optimizer muon {FP32}"
@@ -59,7 +55,7 @@ def parameters(training: Training) -> dict[str, Tensor]:
 
 def trained(flags: str, num_steps: int = 20) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Parameters before and after steps with random gradients."""
-    training = built(RunConfig.from_args(parse_args(f"{RUN} {flags}".split()), World()))
+    _, training = built(f"{RUN} {flags}")
     before = {name: values.clone() for name, values in parameters(training).items()}
     for step in range(num_steps):
         for unit in training.model.trainable_units:
@@ -272,7 +268,7 @@ def test_whole_blocks_cross_groups_with_adamws_bytes(
 
 
 def test_memory_of_rounds_is_what_a_step_allocates() -> None:
-    training = built(RunConfig.from_args(parse_args(RUN.split()), World()))
+    _, training = built(RUN)
     (muon,) = training.optimizer.muons
     step = partial(training.optimizer.step, lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
     step()

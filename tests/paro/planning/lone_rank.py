@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.units import parameter_shapes
-from paro.arguments.parser import parse_args
 from paro.collectives import wire
 from paro.collectives.choice import AlgorithmChoice
 from paro.config.run import RunConfig
@@ -42,6 +41,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.strategy import Strategy
 from paro.topology import Topology
 from paro.training import assembly
+from tests.helpers.flags import configured
 from tests.helpers.training import TINY
 
 
@@ -106,7 +106,7 @@ class LoneRank:
 
 @cache
 def _any_run() -> RunConfig:
-    return RunConfig.from_args(parse_args(f"{TINY} --train-iters 1".split()), World())
+    return configured(f"{TINY} --train-iters 1")
 
 
 def lone_rank(

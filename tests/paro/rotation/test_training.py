@@ -13,19 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.arguments.parser import parse_args
 from paro.collectives.shifts import Turn
 from paro.collectives.wire import Pending
-from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.process_group import device_for
-from paro.distributed.world import World
-from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.memory_check import predict_memory
-from paro.training.placement import check_placement, placement_lines
+from paro.training.placement import placement_lines
 from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import Trained, run_steps, train, whole_parameters
+from tests.helpers.training import Trained, begun, built, run_steps, train, whole_parameters
 from tests.paro.checkpoint.toy_run import load_checkpoint, save_checkpoint
 from tests.paro.test_parity_rotation import MODEL
 
@@ -39,15 +33,6 @@ BF16 = [
     "--bf16 --paro-strategy IIG --accumulate-allreduce-grads-in-fp32",
     "--fp16 --loss-scale 1024 --paro-strategy III",
 ]
-
-
-def built(flags: str, group_size: int) -> tuple[RunConfig, Training]:
-    world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    argv = [*flags.split(), "--paro-group-size", str(group_size)]
-    config = RunConfig.from_args(parse_args(argv), world)
-    training = build_training(config, Control(world, device_for(config.runtime, world)))
-    check_placement(config, training)
-    return config, training
 
 
 def train_all(base: str, flag_lists: Sequence[str]) -> list[Trained]:
@@ -78,19 +63,17 @@ class Kept(NamedTuple):
 
 
 def save_or_load(flags: str, root: Path, *, load: bool) -> Kept:
-    config, training = built(f"{flags} --train-iters 3", 2)
-    datasets = build_data(config)
+    config, training = built(f"{flags} --train-iters 3 --paro-group-size 2")
     optimizer = training.optimizer
     if load:
         common = load_checkpoint(root, optimizer.flat_shards())
         optimizer.loaded(num_steps=common["num_steps"])
     else:
-        run_steps(config, training, datasets)
+        run_steps(config, training)
         save_checkpoint(root, 3, optimizer.flat_shards(), {"num_steps": optimizer.num_steps})
     parameters = whole_parameters(training)
-    sources = build_sources(config, datasets, training, start_state(config))
-    held_out = evaluate(training, sources.train, 2).loss
-    next_slot = [step.loss for step in run_steps(config, training, datasets)]
+    held_out = evaluate(training, begun(config, training)[1], 2).loss
+    next_slot = [step.loss for step in run_steps(config, training)]
     training.close()
     return Kept(parameters, held_out, next_slot)
 
@@ -192,7 +175,7 @@ def test_what_is_sent_once_a_step_is_exposed_where_nothing_overlaps() -> None:
 
 
 def what_is_printed(flags: str) -> tuple[list[str], str]:
-    config, training = built(f"{flags} --train-iters 1", 2)
+    config, training = built(f"{flags} --train-iters 1 --paro-group-size 2")
     lines = placement_lines(config, training)
     moment = predict_memory(config, training.device.type).describe()
     training.close()

@@ -14,14 +14,9 @@ from torch import Tensor, nn
 from model import fp8, layers
 from model.config import RecomputeConfig
 from model.fp8 import Fp8, Operand
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.precision import PrecisionConfig
-from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import train_step
-from tests.helpers.training import TINY
+from tests.helpers.training import TINY, begun, built
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.memory.test_gathering import SMALL
 from tests.paro.planning.on_ranks import on_ranks
@@ -125,11 +120,8 @@ def test_nothing_is_kept_after_backward(
 
 def trained(more: str) -> list[Tensor]:
     """The losses of steps and of evaluations after them, with values set in between."""
-    world = World()
-    config = RunConfig.from_args(parse_args(f"{FLAGS} {more}".split()), world)
-    training = build_training(config, Control(world, torch.device("cpu")))
-    state = start_state(config)
-    source = build_sources(config, build_data(config), training, state).train
+    config, training = built(f"{FLAGS} {more}")
+    state, source = begun(config, training)
     tokens_BS = torch.arange(16).view(1, 16)
     found = []
     for _ in range(config.train.train_iters):

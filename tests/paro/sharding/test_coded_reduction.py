@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.precision import PrecisionConfig
@@ -19,9 +18,10 @@ from paro.quantization.formats import BlockFormat
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
 from paro.training.step import Training
+from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states
+from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
 from tests.helpers.training import train
 from tests.paro.sharding.coded_runs import FLAGS, SIZES, Sum, check_sums, record_sums
 from tests.paro.sharding.test_coded_update import DEGREES
@@ -112,9 +112,9 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
 AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
 
 
-def configured(more: str, *, group_size: int = 2) -> RunConfig:
+def run_of(more: str, *, group_size: int = 2) -> RunConfig:
     words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
-    return RunConfig.from_args(parse_args(words.split()), World(size=8, ranks_per_node=2))
+    return configured(words, World(size=8, ranks_per_node=2))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def configured(more: str, *, group_size: int = 2) -> RunConfig:
     ],
 )
 def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
-    refused(lambda: configured(more, group_size=group_size), line)
+    refused(lambda: run_of(more, group_size=group_size), line)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
     ],
 )
 def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
-    config = configured(more, group_size=8)
+    config = run_of(more, group_size=8)
     assert not config.precision.has_codes
     assert not config.precision.inter_grad_error_feedback
     (line,) = [line for line in config.notices if "without effect" in line]
@@ -167,7 +167,7 @@ def test_feedback_needs_one_scale_of_the_loss() -> None:
     ],
 )
 def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
-    notices = configured(f"{EIGHT} --paro-strategy {strategy}").notices
+    notices = run_of(f"{EIGHT} --paro-strategy {strategy}").notices
     said = [notice for notice in notices if EIGHT in notice]
     assert len(said) == (line is not None)
     assert line is None or line in said[0]
@@ -176,7 +176,7 @@ def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
 @pytest.mark.parametrize("strategy", ["IIG", "NNN", "2,2,4"])
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     plans = [
-        plan_run(configured(f"--paro-strategy {strategy} {more}"))
+        plan_run(run_of(f"--paro-strategy {strategy} {more}"))
         for more in ("", EIGHT, f"{EIGHT} {FEEDBACK}")
     ]
     codes = [plan.memory.codes for plan in plans]
@@ -193,7 +193,7 @@ def test_a_resumed_run_remembers_what_codes_lost(tmp_path: Path) -> None:
     setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
     there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
     here = run_ranks(load_and_go_on, 4, setting, tmp_path)
-    saved, loaded = whole_states(there), whole_states(here)
+    saved, loaded = there[0].states, here[0].states
     errors = [name for name in saved if name.startswith("grad_errors.")]
     assert len(errors) == 4, "one for each unit"
     assert all(saved[name].any() for name in errors)
@@ -203,7 +203,7 @@ def test_a_resumed_run_remembers_what_codes_lost(tmp_path: Path) -> None:
     assert here[0].losses == there[0].losses
     other = replace(setting, strategy="NII")
     moved = run_ranks(load_and_go_on, 4, other, tmp_path)
-    forgotten = {name: v for name, v in whole_states(moved).items() if name.startswith("grad_")}
+    forgotten = {name: v for name, v in moved[0].states.items() if name.startswith("grad_")}
     assert len(forgotten) == 4
     assert not any(values.any() for values in forgotten.values())
     assert moved[0].losses == pytest.approx(there[0].losses, rel=5e-3)

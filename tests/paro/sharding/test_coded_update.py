@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.quantization.formats import BlockFormat
@@ -16,9 +15,10 @@ from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import CodedUpdate
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
+from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on, whole_states
+from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
 from tests.paro.sharding.coded_runs import FLAGS, SIZES, Recorded, check_updates, record_all
 from tests.paro.test_parity import assert_formulas
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     setting = Setting(world_size=4, group_size=2, strategy="IIG", more=f"{SIZES} {FOUR}")
     there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
     here = run_ranks(load_and_go_on, 4, setting, tmp_path)
-    saved, loaded = whole_states(there), whole_states(here)
+    saved, loaded = there[0].states, here[0].states
     assert saved.keys() == loaded.keys()
     for name, values in saved.items():
         assert values.dtype == loaded[name].dtype
@@ -171,7 +171,7 @@ def test_resumed_on_other_ranks_and_with_other_bits(
     ]
     there = run_ranks(save_and_go_on, before[0], settings[0], tmp_path, asynchronous=False)
     here = run_ranks(load_and_go_on, after[0], settings[1], tmp_path)
-    saved, loaded = whole_states(there), whole_states(here)
+    saved, loaded = there[0].states, here[0].states
     for name, values in loaded.items():
         source = saved.get(name)
         if source is None:  # saved by a run that sent exactly
@@ -180,13 +180,13 @@ def test_resumed_on_other_ranks_and_with_other_bits(
     assert here[0].losses == pytest.approx(there[0].losses, rel=5e-3)
 
 
-def configured(more: str, *, group_size: int = 2) -> RunConfig:
+def run_of(more: str, *, group_size: int = 2) -> RunConfig:
     words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
-    return RunConfig.from_args(parse_args(words.split()), World(size=8, ranks_per_node=2))
+    return configured(words, World(size=8, ranks_per_node=2))
 
 
 def test_bad_input_is_one_line() -> None:
-    refused(lambda: configured(f"{FOUR} --paro-inter-bits-warmup-iters -1"), "-1 is negative")
+    refused(lambda: run_of(f"{FOUR} --paro-inter-bits-warmup-iters -1"), "-1 is negative")
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_bad_input_is_one_line() -> None:
     ],
 )
 def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
-    notices = configured(f"{FOUR} --paro-strategy {strategy}").notices
+    notices = run_of(f"{FOUR} --paro-strategy {strategy}").notices
     said = [notice for notice in notices if FOUR in notice]
     assert len(said) == (line is not None)
     assert line is None or line in said[0]
 
 
 def test_a_dry_run_counts_bytes_and_memory() -> None:
-    plans = [plan_run(configured(f"{bits} --paro-strategy NNG")) for bits in ("", FOUR)]
+    plans = [plan_run(run_of(f"{bits} --paro-strategy NNG")) for bits in ("", FOUR)]
     held = [
         sum(
             unit.coded_update.encoded.nbytes

@@ -15,18 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import cross_entropy, embedding, layers, llama, matmul
-from paro.arguments.parser import parse_args
 from paro.collectives import wire
 from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.precision import PrecisionConfig
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.rotating import Slot
-from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import Training
-from tests.helpers.training import TINY
+from tests.helpers.training import TINY, begun, built
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL, upper_half
@@ -70,10 +66,7 @@ def _bytes_read(value: object) -> int:
 
 
 def training_of(more: str) -> tuple[RunConfig, Training]:
-    world = World()
-    words = f"{TINY} --global-batch-size 2 --train-iters 1 {more}"
-    config = RunConfig.from_args(parse_args(words.split()), world)
-    return config, build_training(config, Control(world, torch.device("cpu")))
+    return built(f"{TINY} --global-batch-size 2 --train-iters 1 {more}")
 
 
 def passes(more: str) -> Passes:
@@ -88,7 +81,7 @@ def two_micro_batches(
     config: RunConfig, training: Training, watched: AbstractContextManager[object]
 ) -> None:
     model = training.model
-    source = build_sources(config, build_data(config), training, start_state(config)).train
+    _, source = begun(config, training)
     model.begin_step(2)
     for index in range(2):
         batch = next(source)

@@ -12,32 +12,25 @@ import torch
 from torch import Tensor
 
 from model.units import parameter_shapes
-from paro.arguments.parser import parse_args
 from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.directory import find_checkpoint, read_common
 from paro.checkpoint.metadata import read_metadata
 from paro.config.record import trained_lines
 from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.precision import BYTES_OF
 from paro.report.log import Log
-from paro.training.assembly import build_data, build_training
 from paro.training.dry_run import run_dry
 from paro.training.memory_check import checkpoint_bytes
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused, says
-from tests.helpers.training import TINY, run_steps, save_run
+from tests.helpers.training import TINY, built, run_steps, save_run
 from tools.generate import open_model
 
 FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2"
 LAST = "--trainable last-blocks:0.34"  # block 2 of 3
-
-
-def built(config: RunConfig) -> Training:
-    return build_training(config, Control(World(), torch.device("cpu")))
 
 
 def started(words: str) -> tuple[RunConfig, Training, Resumed]:
@@ -45,8 +38,7 @@ def started(words: str) -> tuple[RunConfig, Training, Resumed]:
 
 
 def start(words: str) -> tuple[RunConfig, Training, Resumed]:
-    config = RunConfig.from_args(parse_args(words.split()), World())
-    training = built(config)
+    config, training = built(words)
     is_loaded = config.checkpoint.load is not None
     return config, training, load_run(config, training, Log()) if is_loaded else FROM_NOTHING
 
@@ -54,7 +46,7 @@ def start(words: str) -> tuple[RunConfig, Training, Resumed]:
 def trained(words: str) -> Training:
     """A run of two steps that is saved at its end."""
     config, training, resumed = started(words)
-    run_steps(config, training, build_data(config))
+    run_steps(config, training)
     save_run(config, training, resumed)
     return training
 
@@ -171,8 +163,7 @@ def test_a_dry_run_says_where_the_rest_is(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"{FLAGS} {LAST} --load {base} --save {tmp_path / 'out'} --dry-run --world-size 2"
-    args = parse_args(words.split())
-    run_dry(RunConfig.from_args(args, World(size=2)))
+    run_dry(configured(words))
     out = capsys.readouterr().out
     assert f"/out: {12 * 3860 / 1e3:.1f} kB a checkpoint" in out
     assert f"without what is frozen, which is in {base}" in out
@@ -182,10 +173,6 @@ def test_a_dry_run_says_where_the_rest_is(
 
 
 ADAPTERS = "--lora-rank 4 --lora-target-modules all-linear"
-
-
-def configured(words: str) -> RunConfig:
-    return RunConfig.from_args(parse_args(f"{FLAGS} {words}".split()), World())
 
 
 def alive_bytes() -> int:
@@ -209,12 +196,12 @@ def alive_bytes() -> int:
 def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
     words: str, part: str
 ) -> None:
-    config = configured(f"{words} {part}")
+    flags = f"{FLAGS} {words} {part}"
     gc.freeze()  # what earlier tests left is neither collected nor listed
-    run_steps(config, built(config), build_data(config))  # fills what is kept for all runs
+    run_steps(*built(flags))  # fills what is kept for all runs
     before = alive_bytes()
-    training = built(config)
-    run_steps(config, training, build_data(config))
+    config, training = built(flags)
+    run_steps(config, training)
     held = alive_bytes() - before
     shapes, of_frozen = parameter_shapes(config.model), BYTES_OF[config.precision.frozen]
     frozen = sum(math.prod(shapes[name]) for name in shapes.keys() - config.trained)
@@ -225,22 +212,16 @@ def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
 
 
 def test_a_run_says_what_trains() -> None:
-    assert list(trained_lines(configured(""))) == []
-    (line,) = trained_lines(configured(LAST))
+    assert list(trained_lines(configured(FLAGS))) == []
+    (line,) = trained_lines(configured(f"{FLAGS} {LAST}"))
     says(line, "--trainable last-blocks:0.34: 3,860 of 14,000 ... (27.57%) in 9 of 30 tensors")
 
 
 def test_a_checkpoint_without_the_moments_of_what_trains_now_is_refused(tmp_path: Path) -> None:
-    config = configured(f"{LAST} --save {tmp_path}")
-    save_run(config, built(config))
-    more = configured(f"--load {tmp_path}")
-    refused(
-        lambda: load_run(more, built(more), Log()),
-        "has no exp_avg of ... --no-load-optim or --finetune",
-    )
+    save_run(*built(f"{FLAGS} {LAST} --save {tmp_path}"))
+    refuses(f"--load {tmp_path}", "has no exp_avg of ... --no-load-optim or --finetune")
     for flag in ("--finetune", "--no-load-optim"):
-        begins = configured(f"--load {tmp_path} {flag}")
-        load_run(begins, built(begins), Log())
+        started(f"--load {tmp_path} {flag}")
 
 
 def written_bytes(root: Path) -> int:
@@ -254,15 +235,15 @@ def written_bytes(root: Path) -> int:
 
 
 def test_a_checkpoint_has_no_moments_of_frozen_parameters(tmp_path: Path) -> None:
-    config = configured(f"{LAST} --bf16 --save {tmp_path}")
-    save_run(config, built(config))
+    config, training = built(f"{FLAGS} {LAST} --bf16 --save {tmp_path}")
+    save_run(config, training)
     written = written_bytes(tmp_path)
     assert written == checkpoint_bytes(config, has_base=False)
-    assert written < checkpoint_bytes(configured("--bf16"), has_base=False) // 2
+    assert written < checkpoint_bytes(configured(f"{FLAGS} --bf16"), has_base=False) // 2
 
 
 def test_a_checkpoint_has_one_moment_of_what_muon_updates(tmp_path: Path) -> None:
-    config = configured(f"--save {tmp_path} --optimizer muon --exp-avg-dtype bf16")
-    save_run(config, built(config))
+    config, training = built(f"{FLAGS} --save {tmp_path} --optimizer muon --exp-avg-dtype bf16")
+    save_run(config, training)
     assert written_bytes(tmp_path) == checkpoint_bytes(config, has_base=False)
     assert written_bytes(tmp_path) < checkpoint_bytes(configured(""), has_base=False)

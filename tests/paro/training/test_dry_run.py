@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.collectives.schedule import Op
-from paro.config.run import RunConfig, take_world
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json
@@ -25,6 +23,7 @@ from paro.training.local_copies import local_copies_bytes
 from paro.training.memory_check import predict_memory
 from paro.training.placement import placement_lines
 from tests.helpers.corpora import write_corpus
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
 SMALL = (
@@ -40,13 +39,11 @@ HUGE = (
 
 
 def planned(words: str) -> PlannedRun:
-    args = parse_args(words.split())
-    return plan_run(RunConfig.from_args(args, take_world(args)))
+    return plan_run(configured(words))
 
 
 def run(words: str) -> None:
-    args = parse_args(words.split())
-    run_dry(RunConfig.from_args(args, take_world(args)))
+    run_dry(configured(words))
 
 
 def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -7,11 +7,10 @@ from itertools import product
 
 import pytest
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig, take_world
 from paro.planning.machine.files import shipped_machines
 from paro.planning.search.estimator import Estimator
 from paro.training.dry_run import PlannedRun, plan_run
+from tests.helpers.flags import configured
 
 GRID = tuple(
     product(
@@ -33,8 +32,7 @@ def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -
         f"--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
         f"--dry-run --world-size {ranks} --device-memory-gb {gigabytes} --paro-machine {machine}"
     )
-    args = parse_args(f"{words} {more}".split())
-    return plan_run(RunConfig.from_args(args, take_world(args)))
+    return plan_run(configured(f"{words} {more}"))
 
 
 @pytest.mark.slow("plans as a user would")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from paro.training.assembly import build_data
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, run_steps, train
 from tests.paro.training.test_base import assert_equal, started, trained
@@ -57,7 +56,7 @@ def test_it_resumes_bit_for_bit(tmp_path: Path, compute: str) -> None:
     config, resumed, _ = started(f"{words} --load {tmp_path}")
     assert_equal(resumed, saved)
     goes_on, begins_anew = (
-        [(step.loss, step.grad_norm) for step in run_steps(config, each, build_data(config))]
+        [(step.loss, step.grad_norm) for step in run_steps(config, each)]
         for each in (saved, resumed)
     )
     assert goes_on == begins_anew

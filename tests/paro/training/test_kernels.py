@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.training.assembly import build_data, build_training
+from paro.training.assembly import build_training
 from paro.training.replicas import check_replicas
 from paro.training.setup import agree_on_kernels
+from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, run_steps
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
@@ -25,12 +24,11 @@ FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2 --paro-strategy NNN"
 def trained_with(*, ranks_with_triton: tuple[int, ...]) -> list[str]:
     """Trains replicas where only some ranks have Triton; the lines about kernels."""
     world = World(rank=dist.get_rank(), size=dist.get_world_size(), ranks_per_node=2)
-    config = RunConfig.from_args(parse_args(FLAGS.split()), world)
-    control = Control(world, torch.device("cpu"))
+    config, control = configured(FLAGS, world), Control(world, torch.device("cpu"))
     with interpreter() if world.rank in ranks_with_triton else nullcontext():
         agreed, lines = agree_on_kernels(config, control)
         training = build_training(agreed, control)
-        run_steps(agreed, training, build_data(agreed))
+        run_steps(agreed, training)
         check_replicas(training, iteration=2)
         training.close()
     return lines

@@ -12,22 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.errors import RunError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
 from paro.report.observer import Observer
 from paro.report.record import IterationRecord, Validation
 from paro.report.report import open_report
-from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.assembly import build_data, build_sources, run_facts, start_state
 from paro.training.loop import Loop
 from paro.training.saving import Saver
 from paro.training.step import TrainState
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY
+from tests.helpers.training import TINY, built
 
 
 @dataclass
@@ -76,8 +72,7 @@ def run_loop(
     base: str = TINY,
     observers: Sequence[Observer] = (),
 ) -> Finished:
-    config = RunConfig.from_args(parse_args(f"{base} --log-interval 1 {flags}".split()), World())
-    training = build_training(config, Control(World(), torch.device("cpu")))
+    config, training = built(f"{base} --log-interval 1 {flags}")
     state = start_state(config)
     report = open_report(
         config.report,

@@ -7,22 +7,25 @@ from unittest import mock
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.training.memory_check import check_memory, predict_memory
 from tests.end_to_end.test_training import RUN, launch
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
 CPU = torch.device("cpu")
 WORLD = World(size=4, ranks_per_node=2)
 
 
+def config_of(words: str, world: World = WORLD) -> RunConfig:
+    return configured([*RUN[1:], "--train-iters", "2", *words.split()], world)
+
+
 def refusal(words: str, left: int | None, device: torch.device = CPU, world: World = WORLD) -> str:
     """What is said where a host has so many bytes left; empty if the run may begin."""
-    flags = " ".join(RUN[1:])
-    config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), world)
+    config = config_of(words, world)
     with mock.patch("paro.training.memory_check.available_host_bytes", return_value=left):
         try:
             check_memory(config, device)
@@ -32,9 +35,7 @@ def refusal(words: str, left: int | None, device: torch.device = CPU, world: Wor
 
 
 def needs(words: str) -> int:
-    flags = " ".join(RUN[1:])
-    config = RunConfig.from_args(parse_args(f"{flags} --train-iters 2 {words}".split()), WORLD)
-    return predict_memory(config, "cpu").total
+    return predict_memory(config_of(words), "cpu").total
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
@@ -86,7 +87,7 @@ def test_a_device_must_have_what_a_rank_needs() -> None:
 
 
 def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig.from_args(parse_args([*RUN[1:], "--train-iters", "2"]), WORLD)
+    config = config_of("")
     memory = predict_memory(config, "cuda")
     assert memory.communicators > 0
     more = memory.total - memory.context

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.optim.finite import not_finite
@@ -19,8 +17,7 @@ from paro.sharding.buffers import FlatShard
 from paro.training.saving import Saver
 from tests.end_to_end.test_training import files_in, launch
 from tests.helpers.refusals import refused
-from tests.helpers.training import TINY
-from tests.paro.training.test_base import built
+from tests.helpers.training import TINY, built
 
 
 class OfTwo(Control):
@@ -39,8 +36,8 @@ class OfTwo(Control):
 
 def shards(state: str = "exp_avg", at: int = -1, value: float = 0.0) -> list[FlatShard]:
     """The shards of a small model in one process; one element of one state has a value."""
-    config = RunConfig.from_args(parse_args(f"{TINY} --train-iters 1".split()), World())
-    all_shards = list(built(config).optimizer.flat_shards())
+    _, training = built(f"{TINY} --train-iters 1")
+    all_shards = list(training.optimizer.flat_shards())
     of_state = [shard for shard in all_shards if shard.state == state]
     if at >= 0:
         of_state[1].values[at] = value

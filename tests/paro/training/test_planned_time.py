@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig, take_world
+from paro.config.run import RunConfig
 from paro.training.dry_run import plan_run
 from paro.training.planned_time import planned_step
+from tests.helpers.flags import configured
 
 FLAGS = (
     "--llama-preset 7B --mock-data --seq-length 2048 --micro-batch-size 1 --global-batch-size 64 "
@@ -18,8 +18,7 @@ FLAGS = (
 
 
 def config_of(more: str) -> RunConfig:
-    args = parse_args(f"{FLAGS} {more}".split())
-    return RunConfig.from_args(args, take_world(args))
+    return configured(f"{FLAGS} {more}")
 
 
 @pytest.mark.parametrize("flags", ["GGG", "IIG", "NNI", "IIG --context-parallel-size 16"])

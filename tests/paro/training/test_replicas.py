@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.errors import RunError
-from paro.training.assembly import build_data, build_training
 from paro.training.replicas import check_replicas, hash_of
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, run_steps
+from tests.helpers.training import TINY, built, run_steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -53,15 +48,11 @@ def flip_a_bit(training: Training, state: str) -> None:
 
 def found(strategy: str, state: str, rank: int) -> str:
     """What all ranks raise where a bit of a rank has flipped."""
-    world = World(
-        rank=torch.distributed.get_rank(), size=torch.distributed.get_world_size(), ranks_per_node=2
-    )
-    flags = f"{TINY} --bf16 --train-iters 2 --global-batch-size 4 --paro-strategy {strategy}"
-    config = RunConfig.from_args(parse_args(flags.split()), world)
-    training = build_training(config, Control(world, torch.device("cpu")))
-    run_steps(config, training, build_data(config))
+    flags = f"--bf16 --train-iters 2 --global-batch-size 4 --paro-strategy {strategy}"
+    config, training = built(f"{TINY} {flags} --paro-group-size 2")
+    run_steps(config, training)
     check_replicas(training, iteration=2)
-    if world.rank == rank:
+    if training.control.world.rank == rank:
         flip_a_bit(training, state)
     try:
         check_replicas(training, iteration=2)

@@ -10,14 +10,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
-from paro.distributed.world import World
-from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.step import Training, train_step
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, Trained, train
-from tests.paro.training.test_base import built
+from tests.helpers.training import TINY, Trained, begun, built, train
 
 # Far more ids than a batch has tokens, so that most rows of the embedding get no gradient.
 VOCAB_SIZE, HIDDEN_SIZE, BATCH_SIZE, NUM_STEPS = 1501, 20, 8, 2
@@ -39,9 +34,7 @@ def train_all(frozen: Sequence[str], group_size: int) -> list[Trained]:
 
 def unseen_ids() -> list[int]:
     """The number of ids that no input of a global batch has, for every step."""
-    config = RunConfig.from_args(parse_args(FLAGS.split()), World())
-    training = built(config)
-    source = build_sources(config, build_data(config), training, start_state(config)).train
+    _, source = begun(*built(FLAGS))
     batches = [[next(source).tokens_BS for _ in range(BATCH_SIZE)] for _ in range(NUM_STEPS)]
     return [VOCAB_SIZE - int(torch.cat(tokens).unique().numel()) for tokens in batches]
 
@@ -91,13 +84,9 @@ def test_cached_memory_is_given_back_so_often(level: int, monkeypatch: pytest.Mo
 
 
 def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
-    flags = f"{FLAGS} --fp16 --initial-loss-scale 1e30"
-    config = RunConfig.from_args(parse_args(flags.split()), World())
-    training = built(config)
+    config, training = built(f"{FLAGS} --fp16 --initial-loss-scale 1e30")
     before = training.optimizer.local_params_square_sum()
-    state = start_state(config)
-    source = build_sources(config, build_data(config), training, state).train
-    step = train_step(training, state, source)
+    step = train_step(training, *begun(config, training))
     assert step.skipped
     assert step.num_zeros is None
     assert step.params_norm == math.sqrt(before)

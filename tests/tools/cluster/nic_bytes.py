@@ -14,12 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 import torch.distributed as dist
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.step import train_step
+from tests.helpers.training import begun, built
 from tools.shared.meters import sent_bytes
 
 FLAGS = (
@@ -77,10 +75,8 @@ def measure(strategy: str, collective: str, control: Control) -> dict[str, float
     letters, _, way = strategy.partition("+")
     words = f"{FLAGS} --paro-strategy {letters} --paro-collective {collective} {WAYS[way]} "
     words += f"--global-batch-size {2 * world.size}"
-    config = RunConfig.from_args(parse_args(words.split()), world)
-    training = build_training(config, control)
-    state = start_state(config)
-    source = build_sources(config, build_data(config), training, state).train
+    config, training = built(words, control=control)
+    state, source = begun(config, training)
     train_step(training, state, source)
     training.model.wait_for_updated_params()
     before, inside_before = all_nics(control), all_loopbacks(control)

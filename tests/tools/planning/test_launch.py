@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig, take_world
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Nic
 from paro.training.dry_run import PlannedRun, plan_run
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tools.plan import main
 
@@ -41,8 +40,7 @@ def dry_run(lines: list[str]) -> PlannedRun:
     (command,) = (line for line in lines if line.startswith("python pretrain_llama.py "))
     program, array, *words = shlex.split(command)[1:]
     assert (program, array) == ("pretrain_llama.py", "${FLAGS[@]}")
-    args = parse_args([*flags, *words])
-    return plan_run(RunConfig.from_args(args, take_world(args)))
+    return plan_run(configured([*flags, *words]))
 
 
 @pytest.mark.slow("searches all candidates of a model, and builds it")
