@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -135,11 +135,20 @@ def compile_kernel(module: str, name: str, signature: Signature, capability: int
     return ptx
 
 
-def run_apart(module: str, call: str, folder: Path) -> None:
-    """Calls a function of a module of tests in a process whose Triton never interpreted."""
+_CALL_EACH = """
+import importlib, sys
+_, function, *modules = sys.argv
+for module in modules:
+    getattr(importlib.import_module(f"tests.{module}"), function)()
+print("called")
+"""
+
+
+def run_apart(modules: Sequence[str], function: str, folder: Path) -> None:
+    """Calls a function of modules of tests in a process whose Triton never interpreted."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module} as tests_of\ntests_of.{call}\nprint('called')"],
+        [sys.executable, "-c", _CALL_EACH, function, *modules],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(folder)},
         stdin=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ from model.norm import shared_norm
 from model.rotary import rotate, rotations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
-from tests.helpers.triton_kernels import (
-    Signature,
-    compile_kernel,
-    interpreter,
-    run_apart,
-    skip_on_gpus,
-)
+from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, skip_on_gpus
 from tests.model.values import assert_near, normal
 
 CPU = torch.device("cpu")
@@ -298,16 +291,6 @@ def run_on_gpu() -> None:
                 config = replace(CONFIG, fp8_format=form)
                 found = usable_kernels(config, ALL, dtype, torch.device("cuda"))
                 assert found.config.fuses_fp8_casts, found.line
-
-
-@pytest.mark.process
-def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    run_apart(__name__, "compile_all()", tmp_path)
-
-
-@pytest.mark.gpu
-def test_a_gpu_runs_the_kernels(tmp_path: Path) -> None:
-    run_apart(__name__, "run_on_gpu()", tmp_path)
 
 
 def train_both(runs: list[str], group_size: int) -> list[tuple[Trained, Trained]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from importlib.machinery import ModuleSpec
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from paro.optim import adamw
 from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
 from tests.helpers.refusals import refused
-from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, run_apart
+from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter
 
 STEPS = ((0.01, 0.1), (0.02, 0.0), (0.005, 0.3))  # learning rate, weight decay
 CPU = torch.device("cpu")
@@ -162,16 +161,6 @@ def compile_all() -> None:
         compile_kernel("paro.optim.kernels", "_adamw", signature, capability)
 
 
-@pytest.mark.process
-def test_the_kernel_compiles_for_gpus(tmp_path: Path) -> None:
-    run_apart(__name__, "compile_all()", tmp_path)
-
-
 def run_on_gpu() -> None:
     found = choose_adamw("auto", torch.device("cuda"))
     assert found.make.__name__ == "TritonAdamW", found.line
-
-
-@pytest.mark.gpu
-def test_a_gpu_runs_the_kernel(tmp_path: Path) -> None:
-    run_apart(__name__, "run_on_gpu()", tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from paro.quantization import blocks
 from paro.quantization.blocks import choose_kernels, decode, encode, encode_with_feedback
 from paro.quantization.formats import BlockFormat, error_bytes
-from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, run_apart
+from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter
 
 CPU = torch.device("cpu")
 FORMATS = [BlockFormat(bits=bits, block=block) for bits in (4, 8) for block in (128, 2048)]
@@ -111,16 +110,6 @@ def compile_all() -> None:
             compile_kernel("paro.quantization.kernels", "_decode", signature, capability)
 
 
-@pytest.mark.process
-def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    run_apart(__name__, "compile_all()", tmp_path)
-
-
 def run_on_gpu() -> None:
     found = choose_kernels(torch.device("cuda"))
     assert found.module is not None, found.line
-
-
-@pytest.mark.gpu
-def test_a_gpu_runs_the_kernels(tmp_path: Path) -> None:
-    run_apart(__name__, "run_on_gpu()", tmp_path)
