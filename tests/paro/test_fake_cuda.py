@@ -260,18 +260,17 @@ MISTAKES: dict[Callable[[Tensor], Tensor], str] = {
 }
 
 
-def problems_of_mistakes(names: Sequence[str]) -> dict[str, list[str]]:
-    """The problems of a run whose blocks have one of them in the MLP."""
-    mlp, found = Block.mlp, {}
+def problems_without_and_with_mistakes(names: Sequence[str]) -> list[dict[str, list[str]]]:
+    """Those of these cases, and those of a run whose blocks have a mistake in the MLP, by each."""
+    without, mlp, found = problems(names), Block.mlp, {}
 
     def replaced(mistake: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         return lambda block, *args: mistake(mlp(block, *args))
 
     for mistake in MISTAKES:
-        if mistake.__name__ in names:
-            with patch.object(Block, "mlp", replaced(mistake)):
-                found[mistake.__name__] = problems_of(CASES["IIG"])
-    return found
+        with patch.object(Block, "mlp", replaced(mistake)):
+            found[mistake.__name__] = problems_of(CASES["IIG"])
+    return [without, found]
 
 
 # Tests #
@@ -282,13 +281,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("fake_cuda"))
 
 
+def told(found: dict[str, list[str]]) -> str:
+    return "\n".join(line for name, lines in found.items() for line in (name, *lines))
+
+
 def check(library: Path, names: Sequence[str]) -> None:
     found = run_apart(library, __name__, "problems", list(names))
-    assert not found, "\n".join(line for name, lines in found.items() for line in (name, *lines))
-
-
-def test_a_gpu_waits_only_at_the_end_of_a_step(library: Path) -> None:
-    check(library, FEW)
+    assert not found, told(found)
 
 
 @pytest.mark.verify
@@ -297,9 +296,10 @@ def test_it_does_so_in_every_kind_of_run(library: Path, cases: dict[str, Case]) 
     check(library, list(cases))
 
 
-def test_mistakes_are_told_with_their_line(library: Path) -> None:
-    names = [mistake.__name__ for mistake in MISTAKES]
-    found = run_apart(library, __name__, "problems_of_mistakes", names)
+def test_a_gpu_waits_only_at_the_end_of_a_step_and_mistakes_are_told(library: Path) -> None:
+    """In one test: the library and the process take long to make."""
+    nothing, found = run_apart(library, __name__, "problems_without_and_with_mistakes", FEW)
+    assert not nothing, told(nothing)
     for mistake, text in MISTAKES.items():
         line = mistake.__code__.co_firstlineno + 1
         (first, *_) = found[mistake.__name__]
