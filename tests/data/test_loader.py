@@ -73,26 +73,6 @@ def test_order_is_megatrons(num_workers: int) -> None:
         assert drawn == [[12 + m * 6 + rank * 3 + i for i in range(3)] for m in range(4)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_sample_is_drawn_once_whatever_the_world(world_size: int) -> None:
-    steps = 24 // (2 * world_size)
-    drawn: list[int] = []
-    for rank in range(world_size):
-        batches = batches_of(
-            data_parallel_rank=rank, data_parallel_size=world_size, micro_batch_size=2
-        )
-        for batch in islice(batches, steps):
-            drawn += samples_in(batch)
-    assert sorted(drawn) == list(range(24))
-
-
-def test_resuming_continues_where_it_stopped() -> None:
-    plan = {"data_parallel_rank": 1, "data_parallel_size": 2, "micro_batch_size": 2}
-    whole = [samples_in(batch) for batch in islice(batches_of(**plan), 6)]
-    rest = batches_of(**plan, consumed_samples=2 * 2 * 2)
-    assert [samples_in(batch) for batch in islice(rest, 4)] == whole[2:]
-
-
 def test_labels_follow_tokens() -> None:
     batch = collate([np.arange(5), np.arange(10, 15)])
     assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]

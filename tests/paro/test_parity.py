@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from functools import cache
 from random import Random
 
 import pytest
@@ -49,7 +50,6 @@ CHOSEN = (*COVERING, "IIG", *DRAWN)
 
 Frozen = tuple[str, ...]  # names of parameters
 Case = tuple[str, Frozen]  # flags, frozen parameters
-Key = tuple[str, Frozen, int]
 
 
 def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
@@ -109,24 +109,15 @@ def flags_for(strategy: str, *, world_size: int, more: str = "", steps: int = FE
     )
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[Key, Trained]:
-    return {}
+@cache
+def alone(more: str, frozen: Frozen, steps: int) -> Trained:
+    return train(flags_for("GGG", world_size=1, more=more, steps=steps), frozen=frozen)
 
 
-def reference_for(
-    references: dict[Key, Trained],
-    more: str = "",
-    frozen: Frozen = (),
-    steps: int = FEW_STEPS,
-) -> Trained:
-    """One process trained under the flags that change the computation; cached."""
-    more = re.sub(r"--(paro|recompute|torch-compile)\S* \S+", "", more).strip()
-    key = (more, frozen, steps)
-    if key not in references:
-        flags = flags_for("GGG", world_size=1, more=more, steps=steps)
-        references[key] = train(flags, frozen=frozen)
-    return references[key]
+def reference_for(more: str = "", frozen: Frozen = (), steps: int = FEW_STEPS) -> Trained:
+    """One process trained under the flags that change the computation."""
+    more = re.sub(r"--(paro|recompute|torch-compile)\S* \S+", "", more)
+    return alone(more.strip(), frozen, steps)
 
 
 def moves(letters: str) -> set[tuple[str, str]]:
@@ -152,11 +143,11 @@ def test_the_chosen_strategies_move_states_in_every_way() -> None:
     ("world_size", "group_size", "letters"), [(4, 2, CHOSEN), (6, 3, ("IIG", "GGG"))]
 )
 def test_strategies_train_as_one_process_does(
-    references: dict[Key, Trained], world_size: int, group_size: int, letters: tuple[str, ...]
+    world_size: int, group_size: int, letters: tuple[str, ...]
 ) -> None:
     cases = [(flags_for(name, world_size=world_size), ()) for name in letters]
     results = run_ranks(train_cases, world_size, cases, group_size)
-    reference = reference_for(references)
+    reference = reference_for()
     for number, (flags, _) in enumerate(cases):
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{letters[number]} on {world_size}")
@@ -197,10 +188,7 @@ def test_strategies_train_as_one_process_does(
     ],
 )
 def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(
-    references: dict[Key, Trained],
-    world_size: int,
-    group_size: int,
-    variants: list[tuple[str, str]],
+    world_size: int, group_size: int, variants: list[tuple[str, str]]
 ) -> None:
     cases = [
         (flags_for(name, world_size=world_size, more=f"{MUON} {more}"), ())
@@ -209,7 +197,7 @@ def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(
     results = run_ranks(train_cases, world_size, cases, group_size)
     for number, (name, more) in enumerate(variants):
         label, tolerance = f"{name} {more} on {world_size}", 0.02 if "bf16" in more else TOLERANCE
-        reference = reference_for(references, f"{MUON} {more}")
+        reference = reference_for(f"{MUON} {more}")
         for rank, by_rank in enumerate(results):
             assert_same(by_rank[number], reference, label, tolerance)
             assert_formulas(by_rank[number], cases[number][0], world_size, group_size, rank)
@@ -217,12 +205,12 @@ def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(
 
 
 @pytest.mark.ranks
-def test_moments_in_bf16_are_rounded_as_one_process_does(references: dict[Key, Trained]) -> None:
+def test_moments_in_bf16_are_rounded_as_one_process_does() -> None:
     """A moment apart by rounding in fp32 is now and then rounded to the other side."""
     more = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     cases = [(flags_for(name, world_size=4, more=more), ()) for name in ("IIG", "GNG", "NII")]
     results = run_ranks(train_cases, 4, cases, 2)
-    exact, reference = reference_for(references), reference_for(references, more)
+    exact, reference = reference_for(), reference_for(more)
     for trained in results[0]:
         assert_same(trained, reference, more, 5e-5)
         assert trained.model_state_bytes < exact.model_state_bytes
@@ -275,25 +263,22 @@ def test_moments_in_bf16_are_rounded_as_one_process_does(references: dict[Key, T
     ],
 )
 def test_variants_train_as_one_process_does(
-    references: dict[Key, Trained],
-    world_size: int,
-    group_size: int,
-    variants: list[tuple[str, str, Frozen]],
+    world_size: int, group_size: int, variants: list[tuple[str, str, Frozen]]
 ) -> None:
     cases = [
         (flags_for(s, world_size=world_size, more=more), frozen) for s, more, frozen in variants
     ]
     results = run_ranks(train_cases, world_size, cases, group_size)
     for number, (strategy, more, frozen) in enumerate(variants):
-        reference = reference_for(references, more, frozen)
+        reference = reference_for(more, frozen)
         for by_rank in results:
             assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
             if more in (LAST, LORA, BASE_BF16):
                 assert_formulas(by_rank[number], cases[number][0], world_size, group_size)
 
 
-def test_reference_is_a_real_descent(references: dict[Key, Trained]) -> None:
-    losses = [step.loss for step in reference_for(references, steps=MANY_STEPS).steps]
+def test_reference_is_a_real_descent() -> None:
+    losses = [step.loss for step in reference_for(steps=MANY_STEPS).steps]
     assert losses[0] == pytest.approx(math.log(60), rel=0.1)
     assert losses[-1] < losses[0] - 0.05
 
@@ -302,9 +287,7 @@ def test_reference_is_a_real_descent(references: dict[Key, Trained]) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "group_size"), SHAPES)
-def test_all_strategies_on_all_worlds(
-    references: dict[Key, Trained], world_size: int, group_size: int
-) -> None:
+def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:
     degrees = {8: ("2,4,8", "1,2,8", "2,2,4"), 6: ("1,3,6",), 4: ("2,4,4",)}.get(world_size, ())
     if group_size == 2 and world_size == 6:
         degrees = ("2,2,6",)
@@ -324,7 +307,7 @@ def test_all_strategies_on_all_worlds(
         ]
         cases = [(line, frozen) for line in flags]
         results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
-        reference = reference_for(references, more, frozen, MANY_STEPS)
+        reference = reference_for(more, frozen, MANY_STEPS)
         for number, strategy in enumerate(strategies):
             trained = results[-1][number]
             assert_same(trained, reference, f"{strategy} {more} {frozen} on {world_size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -56,16 +57,11 @@ def flags_for(strategy: str, heads: int, more: str, *, world_size: int, steps: i
     )
 
 
-def reference(
-    known: dict[object, Trained], heads: int, more: str, frozen: tuple[str, ...], steps: int
-) -> Trained:
-    """One process that gathers, trained under the flags that change the computation; cached."""
-    more = re.sub(r"--(paro|recompute)\S*( (?!--)\S+)*", "", more).strip()
-    key = (heads, more, frozen, steps)
-    if key not in known:
-        flags = flags_for("GGG", heads, f"{more} {ALONE}", world_size=1, steps=steps)
-        known[key] = train(flags, frozen=frozen)
-    return known[key]
+@cache
+def alone(heads: int, more: str, frozen: tuple[str, ...], steps: int) -> Trained:
+    """One process that gathers."""
+    flags = flags_for("GGG", heads, f"{more} {ALONE}", world_size=1, steps=steps)
+    return train(flags, frozen=frozen)
 
 
 def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
@@ -109,12 +105,7 @@ def assert_few_slices(trained: Trained, flags: str) -> None:
 
 
 def check(
-    known: dict[object, Trained],
-    world_size: int,
-    group_size: int,
-    heads: int,
-    cases: list[Case],
-    steps: int = FEW_STEPS,
+    world_size: int, group_size: int, heads: int, cases: list[Case], steps: int = FEW_STEPS
 ) -> None:
     runs = [
         (flags_for(strategy, heads, more, world_size=world_size, steps=steps), frozen)
@@ -122,7 +113,9 @@ def check(
     ]
     results = run_ranks(train_cases, world_size, runs, group_size, timeout=900)
     for number, (flags, frozen) in enumerate(runs):
-        wanted = reference(known, heads, cases[number][1], frozen, steps)
+        # Under the flags that change the computation.
+        more = re.sub(r"--(paro|recompute)\S*( (?!--)\S+)*", "", cases[number][1])
+        wanted = alone(heads, more.strip(), frozen, steps)
         for by_rank in results:
             trained = by_rank[number]
             assert_same(trained, wanted, flags)
@@ -131,13 +124,8 @@ def check(
                 assert_formulas(trained, flags, world_size, group_size)
 
 
-@pytest.fixture(scope="module")
-def known() -> dict[object, Trained]:
-    return {}
-
-
 @pytest.mark.ranks
-def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained]) -> None:
+def test_rings_in_groups_train_as_one_process_does() -> None:
     cases: list[Case] = [
         ("IIG", "", ()),
         ("III", f"{IN_PLACE} {TIED}", ()),
@@ -146,17 +134,17 @@ def test_rings_in_groups_train_as_one_process_does(known: dict[object, Trained])
         ("III", f"{IN_PLACE} {LAST}", ()),
         ("IIG", f"{LORA} all-linear {FULL}", ()),
     ]
-    check(known, 4, 2, 4, cases)
+    check(4, 2, 4, cases)
 
 
 @pytest.mark.ranks
-def test_a_ring_of_all_ranks_trains_as_one_process_does(known: dict[object, Trained]) -> None:
+def test_a_ring_of_all_ranks_trains_as_one_process_does() -> None:
     cases: list[Case] = [
         ("GGG", f"{GROUPED} 3", ()),
         ("GGG", f"{MODERN} {FULL} --recompute-num-layers 2 {IN_PLACE}", ()),
         ("GGG", "--recompute-granularity selective --paro-prefetch-units 0", BELOW),
     ]
-    check(known, 3, 3, 6, cases)
+    check(3, 3, 6, cases)
 
 
 # Variants; they alternate between in place and out of place.
@@ -184,7 +172,7 @@ VARIANTS: list[tuple[str, tuple[str, ...]]] = [
 @pytest.mark.parametrize("strategy", ["III", "IIG"])
 @pytest.mark.parametrize(("world_size", "group_size"), [(8, 4), (8, 2), (6, 3)])
 def test_all_rings_in_groups_train_as_one_process_does(
-    known: dict[object, Trained], world_size: int, group_size: int, strategy: str
+    world_size: int, group_size: int, strategy: str
 ) -> None:
     """Every variant under both strategies: in place under one and out of place under the other."""
     turn = strategy == "IIG"
@@ -192,7 +180,7 @@ def test_all_rings_in_groups_train_as_one_process_does(
         (strategy, place(more.format(groups=group_size), in_place=(number + turn) % 2 == 1), frozen)
         for number, (more, frozen) in enumerate(VARIANTS)
     ]
-    check(known, world_size, group_size, 2 * group_size, cases, MANY_STEPS)
+    check(world_size, group_size, 2 * group_size, cases, MANY_STEPS)
 
 
 @pytest.mark.verify
@@ -200,15 +188,13 @@ def test_all_rings_in_groups_train_as_one_process_does(
 @pytest.mark.ranks
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 6, 8])
-def test_all_rings_of_all_ranks_train_as_one_process_does(
-    known: dict[object, Trained], size: int, in_place: bool
-) -> None:
+def test_all_rings_of_all_ranks_train_as_one_process_does(size: int, in_place: bool) -> None:
     several = f"{GROUPED} {size} {TIED} {FULL}"
     cases: list[Case] = [
         ("GGG", place(more, in_place=in_place), frozen)
         for more, frozen in [("", ()), (several, ()), ("", FROZEN)]
     ]
-    check(known, size, size, 2 * size, cases, MANY_STEPS)
+    check(size, size, 2 * size, cases, MANY_STEPS)
 
 
 def place(more: str, *, in_place: bool) -> str:
