@@ -150,18 +150,10 @@ PLANTED: list[tuple[Rule, str, str, str]] = [
         "2: torch.distributed.barrier belongs",
     ),
     (starts_with_its_docstring, "x", "", "no docstring"),
-    (starts_with_its_docstring, "x", "import os", "no sentence: ''"),
+    (starts_with_its_docstring, "x", "import os", "no docstring"),
     (starts_with_its_docstring, "x", '# Why\n"""Says what."""', "no docstring"),
-    (starts_with_its_docstring, "x", '"""Says\nwhat."""', "no sentence: 'Says'"),
     (sizes_are_small, "x", "\n" * (MAX_FILE_LINES + 1), "401 lines, 400 allowed"),
     (sizes_are_small, "x", "def f():\n" + "    1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
-    (sizes_are_small, "x", "def f(a, b, c, d, e, f, *g, h=1): ...", "f has 8 parameters"),
-    (
-        sizes_are_small,
-        "x",
-        "class A:\n    @staticmethod\n    def f(a, b, c, d, e, f, g, h): ...",
-        "f has 8 parameters",
-    ),
     (
         catches_are_narrow,
         "tools.plan",
@@ -219,7 +211,6 @@ INNOCENT: list[tuple[Rule, str, str]] = [
     ),
     (starts_with_its_docstring, "x", '#!/usr/bin/env python\n"""Says what."""\n'),
     (sizes_are_small, "x", "\n" * MAX_FILE_LINES),
-    (sizes_are_small, "x", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),
 ]
 
 

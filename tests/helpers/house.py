@@ -69,7 +69,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-MAX_PARAMETERS = 7
 MAX_CAUGHT_STATEMENTS = 6
 SHAPELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -173,32 +172,25 @@ def uses_are_allowed(source: Source) -> Iterator[str]:
 
 
 def starts_with_its_docstring(source: Source) -> Iterator[str]:
-    """The first line of a file is a docstring sentence."""
-    first = source.tree.body[0] if source.tree.body else None
-    sentence = (ast.get_docstring(source.tree) or "").partition("\n")[0]
-    # After a shebang, if any.
-    if first is None or first.lineno > 1 + source.text.startswith("#!"):
+    """A file's docstring is on its first line, after a shebang if any."""
+    if not re.match(r'(#!.*\n)?"""', source.text):
         yield "1: the first line is no docstring"
-    elif not sentence.endswith("."):
-        yield f"1: the docstring's first line is no sentence: {sentence!r}"
 
 
 def sizes_are_small(source: Source) -> Iterator[str]:
-    """Files, functions and parameter lists are within their limits."""
+    """Files and functions are within their limits."""
     num_lines = source.text.count("\n")
     if num_lines > MAX_FILE_LINES:
         yield f"1: {num_lines} lines, {MAX_FILE_LINES} allowed"
-    for function, parameters in functions_of(source):
+    for function in functions_of(source):
         num_lines = (function.end_lineno or 0) - function.lineno + 1
         if num_lines > MAX_FUNCTION_LINES:
             yield f"{function.lineno}: {function.name} has {num_lines} lines"
-        if len(parameters) > MAX_PARAMETERS:
-            yield f"{function.lineno}: {function.name} has {len(parameters)} parameters"
 
 
 def catches_are_narrow(source: Source) -> Iterator[str]:
     """A library's `ValueError` is caught around the call that raises it: else it may be a bug."""
-    for function, _ in functions_of(source):
+    for function in functions_of(source):
         for node in ast.walk(function):
             if not isinstance(node, ast.Try):
                 continue
@@ -224,21 +216,8 @@ def is_named_for_its_subject(source: Source) -> Iterator[str]:
         yield f"1: {part} names no subject"
 
 
-def functions_of(source: Source) -> Iterator[tuple[Function, list[ast.arg]]]:
-    """Every function with its parameters, without self or cls; not the kernels of Triton."""
-    classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
-    methods = {id(child) for node in classes for child in node.body}
-    for node in ast.walk(source.tree):
-        if not isinstance(node, Function):
-            continue
-        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-        if any(decorator.startswith("triton.jit") for decorator in decorators):
-            continue
-        arguments = node.args
-        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        if id(node) in methods and "staticmethod" not in decorators:
-            parameters = parameters[1:]
-        yield node, [*parameters, *filter(None, (arguments.vararg, arguments.kwarg))]
+def functions_of(source: Source) -> Iterator[Function]:
+    return (node for node in ast.walk(source.tree) if isinstance(node, Function))
 
 
 def sources(*names: str) -> Iterator[Source]:
