@@ -86,132 +86,106 @@ PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
 LORA = "--lora-rank 2"
-KEEP = "--use-checkpoint-opt_param-scheduler"
 LOCAL = "--non-persistent-ckpt-type local"
 SAVE = "--save new --save-interval 2"
-COSINE = "--weight-decay-incr-style cosine"
 RISING = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay"
-# Flags whose effect needs more than another value of the flag: the flags to remove from SMALL,
-# the flags before, and the flags with the change.
-CASES = {
-    "apply_rope_fusion": ((), "", "--no-rope-fusion"),
-    "attention_backend": ((), "", "--attention-backend math"),
-    "bias_swiglu_fusion": ((), "", "--no-bias-swiglu-fusion"),
-    "base": ((), "--load .", "--load . --base elsewhere"),
-    "ckpt_step": ((), "--load .", "--load . --ckpt-step 5"),
-    "context_parallel_size": ((), "", "--context-parallel-size 2 --cp-comm-type a2a"),
-    "cp_comm_type": ((), "", "--cp-comm-type a2a"),
+# Flags whose effect needs other flags, or another change than `other_value`: those flags, and it.
+ADDED = {
+    "attention_backend": ("", "--attention-backend math"),
+    "base": ("--load .", "--base elsewhere"),
+    "ckpt_step": ("--load .", "--ckpt-step 5"),
+    "context_parallel_size": ("", "--context-parallel-size 2 --cp-comm-type a2a"),
+    "cp_comm_type": ("", "--cp-comm-type a2a"),
+    "device_memory_gb": (DRY, "--device-memory-gb 80"),
+    "dry_run": ("", DRY),
+    "exp_avg_dtype": ("", "--exp-avg-dtype bf16"),
+    "exp_avg_sq_dtype": ("", "--exp-avg-sq-dtype bf16"),
+    "exit_on_missing_checkpoint": ("--load .", "--exit-on-missing-checkpoint"),
+    "grad_reduce_in_bf16": ("--bf16", "--grad-reduce-in-bf16"),
+    "hidden_size": ("", "--hidden-size 128"),
+    "initial_loss_scale": ("", "--initial-loss-scale 64"),
+    "log_progress": ("--save new", "--log-progress"),
+    "lora_alpha": (LORA, "--lora-alpha 3"),
+    "lora_base_dtype": (LORA, "--lora-base-dtype bf16"),
+    "lora_dropout": (LORA, "--lora-dropout 0.1"),
+    "lora_target_modules": (LORA, "--lora-target-modules all-linear"),
+    "lr_decay_style": ("", "--lr-decay-style cosine"),
+    "make_vocab_size_divisible_by": ("", "--make-vocab-size-divisible-by 10"),
+    "max_position_embeddings": ("", "--max-position-embeddings 64"),
+    "num_attention_heads": ("", "--num-attention-heads 8"),
+    "num_query_groups": ("", "--num-query-groups 2 --group-query-attention"),
+    "paro_collective": ("", "--paro-collective ho-ring"),
+    "paro_group_size": ("", "--paro-group-size 4"),
+    "paro_inter_grad_error_feedback": (
+        "--paro-inter-grad-bits 4",
+        "--paro-inter-grad-error-feedback",
+    ),
+    "paro_inter_bits": ("--paro-machine dgx-h100 --paro-group-size 2", "--paro-inter-bits auto"),
+    "paro_machine": ("", "--paro-machine machine.json"),
+    "paro_updated_ahead": ("", "--paro-updated-ahead 3"),
+    "paro_recompute_keep": (f"--bf16 {FULL}", "--paro-recompute-keep core_attn"),
+    "paro_rotate_in_place": ("--paro-materialize rotate", "--paro-rotate-in-place"),
+    "paro_survive": ("--paro-strategy 1,1,2", "--paro-survive 1"),
+    "eval_global_batch_size": ("", "--eval-global-batch-size 64"),
+    "eval_micro_batch_size": ("", "--eval-micro-batch-size 4"),
+    "non_persistent_local_ckpt_dir": (LOCAL, "--non-persistent-local-ckpt-dir x"),
+    "non_persistent_save_interval": (LOCAL, "--non-persistent-save-interval 2"),
+    "padded_vocab_size": ("", "--padded-vocab-size 2000"),
+    "profile_ranks": ("", "--profile-ranks 1 2"),
+    "profile_step_start": ("", "--profile-step-start 5"),
+    "rampup_batch_size": ("", "--rampup-batch-size 8 8 96"),
+    "ranks_per_node": (DRY, "--ranks-per-node 2"),
+    "recompute_modules": (SELECTIVE, "--recompute-modules layernorm"),
+    "recompute_method": (FULL, "--recompute-method block"),
+    "recompute_num_layers": (FULL, "--recompute-num-layers 2"),
+    "rope_scaling_factor": (ROPE, "--rope-scaling-factor 2"),
+    "rope_scaling_high_freq_factor": (ROPE, "--rope-scaling-high-freq-factor 8"),
+    "rope_scaling_low_freq_factor": (ROPE, "--rope-scaling-low-freq-factor 2"),
+    "rope_scaling_original_max_position_embeddings": (
+        ROPE,
+        "--rope-scaling-original-max-position-embeddings 16",
+    ),
+    "save_retain_interval": (SAVE, "--save-retain-interval 4"),
+    "show_step": (DRY, "--show-step"),
+    "split": ("", "--split 98,1,1"),
+    "start_over": ("--save new", "--start-over"),
+    "start_weight_decay": (f"{RISING} 0.5", "--start-weight-decay 0.1"),
+    "tokenizer_type": ("", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
+    "trainable": ("", "--trainable last-blocks:0.5"),
+    "use_pytorch_profiler": (PROFILE, "--use-pytorch-profiler"),
+    "use_checkpoint_args": ("--load .", "--use-checkpoint-args"),
+    "use_checkpoint_opt_param_scheduler": ("--load .", "--use-checkpoint-opt_param-scheduler"),
+    "vocab_file": (f"{GPT2} --merge-file a", "--vocab-file y"),
+    "weight_decay_incr_style": (f"{RISING} 0.5", "--weight-decay-incr-style cosine"),
+}
+# Flags that replace others: the flags to remove from SMALL, the flags before, and those after.
+REPLACED = {
     "data_path": (("mock-data",), "--mock-data", "--data-path corpus"),
     "data_args_path": (("mock-data",), "--data-path corpus", "--data-args-path blend.json"),
-    "device_memory_gb": ((), DRY, f"{DRY} --device-memory-gb 80"),
-    "dry_run": ((), "", DRY),
     "end_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.6"),
-    "exp_avg_dtype": ((), "", "--exp-avg-dtype bf16"),
-    "exp_avg_sq_dtype": ((), "", "--exp-avg-sq-dtype bf16"),
-    "exit_on_missing_checkpoint": ((), "--load .", "--load . --exit-on-missing-checkpoint"),
-    "fp16": ((), "", "--fp16"),
-    "fp8_format": ((), "", "--fp8-format hybrid"),
     "full_validation": (("mock-data",), CORPUS, f"{CORPUS} --full-validation"),
     "global_batch_size": (("global-batch-size",), "", "--global-batch-size 64"),
-    "grad_reduce_in_bf16": ((), "--bf16", "--bf16 --grad-reduce-in-bf16"),
-    "hidden_size": ((), "", "--hidden-size 128"),
-    "initial_loss_scale": ((), "", "--initial-loss-scale 64"),
     "llama_preset": (("num-layers",), "--num-layers 4", "--llama-preset 7B"),
-    "log_progress": ((), "--save new", "--save new --log-progress"),
-    "lora_alpha": ((), LORA, f"{LORA} --lora-alpha 3"),
-    "lora_base_dtype": ((), LORA, f"{LORA} --lora-base-dtype bf16"),
-    "lora_dropout": ((), LORA, f"{LORA} --lora-dropout 0.1"),
-    "lora_rank": ((), "", LORA),
-    "lora_target_modules": ((), LORA, f"{LORA} --lora-target-modules all-linear"),
-    "lr_decay_style": ((), "", "--lr-decay-style cosine"),
-    "lr_warmup_iters": ((), "", "--lr-warmup-iters 3"),
-    "lr_warmup_samples": ((), "", "--lr-warmup-samples 50"),
-    "make_vocab_size_divisible_by": ((), "", "--make-vocab-size-divisible-by 10"),
-    "max_position_embeddings": ((), "", "--max-position-embeddings 64"),
     "micro_batch_size": (("micro-batch-size",), "--micro-batch-size 2", "--micro-batch-size 4"),
     "mock_data": (("mock-data",), "--data-path corpus", "--mock-data"),
     "multiple_validation_sets": (("mock-data",), VALID, f"{VALID} --multiple-validation-sets"),
-    "num_attention_heads": ((), "", "--num-attention-heads 8"),
-    "num_query_groups": ((), "", "--num-query-groups 2 --group-query-attention"),
-    "paro_collective": ((), "", "--paro-collective ho-ring"),
-    "paro_group_size": ((), "", "--paro-group-size 4"),
-    "paro_inter_grad_error_feedback": (
-        (),
-        "--paro-inter-grad-bits 4",
-        "--paro-inter-grad-bits 4 --paro-inter-grad-error-feedback",
-    ),
-    "paro_inter_bits": (
-        (),
-        "--paro-machine dgx-h100 --paro-group-size 2",
-        "--paro-machine dgx-h100 --paro-group-size 2 --paro-inter-bits auto",
-    ),
-    "paro_machine": ((), "", "--paro-machine machine.json"),
-    "paro_updated_ahead": ((), "", "--paro-updated-ahead 3"),
-    "paro_recompute_keep": (
-        (),
-        f"--bf16 {FULL}",
-        f"--bf16 {FULL} --paro-recompute-keep core_attn",
-    ),
-    "paro_rotate_in_place": (
-        (),
-        "--paro-materialize rotate",
-        "--paro-materialize rotate --paro-rotate-in-place",
-    ),
-    "paro_survive": (
-        (),
-        "--paro-strategy 1,1,2",
-        "--paro-strategy 1,1,2 --paro-survive 1",
-    ),
     "per_split_data_args_path": (
         ("mock-data",),
         "--data-path corpus",
         "--per-split-data-args-path splits.json",
     ),
-    "eval_global_batch_size": ((), "", "--eval-global-batch-size 64"),
-    "eval_micro_batch_size": ((), "", "--eval-micro-batch-size 4"),
     "merge_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file b"),
-    "non_persistent_local_ckpt_dir": ((), LOCAL, f"{LOCAL} --non-persistent-local-ckpt-dir x"),
-    "non_persistent_save_interval": ((), LOCAL, f"{LOCAL} --non-persistent-save-interval 2"),
-    "null_tokenizer_eod_id": ((), "", "--null-tokenizer-eod-id 5"),
-    "padded_vocab_size": ((), "", "--padded-vocab-size 2000"),
-    "profile_ranks": ((), "", "--profile-ranks 1 2"),
-    "profile_step_start": ((), "", "--profile-step-start 5"),
-    "rampup_batch_size": ((), "", "--rampup-batch-size 8 8 96"),
-    "ranks_per_node": ((), DRY, f"{DRY} --ranks-per-node 2"),
-    "recompute_modules": ((), SELECTIVE, f"{SELECTIVE} --recompute-modules layernorm"),
-    "recompute_method": ((), FULL, f"{FULL} --recompute-method block"),
-    "recompute_num_layers": ((), FULL, f"{FULL} --recompute-num-layers 2"),
-    "rope_scaling_factor": ((), ROPE, f"{ROPE} --rope-scaling-factor 2"),
-    "rope_scaling_high_freq_factor": ((), ROPE, f"{ROPE} --rope-scaling-high-freq-factor 8"),
-    "rope_scaling_low_freq_factor": ((), ROPE, f"{ROPE} --rope-scaling-low-freq-factor 2"),
-    "rope_scaling_original_max_position_embeddings": (
-        (),
-        ROPE,
-        f"{ROPE} --rope-scaling-original-max-position-embeddings 16",
-    ),
-    "save_retain_interval": ((), SAVE, f"{SAVE} --save-retain-interval 4"),
     "step_batch_size_schedule": (
         ("global-batch-size",),
         "",
         "--step-batch-size-schedule 0:8,1K:16",
     ),
     "sft": (("mock-data",), CORPUS, f"{CORPUS} --sft"),
-    "show_step": ((), DRY, f"{DRY} --show-step"),
-    "split": ((), "", "--split 98,1,1"),
-    "start_over": ((), "--save new", "--save new --start-over"),
-    "start_weight_decay": ((), f"{RISING} 0.5", f"{RISING} 0.5 --start-weight-decay 0.1"),
     "test_data_path": (("mock-data",), TRAIN, f"{TRAIN} --test-data-path corpus"),
-    "tokenizer_type": ((), "", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt"),
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),
     "train_samples": (("train-iters",), "--train-iters 10", "--train-samples 96"),
-    "trainable": ((), "", "--trainable last-blocks:0.5"),
-    "use_pytorch_profiler": ((), PROFILE, f"{PROFILE} --use-pytorch-profiler"),
-    "use_checkpoint_args": ((), "--load .", "--load . --use-checkpoint-args"),
-    "use_checkpoint_opt_param_scheduler": ((), "--load .", f"--load . {KEEP}"),
     "valid_data_path": (("mock-data",), TRAIN, f"{TRAIN} --valid-data-path corpus"),
-    "vocab_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file a --vocab-file y"),
     "world_size": ((), DRY, "--dry-run --world-size 8"),
-    "weight_decay_incr_style": ((), f"{RISING} 0.5", f"{RISING} 0.5 {COSINE}"),
 }
 
 
@@ -289,6 +263,7 @@ def test_a_flag_changes_its_field(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    dest = action.dest
     monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
     monkeypatch.setattr("paro.config.run.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
@@ -299,10 +274,9 @@ def test_a_flag_changes_its_field(
     (tmp_path / "splits.json").write_text('{"train": ["corpus"]}')
     machine = Machine(name="two by two", source="", world_size=4, group_size=2)
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
-    plain = ((), "", f"{action.option_strings[0]} {other_value(action)}")
-    taken_out, before, after = CASES.get(action.dest, plain)
-    base = without(taken_out)
-    (home,) = homes_of(action.dest)
+    before, change = ADDED.get(dest, ("", f"{action.option_strings[0]} {other_value(action)}"))
+    taken_out, before, after = REPLACED.get(dest, ((), before, f"{before} {change}"))
+    base, (home,) = without(taken_out), homes_of(dest)
     old = fields_of(configure(f"{base} {before}"))[home]
     new = fields_of(configure(f"{base} {after}"))[home]
     assert old != new
