@@ -1,17 +1,18 @@
 """From flags to a run: derived values, rules between flags, Megatron's launch scripts."""
 
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.arguments.parser import parse_args
 from paro.config.plan import RankDevice, Task, case_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.search.remedies import recompute_flags
 from paro.training.assembly import count_samples
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
 SMALL = (
@@ -22,11 +23,85 @@ SMALL = (
 PRESET = "--mock-data --micro-batch-size 1 --seq-length 512 --train-iters 10 --lr 0.1"
 NO_BATCH = SMALL.replace("--global-batch-size 32 ", "")
 SELECTIVE = RecomputeConfig(granularity="selective")
+FULL, EACH = "--recompute-granularity full", RecomputeConfig(granularity="full")
+ZERO_1 = "--use-distributed-optimizer"
 TWO_BY_TWO = World(size=4, ranks_per_node=2)
 
 
 def configure(words: str, world: World = TWO_BY_TWO) -> RunConfig:
-    return RunConfig.from_args(parse_args(words.split()), world)
+    return configured(words, world)
+
+
+# Flags, and fields that follow from them.
+FOLLOWS: list[tuple[str, dict[str, object]]] = [
+    (
+        "",
+        {
+            "model.num_query_groups": 4,
+            "model.recompute": None,
+            "strategy.name": "IIG",
+            "strategy.degrees": (2, 2, 4),
+            "schedule.lr_decay_samples": 320,  # as long as the training
+            "precision.compute": "fp32",
+            "loss_scale.dynamic": False,
+        },
+    ),
+    ("--group-query-attention --num-query-groups 2", {"model.num_query_groups": 2}),
+    ("--group-query-attention", {"model.num_query_groups": 1}),
+    ("--num-query-groups 4", {"model.num_query_groups": 4}),
+    ("--recompute-activations", {"model.recompute": SELECTIVE}),
+    ("--recompute-granularity selective", {"model.recompute": SELECTIVE}),
+    (FULL, {"model.recompute": replace(EACH, method="uniform", num_layers=1)}),
+    (
+        f"{FULL} --recompute-method block --recompute-num-layers 2",
+        {"model.recompute": replace(EACH, method="block", num_layers=2)},
+    ),
+    (
+        f"{FULL} --paro-recompute-keep core_attn --bf16",
+        {"model.recompute": replace(EACH, keeps_core=True)},
+    ),
+    ("--recompute-activations --recompute-modules core_attn", {"model.recompute": SELECTIVE}),
+    (
+        "--recompute-granularity selective --recompute-modules layernorm core_attn",
+        {"model.recompute": SELECTIVE},
+    ),
+    # Norms are always recomputed.
+    ("--recompute-activations --recompute-modules layernorm", {"model.recompute": None}),
+    ("--recompute-granularity selective --recompute-modules layernorm", {"model.recompute": None}),
+    ("--paro-group-size 4", {"strategy.name": "IIG", "strategy.degrees": (4, 4, 4)}),
+    ("--paro-strategy zero1", {"strategy.name": "NNG", "strategy.degrees": (1, 1, 4)}),
+    ("--paro-strategy 1,2,4", {"strategy.name": "1,2,4", "strategy.degrees": (1, 2, 4)}),
+    (ZERO_1, {"strategy.name": "NNG", "strategy.degrees": (1, 1, 4)}),
+    (f"{ZERO_1} --paro-strategy zero1", {"strategy.name": "NNG"}),
+    (f"{ZERO_1} --paro-strategy 1,1,4", {"strategy.name": "1,1,4"}),
+    (
+        "--lr-decay-iters 8 --lr-warmup-iters 2 --lr-wsd-decay-iters 3",
+        {
+            "schedule.lr_decay_samples": 256,
+            "schedule.lr_warmup_samples": 64,
+            "schedule.lr_wsd_decay_samples": 96,
+            "schedule.weight_decay_incr_samples": 320,
+        },
+    ),
+    ("--lr-warmup-fraction 0.01", {"schedule.lr_warmup_samples": 3.2}),
+    (
+        "--weight-decay 0.2",
+        {"schedule.start_weight_decay": 0.2, "schedule.end_weight_decay": 0.2},
+    ),
+    (
+        "--start-weight-decay 0 --end-weight-decay 0.3 --weight-decay-incr-style cosine",
+        {"schedule.start_weight_decay": 0.0, "schedule.end_weight_decay": 0.3},
+    ),
+    ("--bf16", {"precision.compute": "bf16", "loss_scale.dynamic": False}),
+    ("--fp16", {"precision.compute": "fp16", "loss_scale.dynamic": True}),
+    ("--fp16 --loss-scale 128", {"precision.compute": "fp16", "loss_scale.dynamic": False}),
+]
+
+
+@pytest.mark.parametrize(("words", "wanted"), FOLLOWS)
+def test_fields_follow_from_flags(words: str, wanted: dict[str, object]) -> None:
+    config = configure(f"{SMALL} {words}")
+    assert {path: attrgetter(path)(config) for path in wanted} == wanted
 
 
 # The model
@@ -68,48 +143,6 @@ def test_what_follows_from_an_overridden_size_is_not_the_presets() -> None:
     assert (model.kv_channels, model.num_query_groups) == (64, 4)
 
 
-@pytest.mark.parametrize(
-    ("words", "groups"),
-    [
-        ("", 4),
-        ("--group-query-attention --num-query-groups 2", 2),
-        ("--group-query-attention", 1),
-        ("--num-query-groups 4", 4),
-    ],
-)
-def test_grouped_queries_are_megatrons(words: str, groups: int) -> None:
-    assert configure(f"{SMALL} {words}").model.num_query_groups == groups
-
-
-@pytest.mark.parametrize(
-    ("words", "recompute"),
-    [
-        ("", None),
-        ("--recompute-activations", SELECTIVE),
-        ("--recompute-granularity selective", SELECTIVE),
-        (
-            "--recompute-granularity full",
-            RecomputeConfig(granularity="full", method="uniform", num_layers=1),
-        ),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
-            RecomputeConfig(granularity="full", method="block", num_layers=2),
-        ),
-        (
-            "--recompute-granularity full --paro-recompute-keep core_attn --bf16",
-            RecomputeConfig(granularity="full", keeps_core=True),
-        ),
-        ("--recompute-activations --recompute-modules core_attn", SELECTIVE),
-        ("--recompute-granularity selective --recompute-modules layernorm core_attn", SELECTIVE),
-        # Norms are always recomputed.
-        ("--recompute-activations --recompute-modules layernorm", None),
-        ("--recompute-granularity selective --recompute-modules layernorm", None),
-    ],
-)
-def test_recomputation(words: str, recompute: RecomputeConfig | None) -> None:
-    assert configure(f"{SMALL} {words}").model.recompute == recompute
-
-
 @pytest.mark.parametrize("keeps_core", [False, True])
 @pytest.mark.parametrize(
     "recompute",
@@ -149,23 +182,6 @@ def test_a_preset_without_a_tokenizer_has_its_published_vocabulary(name: str) ->
 # Sharding
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "degrees"),
-    [
-        ("", "IIG", (2, 2, 4)),
-        ("--paro-group-size 4", "IIG", (4, 4, 4)),
-        ("--paro-strategy zero1", "NNG", (1, 1, 4)),
-        ("--paro-strategy 1,2,4", "1,2,4", (1, 2, 4)),
-        ("--use-distributed-optimizer", "NNG", (1, 1, 4)),
-        ("--use-distributed-optimizer --paro-strategy zero1", "NNG", (1, 1, 4)),
-        ("--use-distributed-optimizer --paro-strategy 1,1,4", "1,1,4", (1, 1, 4)),
-    ],
-)
-def test_strategies(words: str, name: str, degrees: tuple[int, int, int]) -> None:
-    strategy = configure(f"{SMALL} {words}").strategy
-    assert (strategy.name, strategy.degrees) == (name, degrees)
-
-
 def test_the_group_is_a_node_unless_given() -> None:
     world = World(size=4, ranks_per_node=4)
     assert configure(SMALL, world).world.group_size == 4
@@ -188,16 +204,6 @@ def test_the_global_batch_is_one_micro_batch_of_every_rank_unless_given() -> Non
     assert configure(PRESET + " --llama-preset 7B").batches.global_batch_size == 4
 
 
-def test_iterations_become_samples() -> None:
-    schedule = configure(
-        f"{SMALL} --lr-decay-iters 8 --lr-warmup-iters 2 --lr-wsd-decay-iters 3"
-    ).schedule
-    assert schedule.lr_decay_samples == 256
-    assert schedule.lr_warmup_samples == 64
-    assert schedule.lr_wsd_decay_samples == 96
-    assert schedule.weight_decay_incr_samples == 320
-
-
 def test_lengths_in_iterations_follow_the_schedule() -> None:
     # 8 samples for the first 20, then 16: 8 8 8 | 16 16 ...
     config = configure(f"{NO_BATCH} --step-batch-size-schedule 0:8,640:16 --lr-warmup-iters 4")
@@ -207,15 +213,6 @@ def test_lengths_in_iterations_follow_the_schedule() -> None:
     samples = NO_BATCH.replace("--train-iters 10", "--train-samples 100")
     steps = "--step-batch-size-schedule 0:8,640:16"
     assert configure(f"{samples} {steps}").train.train_iters == 3 + 4
-
-
-def test_the_decay_lasts_as_long_as_the_training_unless_given() -> None:
-    assert configure(SMALL).schedule.lr_decay_samples == 320
-
-
-def test_a_fraction_of_the_decay_warms_up() -> None:
-    schedule = configure(f"{SMALL} --lr-warmup-fraction 0.01").schedule
-    assert schedule.lr_warmup_samples == 3.2
 
 
 def test_samples_become_iterations() -> None:
@@ -229,22 +226,6 @@ def test_a_ramp_of_the_batch_size_bends_no_curve() -> None:
     config = configure(f"{SMALL} --rampup-batch-size 8 8 48")
     assert config.schedule.lr_decay_samples == config.batches.samples_after(10)
     assert config.schedule.lr_decay_samples < 320
-
-
-@pytest.mark.parametrize(
-    ("words", "start", "end"),
-    [
-        ("--weight-decay 0.2", 0.2, 0.2),
-        (
-            "--start-weight-decay 0 --end-weight-decay 0.3 --weight-decay-incr-style cosine",
-            0.0,
-            0.3,
-        ),
-    ],
-)
-def test_weight_decay(words: str, start: float, end: float) -> None:
-    schedule = configure(f"{SMALL} {words}").schedule
-    assert (schedule.start_weight_decay, schedule.end_weight_decay) == (start, end)
 
 
 def test_the_planner_plans_for_the_last_size() -> None:
@@ -263,23 +244,6 @@ def test_evaluations_draw_as_many_samples_as_they_take() -> None:
     assert (counts.train, counts.valid, counts.test) == (160, 3 * 3 * 16, 3 * 16)
     counts = count_samples(configure(f"{plan} --eval-global-batch-size 24"))
     assert (counts.train, counts.valid, counts.test) == (160, 3 * 3 * 24, 3 * 24)
-
-
-# Precision
-
-
-@pytest.mark.parametrize(
-    ("words", "compute", "dynamic"),
-    [
-        ("", "fp32", False),
-        ("--bf16", "bf16", False),
-        ("--fp16", "fp16", True),
-        ("--fp16 --loss-scale 128", "fp16", False),
-    ],
-)
-def test_precision_and_loss_scale(words: str, compute: str, dynamic: bool) -> None:
-    config = configure(f"{SMALL} {words}")
-    assert (config.precision.compute, config.loss_scale.dynamic) == (compute, dynamic)
 
 
 # Folders
