@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from random import Random
 
@@ -50,6 +50,7 @@ CHOSEN = (*COVERING, "IIG", *DRAWN)
 
 Frozen = tuple[str, ...]  # names of parameters
 Case = tuple[str, Frozen]  # flags, frozen parameters
+Variant = tuple[str, str, Frozen]  # strategy, more flags, frozen parameters
 
 
 def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
@@ -120,6 +121,24 @@ def reference_for(more: str = "", frozen: Frozen = (), steps: int = FEW_STEPS) -
     return alone(more.strip(), frozen, steps)
 
 
+def compared(
+    world_size: int, group_size: int, variants: Sequence[Variant], steps: int = FEW_STEPS
+) -> Iterator[tuple[Variant, str, int, Trained]]:
+    """Trains the variants; gives every rank's run of each with its flags once it is as alone."""
+    cases = [
+        (flags_for(name, world_size=world_size, more=more, steps=steps), frozen)
+        for name, more, frozen in variants
+    ]
+    results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
+    for number, variant in enumerate(variants):
+        _, more, frozen = variant
+        reference = reference_for(more, frozen, steps)
+        for rank, by_rank in enumerate(results):
+            tolerance = 0.02 if "--bf16" in more else TOLERANCE
+            assert_same(by_rank[number], reference, f"{variant} on {world_size}", tolerance)
+            yield variant, cases[number][0], rank, by_rank[number]
+
+
 def moves(letters: str) -> set[tuple[str, str]]:
     """The communication of a strategy's states, as pairs of kind and degrees."""
     params, grads, optim = list(letters)
@@ -145,14 +164,10 @@ def test_the_chosen_strategies_move_states_in_every_way() -> None:
 def test_strategies_train_as_one_process_does(
     world_size: int, group_size: int, letters: tuple[str, ...]
 ) -> None:
-    cases = [(flags_for(name, world_size=world_size), ()) for name in letters]
-    results = run_ranks(train_cases, world_size, cases, group_size)
-    reference = reference_for()
-    for number, (flags, _) in enumerate(cases):
-        for by_rank in results:
-            assert_same(by_rank[number], reference, f"{letters[number]} on {world_size}")
-            assert_formulas(by_rank[number], flags, world_size, group_size)
-            assert_few_buffers(by_rank[number].ledger, prefetch=1, tied=False)
+    variants = [(name, "", ()) for name in letters]
+    for _, flags, _, trained in compared(world_size, group_size, variants):
+        assert_formulas(trained, flags, world_size, group_size)
+        assert_few_buffers(trained.ledger, prefetch=1, tied=False)
 
 
 @pytest.mark.ranks
@@ -190,18 +205,11 @@ def test_strategies_train_as_one_process_does(
 def test_muon_trains_as_one_process_does_and_sends_the_bytes_of_the_formula(
     world_size: int, group_size: int, variants: list[tuple[str, str]]
 ) -> None:
-    cases = [
-        (flags_for(name, world_size=world_size, more=f"{MUON} {more}"), ())
-        for name, more in variants
-    ]
-    results = run_ranks(train_cases, world_size, cases, group_size)
-    for number, (name, more) in enumerate(variants):
-        label, tolerance = f"{name} {more} on {world_size}", 0.02 if "bf16" in more else TOLERANCE
-        reference = reference_for(f"{MUON} {more}")
-        for rank, by_rank in enumerate(results):
-            assert_same(by_rank[number], reference, label, tolerance)
-            assert_formulas(by_rank[number], cases[number][0], world_size, group_size, rank)
-            assert by_rank[number].model_state_bytes == results[0][number].model_state_bytes
+    all_by_muon = [(name, f"{MUON} {more}", ()) for name, more in variants]
+    states: dict[str, int] = {}
+    for _, flags, rank, trained in compared(world_size, group_size, all_by_muon):
+        assert_formulas(trained, flags, world_size, group_size, rank)
+        assert trained.model_state_bytes == states.setdefault(flags, trained.model_state_bytes)
 
 
 @pytest.mark.ranks
@@ -263,18 +271,11 @@ def test_moments_in_bf16_are_rounded_as_one_process_does() -> None:
     ],
 )
 def test_variants_train_as_one_process_does(
-    world_size: int, group_size: int, variants: list[tuple[str, str, Frozen]]
+    world_size: int, group_size: int, variants: list[Variant]
 ) -> None:
-    cases = [
-        (flags_for(s, world_size=world_size, more=more), frozen) for s, more, frozen in variants
-    ]
-    results = run_ranks(train_cases, world_size, cases, group_size)
-    for number, (strategy, more, frozen) in enumerate(variants):
-        reference = reference_for(more, frozen)
-        for by_rank in results:
-            assert_same(by_rank[number], reference, f"{strategy} {more} {frozen}")
-            if more in (LAST, LORA, BASE_BF16):
-                assert_formulas(by_rank[number], cases[number][0], world_size, group_size)
+    for (_, more, _), flags, _, trained in compared(world_size, group_size, variants):
+        if more in (LAST, LORA, BASE_BF16):
+            assert_formulas(trained, flags, world_size, group_size)
 
 
 def test_reference_is_a_real_descent() -> None:
@@ -301,24 +302,12 @@ def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:
         (INDUCTOR, FROZEN),
     ]
     for more, frozen in frozen_too:
-        flags = [
-            flags_for(name, world_size=world_size, more=more, steps=MANY_STEPS)
-            for name in strategies
-        ]
-        cases = [(line, frozen) for line in flags]
-        results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
-        reference = reference_for(more, frozen, MANY_STEPS)
-        for number, strategy in enumerate(strategies):
-            trained = results[-1][number]
-            assert_same(trained, reference, f"{strategy} {more} {frozen} on {world_size}")
-            assert_few_buffers(
-                trained.ledger,
-                prefetch=1,
-                tied=more == TIED,
-                frozen=bool(frozen) or more == DROPPING,
-            )
+        variants = [(name, more, frozen) for name in strategies]
+        tied, parts = more == TIED, bool(frozen) or more == DROPPING
+        for _, flags, _, trained in compared(world_size, group_size, variants, MANY_STEPS):
+            assert_few_buffers(trained.ledger, prefetch=1, tied=tied, frozen=parts)
             if not frozen:
-                assert_formulas(trained, flags[number], world_size, group_size)
+                assert_formulas(trained, flags, world_size, group_size)
 
 
 def delay_reductions(training: Training) -> None:

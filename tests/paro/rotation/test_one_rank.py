@@ -16,18 +16,16 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.search.run_memory import RunMemory, RunPlan
-from paro.planning.search.search_space import Materialize
-from paro.planning.search.trainable import Trainable
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
+from tests.paro.planning.memory.test_gathering import BF16, FP32, Workload, measure, predict
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import keep_norms_and_embedding, upper_half
 
-SMALL = replace(GROUPED, num_query_groups=4)
+SMALL = replace(GROUPED, num_query_groups=4, max_position_embeddings=64)
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
 MODES = (False, True)  # in place?
 
@@ -113,9 +111,8 @@ def test_no_rank_ever_holds_a_whole_block(
 ) -> None:
     """Weights outweigh activations: a step allocates mostly slices, and matrices of a slice."""
     strategy, topology = on_ranks(f"{degree},{degree},8", world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="fp32")
     silence(monkeypatch)
-    rank = rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
+    rank = rotating_rank(WIDE, strategy, topology, FP32, in_place=in_place)
     largest = max(slices_by_part(rank.model.trainable_units).values())
     peak = allocated_at_most(lambda: rank.step(2, size=1, seq_length=4))
     held = rank.model.context.ledger.slices
@@ -131,11 +128,10 @@ def test_no_rank_ever_holds_a_whole_block(
 @pytest.mark.parametrize("in_place", MODES)
 def test_building_allocates_little_beside_what_stays(in_place: bool) -> None:
     strategy, topology = on_ranks("4,4,8", world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="fp32")
     built = []
 
     def build() -> None:
-        rank = rotating_rank(WIDE, strategy, topology, precision, in_place=in_place)
+        rank = rotating_rank(WIDE, strategy, topology, FP32, in_place=in_place)
         rank.optimizer.initialize(lambda _name, begin, end: torch.zeros(end - begin))
         built.append(rank)
 
@@ -170,9 +166,7 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
 ) -> None:
     strategy, topology = on_ranks("4,4,8", world_size=8, group_size=4)
     silence(monkeypatch)
-    rank = rotating_rank(
-        SMALL, strategy, topology, PrecisionConfig(compute="fp32"), in_place=in_place
-    )
+    rank = rotating_rank(SMALL, strategy, topology, FP32, in_place=in_place)
     model, notes = rank.model, list[str]()
     model._ring._streams = Noted(notes)
     attention = next(part for part in model._parts if part.spec.method == "attention")
@@ -197,29 +191,25 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
     assert "not yet run" not in notes
 
 
-FP32, BF16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
+SQUARE = replace(SMALL, hidden_size=64, kv_channels=16)
+TALL = replace(WIDE, vocab_size=32768, ffn_hidden_size=64)
+LOGITS = replace(SMALL, vocab_size=8192)
 EACH = RecomputeConfig(granularity="full")
-GROUPS = RecomputeConfig(granularity="full", num_layers=3)
-PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, type, batch, moment
-    "activations": (replace(SMALL, hidden_size=64, kv_channels=16), FP32, 32, "backward"),
-    "activations in bf16": (replace(SMALL, hidden_size=64, kv_channels=16), BF16, 32, "backward"),
-    "recomputed": (
-        replace(SMALL, num_layers=8, hidden_size=64, kv_channels=16, recompute=EACH),
-        FP32,
-        32,
-        "backward",
+Rotating = partial(
+    Workload, "IIG", precision=BF16, batch_size=32, seq_length=16, materialize="rotate"
+)
+PEAKS = {
+    "activations": Rotating(SQUARE, precision=FP32),
+    "activations in bf16": Rotating(SQUARE),
+    "recomputed": Rotating(replace(SQUARE, num_layers=8, recompute=EACH), precision=FP32),
+    "recomputed in groups": Rotating(
+        replace(SQUARE, num_layers=6, recompute=replace(EACH, num_layers=3)), precision=FP32
     ),
-    "recomputed in groups": (
-        replace(SMALL, num_layers=6, hidden_size=64, kv_channels=16, recompute=GROUPS),
-        FP32,
-        32,
-        "backward",
-    ),
-    "logits": (replace(SMALL, vocab_size=8192), FP32, 32, "head"),
-    "logits in bf16": (replace(SMALL, vocab_size=8192), BF16, 32, "head"),
-    "slices": (WIDE, FP32, 1, "backward"),
-    "slices in bf16": (WIDE, BF16, 1, "backward"),
-    "vocabulary": (replace(WIDE, vocab_size=32768, ffn_hidden_size=64), FP32, 1, "backward"),
+    "logits": Rotating(LOGITS, precision=FP32, at="head"),
+    "logits in bf16": Rotating(LOGITS, at="head"),
+    "slices": Rotating(WIDE, precision=FP32, batch_size=1),
+    "slices in bf16": Rotating(WIDE, batch_size=1),
+    "vocabulary": Rotating(TALL, precision=FP32, batch_size=1),
 }
 
 
@@ -227,14 +217,13 @@ PEAKS: dict[str, tuple[LlamaConfig, PrecisionConfig, int, str]] = {  # config, t
 def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
     monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
-    config = replace(WIDE, vocab_size=32768, ffn_hidden_size=64, max_position_embeddings=64)
     precision = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
     strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
     silence(monkeypatch)
     peaks = []
     for chunk in (16, 8):
         monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", chunk)
-        rank = rotating_rank(config, strategy, topology, precision, in_place=in_place)
+        rank = rotating_rank(TALL, strategy, topology, precision, in_place=in_place)
         rank.step(2, size=1, seq_length=16)
         peaks.append(allocated_at_most(partial(rank.step, 2, size=1, seq_length=16)))
     assert peaks[1] <= 1.02 * peaks[0]
@@ -246,30 +235,8 @@ def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
 def test_prediction_is_what_a_rank_allocates(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
-    config, precision, size, moment = PEAKS[name]
-    config = replace(config, max_position_embeddings=64)
-    strategy, topology = on_ranks("IIG", world_size=8, group_size=4)
+    workload = replace(PEAKS[name], in_place=in_place)
+    predicted = predict(workload, device="cpu")
+    assert workload.at in predicted.name
     silence(monkeypatch)
-    run = RunPlan(
-        model=config,
-        trained=Trainable().names(config),
-        recompute=config.recompute,
-        world_size=8,
-        group_size=4,
-        strategy=strategy,
-        materialize=Materialize.of_flags("rotate", in_place),
-        collective="native",
-        prefetch_units=1,
-        precision=precision,
-        device_type="cpu",
-        seq_length=16,
-        micro_batch_size=size,
-        num_micro_batches=2,
-    )
-    predicted = RunMemory(None).of(run).allocations
-    assert moment in predicted.name
-    rank = rotating_rank(config, strategy, topology, precision, in_place=in_place)
-    rank.step(2, size=size, seq_length=16)
-    peak = allocated_at_most(lambda: rank.step(2, size=size, seq_length=16))
-    measured = rank.optimizer.model_state_bytes() + peak
-    assert measured == pytest.approx(predicted.total, rel=0.05), predicted
+    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.05), predicted

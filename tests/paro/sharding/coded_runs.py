@@ -9,18 +9,35 @@ import torch
 from torch import Tensor
 
 from paro.collectives.coded import Contribution
+from paro.config.run import RunConfig
 from paro.distributed.comm_stream import Event
+from paro.distributed.world import World
 from paro.quantization.blocks import decode, hadamard
 from paro.quantization.formats import ERROR_FORM, error_bytes
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import UnitShards
 from paro.training.replicas import check_replicas
 from paro.training.step import Training
+from tests.helpers.flags import configured
 from tests.helpers.training import TINY, Trained, train
 
 # Ranges of some blocks of codes on 8 ranks, and odd sizes, so that they end within parameters.
 SIZES = "--hidden-size 60 --ffn-hidden-size 151 --vocab-size 211 --num-layers 2 --bf16"
 FLAGS = f"{TINY} {SIZES} --train-iters 3 --global-batch-size 24"
+
+
+def coded_flags(option: str, cases: Sequence[tuple[str, int, str]], micro_batch: int) -> list[str]:
+    """The flags of runs, each a strategy, the bits of the option and more flags."""
+    same = f"{FLAGS} --micro-batch-size {micro_batch}"
+    return [
+        f"{same} --paro-strategy {strategy} {option} {bits} {more}"
+        for strategy, bits, more in cases
+    ]
+
+
+def coded_run(more: str, *, group_size: int = 2) -> RunConfig:
+    words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
+    return configured(words, World(size=8, ranks_per_node=2))
 
 
 @dataclass(frozen=True, slots=True)

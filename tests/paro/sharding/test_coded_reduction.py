@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from paro.config.run import RunConfig
-from paro.distributed.world import World
 from paro.precision import PrecisionConfig
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
 from paro.training.step import Training
-from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
-from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
 from tests.helpers.training import train
-from tests.paro.sharding.coded_runs import FLAGS, SIZES, Sum, check_sums, record_sums
+from tests.paro.sharding.coded_runs import Sum, check_sums, coded_flags, coded_run, record_sums
 from tests.paro.sharding.test_coded_update import DEGREES
 from tests.paro.test_parity import assert_formulas
 
-EIGHT = "--paro-inter-grad-bits 8"
+GRADS = "--paro-inter-grad-bits"
+EIGHT = f"{GRADS} 8"
 FEEDBACK = "--paro-inter-grad-error-feedback"
-
-
-def runs(cases: list[tuple[str, int, str]], micro_batch: int) -> list[str]:
-    """The flags of runs, each a strategy, bits and more flags."""
-    return [
-        f"{FLAGS} --micro-batch-size {micro_batch} --paro-strategy {strategy} "
-        f"--paro-inter-grad-bits {bits} {more}"
-        for strategy, bits, more in cases
-    ]
 
 
 @pytest.mark.ranks
@@ -46,7 +32,7 @@ def test_sums_have_the_bits_of_the_arithmetic() -> None:
     warm = "--paro-inter-bits-warmup-iters 2"
     rings = "--paro-collective ho-ring"
     cases = [("IIG", 4, ""), ("NNN", 8, rings), ("IIG", 4, warm), ("IIG", 16, "")]
-    flags = runs([*cases, ("NII", 4, FEEDBACK)], 3)
+    flags = coded_flags(GRADS, [*cases, ("NII", 4, FEEDBACK)], 3)
     everyone = run_ranks(record_sums, 4, flags, 2)
     sums = [[rank[index][1] for rank in everyone] for index in range(len(flags))]
     trained = [run[0] for run in everyone[0]]
@@ -83,7 +69,7 @@ def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
         rotate = "--paro-materialize rotate"
         cases += [("IIG", bits, rotate), ("IIG", bits, f"{rotate} {FEEDBACK}")]
     cases += [(name, bits, FEEDBACK) for name in ("IIG", "NII", "NNN")]
-    flags = runs(cases, 24 // world_size)
+    flags = coded_flags(GRADS, cases, 24 // world_size)
     everyone = run_ranks(record_sums, world_size, flags, group_size, timeout=900)
     for index, line in enumerate(flags):
         sums: list[list[Sum]] = [rank[index][1] for rank in everyone]
@@ -112,11 +98,6 @@ def test_what_is_not_finite_stays_so(wrong: float) -> None:
 AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
 
 
-def run_of(more: str, *, group_size: int = 2) -> RunConfig:
-    words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
-    return configured(words, World(size=8, ranks_per_node=2))
-
-
 @pytest.mark.parametrize(
     ("more", "group_size", "line"),
     [
@@ -133,7 +114,7 @@ def run_of(more: str, *, group_size: int = 2) -> RunConfig:
     ],
 )
 def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
-    refused(lambda: run_of(more, group_size=group_size), line)
+    refused(lambda: coded_run(more, group_size=group_size), line)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +126,7 @@ def test_bad_input_is_one_line(more: str, group_size: int, line: str) -> None:
     ],
 )
 def test_one_group_takes_16_bits_and_says_so(more: str) -> None:
-    config = run_of(more, group_size=8)
+    config = coded_run(more, group_size=8)
     assert not config.precision.has_codes
     assert not config.precision.inter_grad_error_feedback
     (line,) = [line for line in config.notices if "without effect" in line]
@@ -158,25 +139,10 @@ def test_feedback_needs_one_scale_of_the_loss() -> None:
     refused(lambda: fed_back(compute="fp16"), "and --fp16 contradict each other")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "line"),
-    [
-        ("IGG", "under IGG gradients cross groups in every micro-batch, in 16 bits; IIG sends"),
-        ("III", None),
-        ("NNN", None),
-    ],
-)
-def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
-    notices = run_of(f"{EIGHT} --paro-strategy {strategy}").notices
-    said = [notice for notice in notices if EIGHT in notice]
-    assert len(said) == (line is not None)
-    assert line is None or line in said[0]
-
-
 @pytest.mark.parametrize("strategy", ["IIG", "NNN", "2,2,4"])
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     plans = [
-        plan_run(run_of(f"--paro-strategy {strategy} {more}"))
+        plan_run(coded_run(f"--paro-strategy {strategy} {more}"))
         for more in ("", EIGHT, f"{EIGHT} {FEEDBACK}")
     ]
     codes = [plan.memory.codes for plan in plans]
@@ -184,29 +150,6 @@ def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     units = plans[2].training.model.trainable_units
     errors = sum(unit.grad_errors.nbytes for unit in units if unit.grad_errors is not None)
     assert codes[2] - codes[1] == errors > 0
-
-
-@pytest.mark.ranks
-def test_a_resumed_run_remembers_what_codes_lost(tmp_path: Path) -> None:
-    """The same ranks and strategy, bit for bit; others begin without it, and a line says so."""
-    more = f"{SIZES} --paro-inter-grad-bits 4 {FEEDBACK} --paro-inter-bits-warmup-iters 0"
-    setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
-    there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
-    here = run_ranks(load_and_go_on, 4, setting, tmp_path)
-    saved, loaded = there[0].states, here[0].states
-    errors = [name for name in saved if name.startswith("grad_errors.")]
-    assert len(errors) == 4, "one for each unit"
-    assert all(saved[name].any() for name in errors)
-    assert saved.keys() == loaded.keys()
-    for name, values in saved.items():
-        assert torch.equal(values, loaded[name]), name
-    assert here[0].losses == there[0].losses
-    other = replace(setting, strategy="NII")
-    moved = run_ranks(load_and_go_on, 4, other, tmp_path)
-    forgotten = {name: v for name, v in moved[0].states.items() if name.startswith("grad_")}
-    assert len(forgotten) == 4
-    assert not any(values.any() for values in forgotten.values())
-    assert moved[0].losses == pytest.approx(there[0].losses, rel=5e-3)
 
 
 def forget(flags: str, group_size: int) -> list[bool]:
@@ -240,7 +183,7 @@ def _remembers(training: Training) -> bool:
 
 @pytest.mark.ranks
 def test_skipped_steps_and_time_make_ranks_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    (flags,) = runs([("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
+    (flags,) = coded_flags(GRADS, [("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
     assert run_ranks(forget, 2, flags, 1)[0] == [False, True, False, True, True]
     assert run_ranks(forget_soon, 2, flags, 1)[0] == [False, True, False, True, False]
 

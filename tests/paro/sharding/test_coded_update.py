@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from paro.config.run import RunConfig
-from paro.distributed.world import World
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import CodedUpdate
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
-from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
-from tests.paro.sharding.coded_runs import FLAGS, SIZES, Recorded, check_updates, record_all
+from tests.paro.sharding.coded_runs import (
+    SIZES,
+    Recorded,
+    check_updates,
+    coded_flags,
+    coded_run,
+    record_all,
+)
 from tests.paro.test_parity import assert_formulas
 
-FOUR = "--paro-inter-param-bits 4"
+FOUR, EIGHT = "--paro-inter-param-bits 4", "--paro-inter-grad-bits 8"
+REMEMBERED = "--paro-inter-grad-bits 4 --paro-inter-grad-error-feedback"
 
 
 def codes(numel: int, matrix_stop: int, *, bits: int = 4, ranges: int = 1) -> RangeCodes:
@@ -68,15 +74,6 @@ def test_what_is_not_sent_is_sent_later() -> None:
     assert left[-1] < 1.5 * float((master - master.bfloat16().float()).norm())
 
 
-def runs(strategies: list[tuple[str, int, str]], micro_batch: int) -> list[str]:
-    """The flags of runs, each a strategy, bits and more flags."""
-    return [
-        f"{FLAGS} --micro-batch-size {micro_batch} --paro-strategy {strategy} "
-        f"--paro-inter-param-bits {bits} {more}"
-        for strategy, bits, more in strategies
-    ]
-
-
 def by_run(everyone: list[list[Recorded]]) -> list[list[Recorded]]:
     return [list(run) for run in zip(*everyone, strict=True)]
 
@@ -90,7 +87,7 @@ def test_every_holder_has_the_bits_of_the_arithmetic() -> None:
         ("IIG", 4, warm),
         ("IIG", 16, ""),
     ]
-    flags = runs(cases, 3)
+    flags = coded_flags("--paro-inter-param-bits", cases, 3)
     found = by_run(run_ranks(record_all, 4, flags, 2))
     assert check_updates(found[0], 4) == 3 * 4  # of every unit in every step
     assert check_updates(found[1], 8) == 3 * 4
@@ -105,8 +102,10 @@ def test_every_holder_has_the_bits_of_the_arithmetic() -> None:
 
 
 @pytest.mark.ranks
-def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
-    setting = Setting(world_size=4, group_size=2, strategy="IIG", more=f"{SIZES} {FOUR}")
+def test_a_resumed_run_has_the_same_bits_and_remembers_what_codes_lost(tmp_path: Path) -> None:
+    """On the same ranks and strategy; on others gradients begin without it."""
+    more = f"{SIZES} {FOUR} {REMEMBERED} --paro-inter-bits-warmup-iters 0"
+    setting = Setting(world_size=4, group_size=2, strategy="IIG", more=more)
     there = run_ranks(save_and_go_on, 4, setting, tmp_path, asynchronous=True)
     here = run_ranks(load_and_go_on, 4, setting, tmp_path)
     saved, loaded = there[0].states, here[0].states
@@ -118,7 +117,15 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert len(sent) == len([name for name in saved if name.startswith("param.")])
     rounded = [saved[name.replace("sent.", "param.")].bfloat16() for name in sent]
     assert not all(map(torch.equal, sent.values(), rounded)), "nothing was left to send"
+    errors = [values for name, values in saved.items() if name.startswith("grad_errors.")]
+    assert len(errors) == 4, "one for each unit"
+    assert all(values.any() for values in errors)
     assert here[0].losses == there[0].losses
+    moved = run_ranks(load_and_go_on, 4, replace(setting, strategy="NII"), tmp_path)
+    forgotten = [v for name, v in moved[0].states.items() if name.startswith("grad_errors.")]
+    assert len(forgotten) == 4
+    assert not any(values.any() for values in forgotten)
+    assert moved[0].losses == pytest.approx(there[0].losses, rel=5e-3)
 
 
 LETTERS = [letters for letters in legal_letters() if letters[0] != "G" and letters[2] == "G"]
@@ -137,7 +144,7 @@ def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
     if group_size == 2:
         rotate = "--paro-materialize rotate"
         cases += [("IIG", bits, rotate), ("IIG", bits, f"{rotate} --paro-rotate-in-place")]
-    flags = runs(cases, 24 // world_size)
+    flags = coded_flags("--paro-inter-param-bits", cases, 24 // world_size)
     for case, line, run in zip(
         cases, flags, by_run(run_ranks(record_all, world_size, flags, group_size, timeout=900)),
         strict=True,
@@ -180,33 +187,31 @@ def test_resumed_on_other_ranks_and_with_other_bits(
     assert here[0].losses == pytest.approx(there[0].losses, rel=5e-3)
 
 
-def run_of(more: str, *, group_size: int = 2) -> RunConfig:
-    words = f"{FLAGS} --micro-batch-size 1 --paro-group-size {group_size} {more}"
-    return configured(words, World(size=8, ranks_per_node=2))
-
-
 def test_bad_input_is_one_line() -> None:
-    refused(lambda: run_of(f"{FOUR} --paro-inter-bits-warmup-iters -1"), "-1 is negative")
+    refused(lambda: coded_run(f"{FOUR} --paro-inter-bits-warmup-iters -1"), "-1 is negative")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "line"),
+    ("coded", "strategy", "line"),
     [
-        ("GGG", "parameters cross groups in every micro-batch, in 16 bits; IIG sends them"),
-        ("4,4,8", "in every micro-batch, in 16 bits; IIG sends them"),
-        ("III", "no effect under III: its updated parameters are gathered inside groups"),
-        ("IIG", None),
+        (FOUR, "GGG", "parameters cross groups in every micro-batch, in 16 bits; IIG sends them"),
+        (FOUR, "4,4,8", "in every micro-batch, in 16 bits; IIG sends them"),
+        (FOUR, "III", "no effect under III: its updated parameters are gathered inside groups"),
+        (FOUR, "IIG", None),
+        (EIGHT, "IGG", "IGG gradients cross groups in every micro-batch, in 16 bits; IIG sends"),
+        (EIGHT, "III", None),
+        (EIGHT, "NNN", None),
     ],
 )
-def test_what_stays_in_16_bits_is_said(strategy: str, line: str | None) -> None:
-    notices = run_of(f"{FOUR} --paro-strategy {strategy}").notices
-    said = [notice for notice in notices if FOUR in notice]
+def test_what_stays_in_16_bits_is_said(coded: str, strategy: str, line: str | None) -> None:
+    notices = coded_run(f"{coded} --paro-strategy {strategy}").notices
+    said = [notice for notice in notices if coded in notice]
     assert len(said) == (line is not None)
     assert line is None or line in said[0]
 
 
 def test_a_dry_run_counts_bytes_and_memory() -> None:
-    plans = [plan_run(run_of(f"{bits} --paro-strategy NNG")) for bits in ("", FOUR)]
+    plans = [plan_run(coded_run(f"{bits} --paro-strategy NNG")) for bits in ("", FOUR)]
     held = [
         sum(
             unit.coded_update.encoded.nbytes

@@ -61,6 +61,8 @@ class Workload:
     loss_chunk: int = 512  # tokens
     trainable: Trainable = ALL
     context: ContextLayout = ALONE
+    materialize: str = "gather"
+    in_place: bool = False
     at: str = "backward"
 
 
@@ -277,7 +279,7 @@ def predict(workload: Workload, *, device: str) -> MemorySnapshot:
         world_size=8,
         group_size=4,
         strategy=strategy,
-        materialize=Materialize.GATHER,
+        materialize=Materialize.of_flags(workload.materialize, workload.in_place),
         collective="native",
         prefetch_units=workload.prefetch_units,
         precision=workload.precision,
@@ -301,6 +303,8 @@ def measure(workload: Workload, device: str) -> int:
         device=device,
         is_trained=workload.trainable.names(workload.config).__contains__,
         prefetch_units=workload.prefetch_units,
+        materialize=workload.materialize,
+        rotate_in_place=workload.in_place,
     )
 
     length = workload.seq_length // workload.context.size
