@@ -246,4 +246,4 @@ def test_a_checkpoint_has_one_moment_of_what_muon_updates(tmp_path: Path) -> Non
     config, training = built(f"{FLAGS} --save {tmp_path} --optimizer muon --exp-avg-dtype bf16")
     save_run(config, training)
     assert written_bytes(tmp_path) == checkpoint_bytes(config, has_base=False)
-    assert written_bytes(tmp_path) < checkpoint_bytes(configured(""), has_base=False)
+    assert written_bytes(tmp_path) < checkpoint_bytes(configured(FLAGS), has_base=False)
