@@ -22,7 +22,7 @@ from tests.helpers.flags import configured
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import Trained, train
 from tests.helpers.waits import changed
-from tests.paro.test_parity import FEW_STEPS, MANY_STEPS, TOLERANCE, assert_same
+from tests.paro.test_parity import MANY_STEPS, TOLERANCE, assert_same
 
 # 8 heads and 16 tokens can be cut for up to 8 ranks; a tenth of the tokens end a document.
 MODEL = (
@@ -47,6 +47,7 @@ SIZES = "--hierarchical-context-parallel-sizes"
 PAIRS = f"a2a+p2p {SIZES} 2 2"
 FLAT = "p2p --paro-context-ring flat"
 FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
+FEW_STEPS = 3
 
 
 class Case(NamedTuple):
