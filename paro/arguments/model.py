@@ -249,8 +249,8 @@ def add_optimizer_args(parser: ArgumentParser, *, trains: bool = True) -> None:
         help="another factor; with spectral, 0.2 makes updates as large as AdamW's")
     add("--muon-fp32-matmul-prec", choices=("low", "medium", "high", "highest"),
         default="medium",
-        help="of Newton-Schulz's products: low and medium are bf16 where the device multiplies it, "
-        "high is TF32, highest fp32")
+        help="of Newton-Schulz's matmuls: low and medium are bf16 where the device has such, high "
+        "is TF32, highest fp32")
 
 
 def add_learning_rate_args(parser: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Measures the machine that a run is on, at the run's own shapes, within a minute."""
+"""Measures the machine that a run is on, at the run's own shapes, in about a minute."""
 
 from __future__ import annotations
 

@@ -185,19 +185,19 @@ def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
 
 
 def orthogonal(matrix: Tensor, config: MuonConfig) -> Tensor:
-    """Nearly the matrix with all its singular values 1, in the type of its products."""
+    """Nearly the matrix with all its singular values 1, in the type of the matmuls."""
     precision, dtype = config.muon_fp32_matmul_prec, torch.float32
     if precision in ("low", "medium"):
-        # Torch has no products of fp32 in bf16: its "medium" is TF32 on GPUs, fp32 on CPUs.
+        # Torch has no bf16 matmuls of fp32 tensors: its "medium" is TF32 on GPUs, fp32 on CPUs.
         precision = "high"
-        if _multiplies_bf16(matrix.device):
+        if _has_bf16_matmuls(matrix.device):
             dtype = torch.bfloat16
     with _matmul_precision(precision):
         return newton_schulz(matrix, config.coefficients(), dtype)
 
 
-def _multiplies_bf16(device: torch.device) -> bool:
-    """Whether products of bf16 are instructions of its own."""
+def _has_bf16_matmuls(device: torch.device) -> bool:
+    """Whether it multiplies bf16 by instructions of its own, not in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

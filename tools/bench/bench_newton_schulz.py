@@ -31,9 +31,8 @@ from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
 DESCRIPTION = """\
-Times Newton-Schulz, in bf16 where the device multiplies it, with its FLOP/s and their part of the
-device's peak in bf16. The default
-shapes are those of LLaMA 7B.
+Times Newton-Schulz, in bf16 where the device has bf16 matmuls, with its FLOP/s and their part of
+the device's peak in bf16. The default shapes are those of LLaMA 7B.
 
   python tools/bench/bench_newton_schulz.py --shapes 256x256,688x256 --batch 4 --threads 1
 """

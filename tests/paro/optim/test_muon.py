@@ -96,7 +96,7 @@ def in_fp32(
 def test_twenty_steps_are_those_of_torch(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if exact:
         monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", in_fp32)
-    monkeypatch.setattr("paro.optim.matrices._multiplies_bf16", lambda device: True)
+    monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: True)
     precision = "highest" if exact else "medium"
     params, found = trained(
         f"--muon-fp32-matmul-prec {precision} --muon-momentum 0.95 --muon-nesterov "
@@ -164,10 +164,10 @@ def test_scales(mode: str, expected: float) -> None:
         ("highest", True, torch.float32),
     ],
 )
-def test_products_are_bf16_where_asked_and_possible(
+def test_matmuls_are_bf16_where_asked_and_possible(
     precision: str, multiplies: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paro.optim.matrices._multiplies_bf16", lambda device: multiplies)
+    monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: multiplies)
     before = torch.get_float32_matmul_precision()
     matrix = gradient("it", torch.Size((30, 50)), 0)
     config = MuonConfig(muon_fp32_matmul_prec=precision)
