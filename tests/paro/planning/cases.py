@@ -13,6 +13,7 @@ from paro.planning.machine.machine import (
     Machine,
     bits_per_second,
 )
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import StepCosts
@@ -70,6 +71,10 @@ def workload(model: LlamaConfig = SMALL, **changes: Any) -> Workload:
         "precision": BF16,
     }
     return Workload(model=model, **(given | changes))
+
+
+def costs(given: Workload, strategy: str = "IIG") -> StepCosts:
+    return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
 def compute_seconds(step: StepCosts) -> float:

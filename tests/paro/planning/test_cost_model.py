@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from model.units import UnitSpec
-from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import (
     ModelStateBytes,
     UnitSize,
     model_state_bytes,
-    size_units,
     traffic_per_step,
 )
 from paro.precision import PrecisionConfig
@@ -40,14 +37,6 @@ PUBLISHED_7B = {
     "GGG": ("3.50", "367.5", "39.38"),
 }
 PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
-
-MODEL = (
-    UnitSpec(name="embedding", shapes={"w": (51, 12)}, backward_needs_weight=False),
-    UnitSpec(name="blocks.0", shapes={"norm": (12,), "up": (20, 12)}),
-    UnitSpec(name="blocks.1", shapes={"norm": (12,), "up": (20, 12)}),
-    UnitSpec(name="head", shapes={"norm": (12,), "w": (51, 12)}),
-)
-TIED = (*MODEL[:3], UnitSpec(name="head", shapes={"norm": (12,)}, borrows=("embedding",)))
 
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
@@ -94,37 +83,6 @@ def test_axes_and_closed_form_agree(
     )
 
 
-def test_degrees_between_the_letters() -> None:
-    """Params over 2, grads over 4, optimizer over 8 ranks in groups of 4, counted by hand."""
-    strategy, topology = on_ranks("2,4,8", world_size=8, group_size=4)
-    sent = traffic_per_step(strategy, topology, one_unit(800), PrecisionConfig(compute="bf16"), 3)
-    intra = 3 * (2 * 800) + 3 * (800 + 400) + 400  # gathers; reductions 1-2-4; gather_updated 4-2
-    inter = 200 + 200  # step_reduce 4-8, gather_updated 8-4: a quarter of 1600 bytes
-    assert sent == Sent(intra, inter)
-
-
-def test_wire_type_counts_for_gradients_and_compute_type_for_parameters() -> None:
-    strategy, topology = on_ranks("GNG", world_size=4, group_size=4)
-    in_bf16 = PrecisionConfig(compute="bf16")
-    in_fp32 = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
-    gathers = 2 * 2 * 300
-    assert traffic_per_step(strategy, topology, one_unit(400), in_bf16, 1) == Sent(
-        gathers + 2 * 300, 0
-    )
-    assert traffic_per_step(strategy, topology, one_unit(400), in_fp32, 1) == Sent(
-        gathers + 4 * 300, 0
-    )
-
-
-def test_one_rank_sends_nothing_and_holds_everything() -> None:
-    strategy, topology = on_ranks("IIG", world_size=1, group_size=1)
-    fp32 = PrecisionConfig(compute="fp32")
-    assert traffic_per_step(strategy, topology, one_unit(100), fp32, 4) == Sent(0, 0)
-    assert model_state_bytes(strategy, one_unit(100), fp32) == ModelStateBytes(
-        params=400, grads=400, optim=800
-    )
-
-
 def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
     fp32, bf16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
     gig, _ = on_ranks("GIG", world_size=4, group_size=2)
@@ -134,47 +92,6 @@ def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
     rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     assert model_state_bytes(iig, one_unit(400), rounded).optim == 8 * 100
     assert model_state_bytes(gig, one_unit(400), bf16).optim == 12 * 100
-
-
-def test_frozen_parameters_are_stored_as_parameters_only() -> None:
-    strategy, _ = on_ranks("IIG", world_size=4, group_size=2)
-    assert model_state_bytes(
-        strategy, one_unit(80, frozen=400), PrecisionConfig(compute="bf16")
-    ) == ModelStateBytes(params=2 * 240, grads=4 * 40, optim=12 * 20)
-
-
-def gathers(units: tuple[UnitSize, ...]) -> list[int]:
-    return [unit.gathers_per_micro_batch for unit in units]
-
-
-def test_gathers_of_each_kind_of_unit() -> None:
-    assert gathers(size_units(MODEL, world_size=4)) == [1, 2, 2, 1]
-
-
-def test_a_tied_head_gathers_the_embedding_again() -> None:
-    assert gathers(size_units(TIED, world_size=4)) == [2, 2, 2, 1]
-
-
-def test_nothing_is_gathered_for_backward_below_the_first_trained_unit() -> None:
-    units = size_units(MODEL, world_size=4, is_trained=lambda name: name == "blocks.1.norm")
-    assert gathers(units) == [1, 1, 2, 1]
-    units = size_units(MODEL, world_size=4, is_trained=lambda name: name == "head.norm")
-    assert gathers(units) == [1, 1, 1, 1]
-
-
-def test_units_are_padded_by_box_and_by_world() -> None:
-    """Embedding of 612 elements; block of 12 frozen and 240 trained elements."""
-    expected = {  # ranks: (embedding, block trained, block frozen)
-        1: (616, 240, 16),
-        3: (624, 240, 24),
-        4: (640, 256, 32),
-        96: (768, 768, 768),  # fewer aligned shards than ranks: most contain only padding
-    }
-    for world_size, numels in expected.items():
-        units = size_units(MODEL, world_size=world_size, is_trained=lambda name: "norm" not in name)
-        embedding, block = units[:2]
-        assert (embedding.trainable_numel, block.trainable_numel, block.frozen_numel) == numels
-        assert embedding.frozen_numel == 0
 
 
 def test_placement_names_level_copies_and_bytes() -> None:

@@ -1,4 +1,4 @@
-"""The simulated step with rotation: its bytes, and bounds on its time."""
+"""Rotation in the simulated step: what its parts cost, and where it is chosen."""
 
 from __future__ import annotations
 
@@ -6,105 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import RecomputeConfig
-from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import CollectiveTimes
-from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import letter_rows, plan, rotated_rows
-from paro.planning.search.search_space import Materialize, SearchSpace, Workload
-from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.planning.step.costs import StepCosts
+from paro.planning.search.search_space import Materialize, SearchSpace
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
 from paro.step.actions import Verb
 from paro.topology import make_topology
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import (
-    BF16,
-    DEVICE,
-    EACH,
-    PAIRS,
-    TINY,
-    compute_seconds,
-    machine,
-    speed,
-    workload,
-)
-
-WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
-
-
-def costs(given: Workload, strategy: str) -> StepCosts:
-    return Estimator(given).costs(given.candidate(given.strategy(strategy)))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recompute", [None, EACH, PAIRS])
-@pytest.mark.parametrize("strategy", ["III", "IIG", "2,2,8", "4,4,16"])
-def test_links_carry_the_bytes_of_the_cost_model(
-    way: Materialize, recompute: RecomputeConfig | None, strategy: str
-) -> None:
-    for tied in (False, True):
-        given = workload(materialize=way)
-        model = replace(given.model, recompute=recompute, tie_embeddings_and_output_weights=tied)
-        given = replace(given, model=model)
-        step = costs(given, strategy)
-        busy = step.busy(step.counts.of_step(step.num_micro_batches))
-        sent = traffic_per_step(
-            given.strategy(strategy),
-            step.comm_costs.topology,
-            step.comm_costs.units,
-            given.precision,
-            step.num_micro_batches,
-        )
-        assert busy["intra"] * 2000e9 / 8 == pytest.approx(sent.intra)
-        assert busy["inter"] * 100e9 / 8 == pytest.approx(sent.inter)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "trainable", [Trainable(), Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)]
-)
-@pytest.mark.parametrize("recompute", [None, EACH])
-def test_without_overlap_parts_add_up(
-    way: Materialize, trainable: Trainable, recompute: RecomputeConfig | None
-) -> None:
-    given = workload(replace(TINY, num_attention_heads=8, num_query_groups=8, recompute=recompute),
-                 prefetch_units=0, materialize=way, trainable=trainable)  # fmt: skip
-    for strategy in ("III", "IIG", "2,2,8"):
-        step = costs(given, strategy)
-        timeline = simulate(step)
-        assert timeline.compute_seconds == pytest.approx(compute_seconds(step))
-        assert timeline.seconds == pytest.approx(step.least_seconds())
-        waited = timeline.seconds - timeline.compute_seconds
-        assert timeline.exposed_seconds == pytest.approx(waited)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", ["III", "IIG", "2,2,16", "4,4,4"])
-@pytest.mark.parametrize("recompute", [None, EACH])
-def test_nothing_is_faster_than_its_bound(
-    way: Materialize, strategy: str, recompute: RecomputeConfig | None
-) -> None:
-    for intra, inter in ((20, 100), (2000, 100), (2000, 5)):
-        times = []
-        for ahead in (0, 1):
-            given = workload(
-                machine=machine(intra=intra, inter=inter), materialize=way, prefetch_units=ahead
-            )
-            step = costs(replace(given, model=replace(given.model, recompute=recompute)), strategy)
-            times.append(simulate(step).seconds)
-            assert times[-1] >= step.least_seconds() * (1 - 1e-9)
-        assert times[1] <= times[0] * (1 + 1e-9)
-
-
-def test_out_of_place_hides_what_in_place_waits_for() -> None:
-    """If links take as long as computation."""
-    given = workload(machine=machine(intra=600), global_batch_size=64)
-    times = {way: simulate(costs(replace(given, materialize=way), "III")) for way in WAYS}
-    apart = times[Materialize.ROTATE_IN_PLACE]
-    assert apart.exposed_seconds > 1.5 * times[Materialize.ROTATE].exposed_seconds
-    assert apart.seconds > 1.2 * times[Materialize.ROTATE].seconds
+from tests.paro.planning.cases import BF16, DEVICE, costs, machine, speed, workload
 
 
 @pytest.mark.parametrize("cores", [None, 8])
@@ -127,18 +37,6 @@ def test_in_place_two_chunks_are_under_way_at_a_time(cores: int | None) -> None:
         for (plain,), (with_latency,) in zip(*times, strict=True):
             assert plain.seconds == pytest.approx(num_bytes / 8 * 8 / 2000e9)
             assert with_latency.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
-
-
-def test_a_further_slice_costs_what_was_measured() -> None:
-    """Over rings of 4 instead of 2 every part of the model has 2 more slices."""
-    device = replace(DEVICE, piece_seconds=1e-3)
-    given = workload(materialize=Materialize.ROTATE)
-    slow = replace(given, machine=machine(device=device))
-    num_parts = 2 + 2 * given.model.num_layers
-    for degree in (2, 4, 8):
-        strategy = f"{degree},{degree},8"
-        more = costs(slow, strategy).computing.seconds - costs(given, strategy).computing.seconds
-        assert more == pytest.approx((degree - 1) * num_parts * 1e-3)
 
 
 def test_a_part_costs_what_its_slices_do() -> None:

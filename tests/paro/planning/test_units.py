@@ -69,13 +69,40 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
     monkeypatch: pytest.MonkeyPatch, workload: str, letters: str
 ) -> None:
     config, is_trained = CASES[workload]
+    assert_counted(monkeypatch, config, is_trained, letters)
+
+
+def assert_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    config: LlamaConfig,
+    is_trained: Callable[[str], bool],
+    letters: str,
+    *,
+    rotates: bool = False,
+    in_place: bool = False,
+    **bits: int,
+) -> None:
+    """A rank holds the model states and sends the bytes of the formulas."""
     strategy, topology = on_ranks(letters, world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True)
-    units = units_of(config, world_size=8, is_trained=is_trained)
+    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True, **bits)
+    units = units_of(
+        config,
+        world_size=8,
+        is_trained=is_trained,
+        rotated_over=strategy.params if rotates else 1,
+        in_place=in_place,
+    )
     silence(monkeypatch)
-    rank = lone_rank(config, strategy, topology, precision, is_trained=is_trained)
-    states = model_state_bytes(strategy, units, precision)
-    assert rank.optimizer.model_state_bytes() == states.total
+    rank = lone_rank(
+        config,
+        strategy,
+        topology,
+        precision,
+        is_trained=is_trained,
+        materialize="rotate" if rotates else "gather",
+        rotate_in_place=in_place,
+    )
+    assert rank.optimizer.model_state_bytes() == model_state_bytes(strategy, units, precision).total
     rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
         expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
@@ -92,14 +119,6 @@ def test_state_bytes_in_fp32_on_other_shapes(
     rank = lone_rank(SMALL, strategy, topology, precision)
     states = model_state_bytes(strategy, units_of(SMALL, world_size=world_size), precision)
     assert rank.optimizer.model_state_bytes() == states.total
-
-
-def test_units_of_a_preset_hold_its_parameters() -> None:
-    units = units_of(LLAMA_PRESETS["7B"], world_size=1)
-    assert [unit.name for unit in units[:2]] == ["embedding", "blocks.0"]
-    assert units[-1].name == "head"
-    assert len(units) == 34
-    assert sum(unit.numel for unit in units) == 6_738_415_616
 
 
 COMPILED = replace(MODERN, torch_compile="aot_eager")

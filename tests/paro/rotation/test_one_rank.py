@@ -15,15 +15,13 @@ from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
-from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
-from tests.paro.planning.memory.test_gathering import BF16, FP32, Workload, measure, predict
+from tests.paro.planning.memory.test_gathering import BF16, FP32, Workload, assert_predicted
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL as GROUPED
-from tests.paro.planning.test_units import keep_norms_and_embedding, upper_half
+from tests.paro.planning.test_units import assert_counted, keep_norms_and_embedding, upper_half
 
 SMALL = replace(GROUPED, num_query_groups=4, max_position_embeddings=64)
 TIED = replace(SMALL, tie_embeddings_and_output_weights=True)
@@ -59,7 +57,7 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
     monkeypatch: pytest.MonkeyPatch, case: str, letters: str, in_place: bool
 ) -> None:
     config, is_trained = CASES[case]
-    assert_counted(monkeypatch, config, is_trained, letters, in_place=in_place)
+    assert_counted(monkeypatch, config, is_trained, letters, rotates=True, in_place=in_place)
 
 
 @pytest.mark.parametrize("in_place", MODES)
@@ -69,36 +67,8 @@ def test_codes_of_updated_adapters_are_counted(
     """They are in one unit with the norms, and large enough here to be sent as codes."""
     lora = LoraConfig(rank=16, targets=("wo", "w_up"))
     config = replace(SMALL, hidden_size=256, ffn_hidden_size=512, kv_channels=64, lora=lora)
-    assert_counted(monkeypatch, config, is_adapter, "IIG", in_place=in_place, inter_param_bits=4)
-
-
-def assert_counted(
-    monkeypatch: pytest.MonkeyPatch,
-    config: LlamaConfig,
-    is_trained: Callable[[str], bool],
-    letters: str,
-    *,
-    in_place: bool,
-    **bits: int,
-) -> None:
-    strategy, topology = on_ranks(letters, world_size=8, group_size=4)
-    precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True, **bits)
-    units = units_of(
-        config,
-        world_size=8,
-        is_trained=is_trained,
-        rotated_over=strategy.params,
-        in_place=in_place,
-    )
-    silence(monkeypatch)
-    rank = rotating_rank(
-        config, strategy, topology, precision, is_trained=is_trained, in_place=in_place
-    )
-    assert rank.optimizer.model_state_bytes() == model_state_bytes(strategy, units, precision).total
-    rank.step(2)  # sends no updated parameters yet
-    for num_micro_batches in (1, 3):
-        expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
-        assert rank.step(num_micro_batches) == expected
+    of_rank = partial(assert_counted, monkeypatch, config, is_adapter, "IIG", rotates=True)
+    of_rank(in_place=in_place, inter_param_bits=4)
 
 
 WIDE = replace(SMALL, hidden_size=128, ffn_hidden_size=4096, num_layers=2, vocab_size=8192)
@@ -235,8 +205,4 @@ def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
 def test_prediction_is_what_a_rank_allocates(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
-    workload = replace(PEAKS[name], in_place=in_place)
-    predicted = predict(workload, device="cpu")
-    assert workload.at in predicted.name
-    silence(monkeypatch)
-    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.05), predicted
+    assert_predicted(monkeypatch, replace(PEAKS[name], in_place=in_place), accuracy=0.05)

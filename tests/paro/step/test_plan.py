@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from itertools import chain
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize, Workload
-from paro.step.actions import Move, Verb
+from paro.step.actions import Move, StepShape, UnitKind, Verb, number_buffers
+from paro.step.gathering import GatheringPolicy
 from paro.step.plan import StepPlan
-from tests.paro.planning.cases import BF16, ORDERS, order_case
+from paro.step.updating import UpdatingPolicy
+from tests.paro.planning.cases import BF16, ORDERS, costs, order_case
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -21,12 +23,9 @@ from tests.paro.planning.on_ranks import on_ranks
 ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
 
 
-def planned(given: Workload, strategy: str) -> StepPlan:
-    return Estimator(given).costs(given.candidate(given.strategy(strategy))).plan
-
-
 def engine(given: Workload, strategy: str) -> LoneRank:
-    parsed, topology = on_ranks(strategy, world_size=4, group_size=2)
+    world_size = given.machine.world_size
+    parsed, topology = on_ranks(strategy, world_size=world_size, group_size=given.group_size)
     return lone_rank(
         given.model,
         parsed,
@@ -35,6 +34,8 @@ def engine(given: Workload, strategy: str) -> LoneRank:
         prefetch_units=given.prefetch_units,
         updated_ahead=given.updated_ahead,
         is_trained=given.trainable.names(given.model).__contains__,
+        materialize="rotate" if given.materialize.rotates else "gather",
+        rotate_in_place=given.materialize.in_place,
     )
 
 
@@ -58,7 +59,7 @@ def test_the_engine_does_what_the_plan_lists(
         for num_micro_batches in (1, 3):
             rank.model.record = []
             rank.step(num_micro_batches)
-            plan = planned(replace(given, global_batch_size=4 * num_micro_batches), strategy)
+            plan = costs(replace(given, global_batch_size=4 * num_micro_batches), strategy).plan
             wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
             assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
 
@@ -76,7 +77,7 @@ def test_a_bucket_is_reduced_and_gathered_once(
     rank.step(1)
     rank.model.record = record = []
     rank.step(2)
-    plan = planned(given, "IIG")
+    plan = costs(given, "IIG").plan
     wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
     moves = [move for move in wanted if move[0] is not Verb.GATHER_UPDATED]
     assert [move for move in record if move[0] is not Verb.GATHER_UPDATED] == moves
@@ -94,7 +95,7 @@ def test_a_bucket_is_reduced_and_gathered_once(
 def test_updated_parameters_are_gathered_so_many_units_ahead(
     strategy: str, way: Materialize, ahead: int | None
 ) -> None:
-    plan = planned(order_case("plain", materialize=way, updated_ahead=ahead), strategy)
+    plan = costs(order_case("plain", materialize=way, updated_ahead=ahead), strategy).plan
     forward, found = plan.micro_batches[0][0], {}
     if way is Materialize.ROTATE:
         forward = forward[1:]  # after the wait for the norms
@@ -124,3 +125,22 @@ def test_an_evaluation_gathers_every_unit_once(
     moved = {verb: [n for v, n in record if v is verb] for verb in (Verb.GATHER, Verb.RELEASE)}
     for numbers in moved.values():
         assert sorted(numbers) == ([0, 0, 1, 2, 3, 4] if strategy == "GGG" else [])
+
+
+def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
+    """Without the check a tied head would free the embedding that is gathered for it."""
+    shape = StepShape(
+        units=number_buffers(
+            [
+                UnitKind(name="embedding", trains=(True,), backward_needs_weight=False),
+                UnitKind(name="head", trains=(True,), borrows=("embedding",)),
+            ]
+        ),
+        gathers=True,
+        reduces=True,
+        prefetch_units=1,
+    )
+    policy = GatheringPolicy(shape, UpdatingPolicy([], None))
+    with patch.object(policy, "_live", [0, 1]), patch.object(policy, "_whole", {0, 1}):
+        assert policy._release(0) == []
+        assert policy._release(1) == [(Verb.RELEASE, 1), (Verb.RELEASE, 0)]

@@ -12,27 +12,11 @@ from model.lora_config import LoraConfig, targets_of
 from paro.planning.search.search_space import Materialize, Workload
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.step.actions import Move, Verb
-from tests.paro.planning.cases import ORDERS, machine, order_case
-from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks
-from tests.paro.step.test_plan import from_forward_on, planned
+from tests.paro.planning.cases import ORDERS, costs, machine, order_case
+from tests.paro.planning.lone_rank import LoneRank, silence
+from tests.paro.step.test_plan import engine, from_forward_on
 
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
-
-
-def engine(given: Workload, strategy: str) -> LoneRank:
-    world_size = given.machine.world_size
-    parsed, topology = on_ranks(strategy, world_size=world_size, group_size=given.group_size)
-    return lone_rank(
-        given.model,
-        parsed,
-        topology,
-        given.precision,
-        is_trained=given.trainable.names(given.model).__contains__,
-        materialize="rotate",
-        rotate_in_place=given.materialize.in_place,
-        updated_ahead=given.updated_ahead,
-    )
 
 
 def recorded(rank: LoneRank) -> list[Move]:
@@ -62,7 +46,7 @@ def check(given: Workload, strategy: str) -> None:
         record = recorded(rank)
         rank.step(num_micro_batches)
         size = given.machine.world_size * num_micro_batches
-        plan = planned(replace(given, global_batch_size=size), strategy)
+        plan = costs(replace(given, global_batch_size=size), strategy).plan
         first = sum(not isinstance(unit, RotatingUnit) for unit in rank.model.units)
         wanted = [move for move in from_forward_on(plan, OF_SLICES) if move[1] >= first]
         assert by_buffer([move for move in record if move[1] >= first]) == by_buffer(wanted)

@@ -40,6 +40,7 @@ MACHINE = Machine(
     group_size=4,
     nic=Nic.SHARED,
     nics=2,
+    launch_order="implicit",
     inter=replace(speed(0.094310123, 3.1e-4), bandwidth_source=BandwidthSource.FITTED),
     measured=(
         Measured(axes=Axes.BOTH, op=Op.ALL_GATHER, algorithm="ring", bytes=4_000, seconds=0.1 / 3),
@@ -90,11 +91,7 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (("colour",), "red", "colour: is unknown; the fields are format, name"),
         (("world_size",), "8", "world_size: '8' is of the wrong type"),
         (("world_size",), True, "world_size: True is of the wrong type"),
-        (
-            ("group_size",),
-            3,
-            "group_size: 3 ... a divisor of world_size (8)",
-        ),
+        (("group_size",), 3, "group_size: 3 ... a divisor of world_size (8)"),
         (("world_size",), 1 << 40, "world_size: 1099511627776 is not allowed, it must be 1 to"),
         (("measured", 0, "algorithm"), "magic", "measured[0].algorithm: 'magic' is none of native"),
         (("links", "inter", "latency_seconds"), math.inf, "latency_seconds: inf is not allowed"),

@@ -17,9 +17,7 @@ from paro.planning.machine.files import (
     shipped_machines,
 )
 from paro.planning.machine.machine import Measured
-from paro.planning.search.planner import (
-    letter_rows,
-)
+from paro.planning.search.planner import letter_rows
 from paro.topology import Axes
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine, workload
@@ -39,12 +37,6 @@ def test_every_figure_of_a_shipped_machine_names_its_source(name: str) -> None:
         assert sources[f"device.{figure}"], figure
     assert sources["world_size"]
     assert sources["group_size"]
-
-
-def test_the_papers_machines_are_shipped() -> None:
-    assert {"a800-ib800", "dgx-h100"} <= set(shipped_machines())
-    fit = find_machine("dgx-a100-roce100")
-    assert "a fit" in dict(fit.sources)["links.inter.bandwidth"]
 
 
 def test_machines_that_do_not_exist_or_do_not_match() -> None:

@@ -17,6 +17,7 @@ from tests.paro.planning.memory.test_gathering import (
     KEEPS_CORE,
     SMALL,
     Workload,
+    assert_predicted,
     measure,
     predict,
 )
@@ -69,11 +70,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    workload = CASES[name]
-    predicted = predict(workload, device="cpu")
-    assert workload.at in predicted.name
-    silence(monkeypatch)
-    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=0.01)
+    assert_predicted(monkeypatch, CASES[name])
 
 
 LONG = Workload(

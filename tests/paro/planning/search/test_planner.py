@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -15,9 +14,6 @@ from model.lora_config import LoraConfig, targets_of
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
-from paro.planning.machine.files import (
-    find_machine,
-)
 from paro.planning.machine.machine import Measured
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
@@ -26,12 +22,10 @@ from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import (
     Materialize,
     SearchSpace,
-    Workload,
     all_candidates,
     legal_strategies,
 )
 from paro.planning.search.trainable import Trainable, TrainableKind
-from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
@@ -77,16 +71,6 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     assert f"chose {found.best.candidate.describe()}" in text
     assert "because it computes" in text
     assert "runner-up" in text or "no other strategy fits" in text
-
-
-def test_more_memory_is_never_slower() -> None:
-    given = workload(machine=machine(world_size=8, group_size=4, inter=5), group_size=4,
-                 global_batch_size=32)  # fmt: skip
-    times = []
-    for gigabytes in (1, 2, 4, 8):
-        best = plan(replace(given, memory_bytes=gigabytes * 10**9), FEW).best
-        times.append(float("inf") if best is None else best.seconds)
-    assert all(b <= a * (1 + MEMORY_TIE) / (1 - RESOLUTION) for a, b in pairwise(times))
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -179,28 +163,6 @@ def test_ties_in_time_go_by_bytes_between_groups_then_by_memory() -> None:
         assert best_first((*order[turned:], *order[:turned])) == tuple(order)
 
 
-@pytest.mark.slow("searches all candidates of a model")
-def test_13b_sends_no_more_between_nodes_than_it_has_to() -> None:
-    """NGG, 1,32,64 and NIG are equally fast; between nodes they send 48.4, 42.3 and 5.7 GB.
-
-    IIG sends as little, takes 0.3% longer and needs 39 GB instead of NIG's 62.
-    """
-    given = Workload(
-        model=replace(LLAMA_PRESETS["13B"], max_position_embeddings=4096),
-        machine=find_machine("dgx-h100").for_world(64, subject="the test"),
-        group_size=8,
-        seq_length=4096,
-        micro_batch_size=1,
-        global_batch_size=1024,
-        precision=PrecisionConfig(compute="bf16"),
-    )
-    as_given = SearchSpace(micro_batch_sizes=(1,), collectives=("native",), recomputes=(None,))
-    best = plan(given, as_given).best
-    assert best.candidate.name == "IIG" == letter_rows(given)[0].candidate.name
-    assert best.sent.inter == pytest.approx(5.69e9, rel=1e-3)
-    assert best.memory_bytes <= 80e9 == given.device_bytes
-
-
 @pytest.mark.parametrize("strategy", [*legal_letters(), "2,4,16", "1,2,32"])
 @pytest.mark.parametrize("recompute", [None, RecomputeConfig(granularity="full")])
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -259,20 +221,6 @@ def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
     late = replace(machine(), intra=speed(1e9, 3e-6), inter=speed(1e9, 14e-6))
     seconds = CollectiveTimes(late, "flat").seconds(Op.ALL_GATHER, run, 1 << 10)
     assert seconds == pytest.approx(3 * 14e-6 + 28 * 3e-6, rel=1e-3)
-
-
-def test_measured_times_go_before_links() -> None:
-    rows = tuple(
-        Measured(axes=axes, op=op, algorithm="native", bytes=size, seconds=size * 1e-9)
-        for axes in Axes
-        for op in Op
-        for size in (1000, 1000000)
-    )
-    measured = machine(measured=rows)
-    run = make_topology(world_size=32, group_size=8, degrees=(4,)).axes
-    times = CollectiveTimes(measured, "native")
-    assert times.seconds(Op.ALL_GATHER, run[1:2], 700) == pytest.approx(400e-9, rel=1e-3)
-    assert times.seconds(Op.ALL_GATHER, run[2:], 5000) == pytest.approx(5000e-9, rel=1e-3)
 
 
 def test_what_a_measured_collective_wants() -> None:

@@ -13,7 +13,7 @@ from paro.context_parallel.layout import ContextLayout
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
-from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, machine, workload
+from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
 
 
 def mfu(given: Workload, strategy: str = "III") -> float:
@@ -48,7 +48,7 @@ def test_attention_is_computed_at_its_own_rate(
     def seconds(attention_flops: float | None) -> float:
         own = machine(device=replace(DEVICE, attention_flops=attention_flops))
         given = workload(model, machine=own, seq_length=length, context=layout)
-        return compute_seconds(Estimator(given).costs(given.candidate(given.strategy("III"))))
+        return compute_seconds(costs(given, "III"))
 
     width = model.num_attention_heads * model.kv_channels
     of_sample = passes * 4 * length**2 * width * model.num_layers
@@ -68,8 +68,7 @@ def test_attention_is_computed_at_its_own_rate(
 def test_what_is_not_computed_does_not_count(trainable: Trainable, lora: LoraConfig | None) -> None:
     given = workload(replace(SMALL, lora=lora), trainable=trainable)
     assert 0 < mfu(given) <= DEVICE.sustained_flops / DEVICE.peak_flops
-    candidate = given.candidate(given.strategy("III"))
-    part, everything = (Estimator(one).costs(candidate).computing for one in (given, workload()))
+    part, everything = (costs(one, "III").computing for one in (given, workload()))
     assert everything.seconds / 3 < part.seconds < everything.seconds
     trained = trainable.names(given.model)
     of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)

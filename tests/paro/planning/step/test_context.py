@@ -10,14 +10,13 @@ from model.config import RecomputeConfig
 from paro.context_parallel.layout import ContextLayout
 from paro.planning.context_parallel import context_traffic, messages_of
 from paro.planning.machine.machine import Nic
-from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from paro.planning.step.comm_costs import THREAD
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.costs import StepCosts
 from paro.planning.step.timeline import simulate
 from paro.step.actions import Verb
-from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, machine, workload
+from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
 
 LAYOUTS = {
     "p2p in groups": ContextLayout(size=4),
@@ -41,10 +40,6 @@ def shared(layout: ContextLayout, **changes: object) -> Workload:
     recompute = changes.pop("recompute", None)
     given = {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 96} | changes
     return workload(replace(SMALL, recompute=recompute), context=layout, **given)
-
-
-def costs(given: Workload, strategy: str = "IIG") -> StepCosts:
-    return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
 def context_of(step: StepCosts) -> ContextCosts:

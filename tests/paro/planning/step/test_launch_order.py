@@ -9,13 +9,12 @@ import pytest
 from model.config import LLAMA_PRESETS
 from paro.config.sharding import units_ahead
 from paro.planning.machine.collective_time import TimedJob
-from paro.planning.machine.files import find_machine, machine_from_json, machine_to_json
+from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import GroupSpeed, LaunchOrder
-from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Materialize
 from paro.planning.step.simulation import Program, Queue, Queued, Simulation
 from paro.planning.step.timeline import simulate
-from tests.paro.planning.cases import workload
+from tests.paro.planning.cases import costs, workload
 
 
 def second(name: str, *, between: bool) -> Queued:
@@ -48,7 +47,7 @@ def step_seconds(
         updated_ahead=ahead,
         materialize=way,
     )
-    return simulate(Estimator(case).costs(case.candidate(case.strategy("IIG")))).seconds
+    return simulate(costs(case)).seconds
 
 
 @pytest.mark.parametrize("way", [Materialize.GATHER, Materialize.ROTATE])
@@ -62,11 +61,3 @@ def test_nccls_default_hides_updates_in_either_order(machine: str, way: Material
     assert implicit[0] > 1.01 * free[0], "at once, all updates come before the first gather"
     assert implicit[1] < implicit[0]
     assert free[1] < 1.01 * free[0]
-
-
-def test_a_machine_file_says_the_order() -> None:
-    free = find_machine("dgx-h100")
-    assert free.launch_order == "free"
-    implicit = replace(free, launch_order="implicit")
-    for machine in (free, implicit):
-        assert machine_from_json(machine_to_json(machine), "") == machine
