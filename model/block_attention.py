@@ -9,18 +9,34 @@
 # Kernels disagree on which keys a causal mask hides if there are more keys than queries. So only
 # squares are causal here; rectangles have no mask. Keys may have fewer heads than queries.
 
+# [Note: documents in one call]
+# FlashAttention, which is for 16-bit types on a GPU, takes all documents of a micro-batch at once,
+# and needs their bounds there: they are copied from page-locked memory, so that nothing waits.
+# Elsewhere there is one call per document. Neither needs a mask, or computes scores that a mask
+# would hide.
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from model.attention import Documents, attend
-from model.config import AttentionBackend
-from model.kept import KeptAttention
+from model.attention import Documents, attend, chosen_kernel, documents_of
+from model.config import BLOCK_BACKENDS, AttentionBackend, LlamaConfig, flash_takes
+from model.kept import Attended, KeptAttention
+from paro.errors import UserError
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values, in their types and shapes
+
+_NAMES = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention",
+    SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.MATH: "matrix products and a softmax",
+}
+_PROBE_TOKENS = 128
 
 
 class Partial(NamedTuple):
@@ -128,8 +144,8 @@ def attend_keeping(
     documents: Documents | None,
     kept: KeptAttention | None,
 ) -> Tensor:
-    """`attend`; what it has `kept`, it does not compute again."""
-    if kept is None:
+    """Causal attention within each document; what it has `kept`, it does not compute again."""
+    if kept is None and not _in_one_call(documents, q_BSNH, backend):
         return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
     out_BSNH: Tensor = _Keeping.apply(documents, kept, q_BSNH, k_BSKH, v_BSKH)
     return out_BSNH
@@ -140,12 +156,15 @@ class _Keeping(torch.autograd.Function):
     def forward(
         ctx: Any,
         documents: Documents | None,
-        kept: KeptAttention,
+        kept: KeptAttention | None,
         q_BSNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
     ) -> Tensor:
-        whole = kept.attended(lambda: attend_causally(q_BSNH, k_BSKH, v_BSKH, documents))
+        def attend() -> Attended:
+            return attend_causally(q_BSNH, k_BSKH, v_BSKH, documents)
+
+        whole = attend() if kept is None else kept.attended(attend)
         ctx.documents = documents
         ctx.save_for_backward(q_BSNH, k_BSKH, v_BSKH, *whole)
         return whole[0]
@@ -156,6 +175,45 @@ class _Keeping(torch.autograd.Function):
         documents = ctx.documents
         found = causal_grads(grads[0], q_BSNH, k_BSKH, v_BSKH, Partial(*whole), documents)
         return None, None, *found
+
+
+def check_attention(
+    config: LlamaConfig, dtype: torch.dtype, device: torch.device, *, documents: bool = False
+) -> str:
+    """Which kernel computes attention, in words; `UserError` if the chosen one cannot.
+
+    A short sample of the model's heads is computed forward and backward; with `documents`, two that
+    are kept apart.
+    """
+    backend = config.attention_backend
+    q_BSNH, k_BSKH, v_BSKH = (
+        torch.zeros(
+            1, _PROBE_TOKENS, heads, config.kv_channels, dtype=dtype, device=device
+        ).requires_grad_()
+        for heads in (config.num_attention_heads, *2 * (config.num_query_groups,))
+    )
+    chosen = chosen_kernel(q_BSNH, k_BSKH, v_BSKH, backend)
+    name = _NAMES.get(chosen, "another kernel")
+    words = f"{backend}, {name}"
+    if backend == "auto":
+        words = f"auto, for these heads {name}"
+        if chosen is SDPBackend.MATH:
+            words += (
+                ", which keep all scores: the predicted memory counts them with "
+                "--attention-backend unfused"
+            )
+    half = _PROBE_TOKENS // 2
+    lengths = documents_of((half, half) if documents else None, 1, device)
+    try:
+        attend_keeping(backend, q_BSNH, k_BSKH, v_BSKH, lengths, None).sum().backward()
+    except RuntimeError as error:
+        kind = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"--attention-backend {backend}: {name} does not compute heads of "
+            f"{config.kv_channels} channels in {kind} on this {device.type}: give "
+            f"{'unfused' if backend == 'auto' else 'auto'}, or another"
+        ) from error
+    return words
 
 
 def _flash(*args: Any) -> tuple[Tensor, Tensor]:
@@ -170,6 +228,12 @@ def _flash_grads(*args: Any) -> Grads:
     unused = torch.zeros(2, dtype=torch.uint64, device=args[0].device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, 0.0, causal, unused, unused)
     return dq, dk, dv
+
+
+def _in_one_call(documents: Documents | None, q_BSNH: Tensor, backend: AttentionBackend) -> bool:
+    has_bounds = documents is not None and documents.bounds_N is not None
+    takes = flash_takes(q_BSNH.itemsize, q_BSNH.shape[-1])
+    return has_bounds and takes and backend in BLOCK_BACKENDS
 
 
 def _bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from data.loader import Datasets
-from model.attention import check_attention
+from model.block_attention import check_attention
 from model.compilation import check_compiler
 from model.fusion import usable_kernels
 from model.matmul import check_matmul_types

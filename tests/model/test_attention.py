@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from model import attention
-from model.attention import Documents, as_varlen, attend, check_attention, documents_of, varlen_for
+from model import block_attention
+from model.attention import Documents, attend, documents_of
+from model.block_attention import (
+    Partial,
+    attend_causally,
+    attend_keeping,
+    causal_grads,
+    check_attention,
+)
 from model.config import AttentionBackend, LlamaConfig
 from tests.helpers.refusals import refused
 from tests.model.values import all_near, assert_near, normal
@@ -31,9 +38,9 @@ LENGTHS = (5, 2, 7, 1, 6)
 CPU = torch.device("cpu")
 
 
-def heads(num_heads: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[B, S, N, H] with two samples of odd length."""
-    return normal(3, 7, num_heads, 6, seed=seed, dtype=dtype).requires_grad_()
+def heads(num_heads: int, seed: int, dtype: torch.dtype, size: int) -> Tensor:
+    """[B, S, N, H] with three samples of odd length."""
+    return normal(3, 7, num_heads, size, seed=seed, dtype=dtype).requires_grad_()
 
 
 def defined(
@@ -54,13 +61,17 @@ def defined(
 
 
 def compare(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor], apart: bool, dtype: torch.dtype, groups: int
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+    apart: bool,
+    dtype: torch.dtype,
+    groups: int,
+    size: int = 6,
 ) -> None:
     results = []
     for function in (run, lambda *qkv: defined(*qkv, LENGTHS if apart else None)):
-        leaves = heads(4, 1, dtype), heads(groups, 2, dtype), heads(groups, 3, dtype)
+        leaves = tuple(heads(count, i, dtype, size) for i, count in enumerate((4, groups, groups)))
         out = function(*leaves)
-        out.backward(heads(4, 4, out.dtype).detach())
+        out.backward(heads(4, 4, out.dtype, size).detach())
         results.append([out, *(leaf.grad for leaf in leaves)])
     all_near(*results, within=1e-5 if dtype == torch.float32 else 2e-2)
 
@@ -82,103 +93,70 @@ def test_one_document_a_sample_needs_nothing() -> None:
     assert documents_of(LENGTHS, 3, CPU) == Documents(LENGTHS, None)
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, bounds_N: Tensor, longest: int) -> Tensor:
-    lengths = bounds_N.diff().tolist()
-    assert max(lengths) == longest
-    parts = zip(*(part.split(lengths) for part in (q, k, v)), strict=True)
-    return torch.cat([attend(*(x[None] for x in part), backend="unfused")[0] for part in parts])
-
-
-class StandIn:
-    """Stands for torch's varlen_attn with the parameters of a version."""
-
-    def __init__(self, *options: str, takes_groups: bool = False) -> None:
-        names = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", *options)
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        self._options = set(options)
-        self.takes_groups = takes_groups or "enable_gqa" in options
-        self.key_heads = 0  # of the last call
-
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
-        query, key, value, bounds_N, other_bounds_N, longest, other_longest = args
-        assert options.keys() == self._options
-        assert options.get("is_causal", True)
-        assert options.get("window_size", (-1, 0)) == (-1, 0)
-        self.key_heads = key.shape[1]
-        groups = query.shape[1] != self.key_heads
-        assert "enable_gqa" not in self._options or options["enable_gqa"] == groups
-        if groups and not self.takes_groups:
-            raise ValueError("queries and keys have different numbers of heads")
-        assert torch.equal(bounds_N, other_bounds_N)
-        assert longest == other_longest
-        return one_by_one(query, key, value, bounds_N, longest)
-
-
-SIGNATURES = {
-    "causal by a flag": StandIn("is_causal"),
-    "causal by a window": StandIn("window_size"),
-    "groups without a word": StandIn("window_size", takes_groups=True),  # torch 2.11
-    "groups of queries too": StandIn("window_size", "enable_gqa"),  # torch 2.13
-}
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("signature", SIGNATURES)
-def test_documents_in_one_call(
-    signature: str, groups: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (7, 5)])
+def test_bounds_are_for_gpus_with_flash_attention(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-
-    of_version = SIGNATURES[signature]
-    run = as_varlen(of_version, CPU)
-
-    def varlen(*args: Tensor | int) -> Tensor:
-        calls.append(len(args))
-        return run(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(attention, "varlen_for", lambda *_: varlen)
-    bounds_N = torch.tensor([0, 5, 7, 14, 15, 21], dtype=torch.int32)
-    documents = Documents(LENGTHS, bounds_N)
-    compare(lambda q, k, v: attend(q, k, v, "auto", documents), True, torch.float32, groups)
-    assert len(calls) == 1
-    assert of_version.key_heads == (groups if of_version.takes_groups else 4)
-
-
-class FakeHeads(NamedTuple):
-    """What is asked of queries on a GPU that is not there."""
-
-    device: torch.device
-    itemsize: int
-    shape: tuple[int, ...]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda bounds_N: bounds_N)
+    monkeypatch.setattr(Tensor, "to", lambda bounds_N, *_, **__: bounds_N)
+    documents = documents_of(LENGTHS, 3, torch.device("cuda"))
+    assert documents is not None
+    bounds_N = documents.bounds_N
+    assert (bounds_N is not None) == (capability >= (8, 0))
+    assert bounds_N is None or bounds_N.tolist() == [0, *itertools.accumulate(LENGTHS)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "capability", "taken"),
+    ("backend", "dtype", "size", "taken"),
     [
-        (torch.bfloat16, 64, (8, 0), True),
-        (torch.float16, 256, (9, 0), True),
-        (torch.float32, 64, (9, 0), False),
-        (torch.bfloat16, 512, (9, 0), False),
-        (torch.bfloat16, 20, (9, 0), False),
-        (torch.float16, 64, (7, 5), False),
+        ("auto", torch.bfloat16, 64, True),
+        ("flash", torch.float16, 256, True),
+        ("auto", torch.float32, 64, False),
+        ("auto", torch.bfloat16, 512, False),
+        ("auto", torch.bfloat16, 20, False),
+        ("unfused", torch.bfloat16, 64, False),
     ],
 )
+@pytest.mark.parametrize("groups", [4, 2])
 def test_one_call_takes_what_flash_attention_takes(
+    backend: AttentionBackend,
     dtype: torch.dtype,
     size: int,
-    capability: tuple[int, int],
-    taken: bool,
+    groups: int,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    taken: bool,
 ) -> None:
-    attention._find_varlen.cache_clear()
-    assert varlen_for(heads(4, 1, torch.bfloat16), "auto") is None, "this is a CPU"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    monkeypatch.setattr(attention, "_agree", lambda *_: True)  # needs the GPU
-    given = FakeHeads(torch.device("cuda"), dtype.itemsize, (1, 2, 4, size))
-    found = varlen_for(given, "auto")  # type: ignore[arg-type]
-    attention._find_varlen.cache_clear()
-    assert (found is not None) == taken
+    """With stand-ins for FlashAttention on a GPU, which has no other way to take documents."""
+    bounds_N = torch.tensor([0, 5, 7, 14, 15, 21], dtype=torch.int32)
+    documents = Documents(LENGTHS, bounds_N)
+    calls: list[str] = []
+
+    def check(name: str, *rest: Any) -> None:
+        calls.append(name)
+        assert rest == (bounds_N, bounds_N, max(LENGTHS), max(LENGTHS), True)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        check("forward", *rest)
+        out, lse = attend_causally(q[None], k[None], v[None], Documents(LENGTHS))
+        return out[0], lse[0].t()
+
+    def flash_grads(*args: Any) -> list[Tensor]:
+        *tensors, out, lse_NT = args[:6]
+        check("backward", *args[6:])
+        whole = Partial(out[None], lse_NT.t()[None])
+        grad, q, k, v = (part[None] for part in tensors)
+        return [part[0] for part in causal_grads(grad, q, k, v, whole, Documents(LENGTHS))]
+
+    monkeypatch.setattr(block_attention, "_flash", flash)
+    monkeypatch.setattr(block_attention, "_flash_grads", flash_grads)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_keeping(backend, q, k, v, documents, None)
+
+    compare(run, True, dtype, groups, size)
+    assert calls == (["forward", "backward"] if taken else [])
 
 
 @pytest.mark.gpu
@@ -191,8 +169,8 @@ def test_documents_in_one_call_on_a_gpu(groups: int) -> None:
     )
     documents = documents_of(LENGTHS, 3, q.device)
     assert documents is not None
-    assert varlen_for(q, "auto") is not None
-    found = attend(q, k, v, "auto", documents)
+    assert documents.bounds_N is not None
+    found = attend_keeping("auto", q, k, v, documents, None)
     assert_near(found.cpu(), defined(q.cpu(), k.cpu(), v.cpu(), LENGTHS), within=2e-2)
 
 

@@ -81,7 +81,9 @@ KINDS = {
     "tied head": Case("--bf16 --tie-embeddings-and-output-weights"),
     "full recomputation": Case("--bf16 --recompute-granularity full", FLASH),
     "selective recomputation": Case("--bf16 --recompute-granularity selective", FLASH),
-    "documents": Case(DOCUMENTS, ("_varlen_attn", "_varlen_attn_backward"), copies=5),
+    "documents": Case(
+        DOCUMENTS, ("_flash_attention_forward", "_flash_attention_backward"), copies=5
+    ),
     "documents, unfused": Case(
         f"{DOCUMENTS} --attention-backend unfused", ("_safe_softmax",), copies=5
     ),
@@ -106,7 +108,9 @@ KINDS = {
 COMPILED = {
     "compiled": Case("--bf16 --torch-compile aot_eager", (*FLASH, "write_weight_grad")),
     "compiled, documents": Case(
-        f"{DOCUMENTS} --torch-compile aot_eager", ("_varlen_attn", "write_weight_grad"), copies=5
+        f"{DOCUMENTS} --torch-compile aot_eager",
+        ("_flash_attention_forward", "write_weight_grad"),
+        copies=5,
     ),
     "compiled, fp8": Case("--bf16 --fp8-format hybrid --torch-compile aot_eager", ("_scaled_mm",)),
 }
