@@ -19,46 +19,6 @@ from model.config import LOSS_CHUNK_TOKENS
 from model.matmul import GradSink, sink_of, store_grad, write_weight_grad
 
 
-def _loss_and_grads(
-    x_TD: Tensor,
-    weight_VD: Tensor,
-    labels_T: Tensor,
-    token_weights_T: Tensor,
-    *,
-    needs: tuple[bool, bool],
-    sink: GradSink | None = None,
-    fused: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and the gradients of `x` and the weight that it `needs`.
-
-    None for the weight's if a sink has taken it.
-    """
-    needs_x, needs_weight = needs
-    compute_losses = _fused_losses if fused else _losses
-    weight_VD = weight_VD.to(x_TD.dtype)
-    num_tokens = x_TD.shape[0]
-    several = num_tokens > LOSS_CHUNK_TOKENS
-    weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
-    grad_x_TD = torch.empty_like(x_TD) if needs_x else None
-    needs_grads = any(needs)
-    loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-    for part in _chunks(num_tokens):
-        labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
-        chunk_TD = _masked(x_TD[part], weights_T)
-        # Gradient of the logits without the token weights: these scale the smaller tensors.
-        losses_T, grad_TV = compute_losses(chunk_TD, weight_VD, labels_T1, needs_grads=needs_grads)
-        loss += torch.dot(losses_T, weights_T)
-        if grad_TV is None:
-            continue
-        if grad_x_TD is not None:
-            torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
-            grad_x_TD[part].mul_(weights_T[:, None])
-        if weight_grad is not None:
-            weight_grad.add(grad_TV, (chunk_TD * weights_T[:, None]).to(x_TD.dtype))
-        del grad_TV
-    return loss, grad_x_TD, None if weight_grad is None else weight_grad.end(x_TD.dtype)
-
-
 def _fused_losses(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -130,17 +90,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         token_weights_T: Tensor,
         fused: bool,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        ctx.sink = sink_of(weight_VD) if needs[1] else None
-        loss, *ctx.gradients = _loss_and_grads(
-            x_TD,
-            weight_VD,
-            labels_T,
-            token_weights_T,
-            needs=needs,
-            sink=ctx.sink,
-            fused=fused,
-        )
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.sink = sink_of(weight_VD) if needs_weight else None
+        compute_losses = _fused_losses if fused else _losses
+        weight_VD = weight_VD.to(x_TD.dtype)
+        num_tokens = x_TD.shape[0]
+        several = num_tokens > LOSS_CHUNK_TOKENS
+        weight_grad = _WeightGrad(ctx.sink, several=several) if needs_weight else None
+        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
+        needs_grads = needs_x or needs_weight
+        loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
+        for part in _chunks(num_tokens):
+            labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
+            chunk_TD = _masked(x_TD[part], weights_T)
+            # Gradient of the logits without the token weights: these scale the smaller tensors.
+            losses_T, grad_TV = compute_losses(
+                chunk_TD, weight_VD, labels_T1, needs_grads=needs_grads
+            )
+            loss += torch.dot(losses_T, weights_T)
+            if grad_TV is None:
+                continue
+            if grad_x_TD is not None:
+                torch.mm(grad_TV, weight_VD, out=grad_x_TD[part])
+                grad_x_TD[part].mul_(weights_T[:, None])
+            if weight_grad is not None:
+                weight_grad.add(grad_TV, (chunk_TD * weights_T[:, None]).to(x_TD.dtype))
+            del grad_TV
+        grad_weight_VD = None if weight_grad is None else weight_grad.end(x_TD.dtype)
+        ctx.gradients = grad_x_TD, grad_weight_VD
         return loss
 
     @staticmethod
@@ -158,59 +135,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             assert is_one, "the loss was scaled after its gradients had been written"
             ctx.sink.close()
         return grad_x_TD, grad_weight_VD, None, None, None
-
-
-# The same as an operator that torch.compile does not look into: traced, matmuls that write into
-# parts of a buffer lose their results in torch 2.11. Gradients that nobody needs are empty.
-_OPERATOR = "paro::linear_cross_entropy"
-
-
-@torch.library.custom_op(
-    _OPERATOR,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor labels, Tensor token_weights, bool needs_x, "
-    "bool needs_weight) -> (Tensor, Tensor, Tensor)",
-)
-def _operator(
-    x_TD: Tensor,
-    weight_VD: Tensor,
-    labels_T: Tensor,
-    token_weights_T: Tensor,
-    needs_x: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = x_TD, weight_VD, labels_T, token_weights_T
-    loss, *gradients = _loss_and_grads(*inputs, needs=(needs_x, needs_weight))
-    grad_x, grad_weight = (x_TD.new_empty(0) if grad is None else grad for grad in gradients)
-    return loss, grad_x, grad_weight
-
-
-@torch.library.register_fake(_OPERATOR)
-def _shapes(
-    x_TD: Tensor, weight_VD: Tensor, _labels: Tensor, _weights: Tensor, *needs: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = x_TD.new_empty((), dtype=torch.float32)
-    grad_x, grad_weight = (
-        x_TD.new_empty(like.shape if needed else 0)
-        for like, needed in zip((x_TD, weight_VD), needs, strict=True)
-    )
-    return loss, grad_x, grad_weight
-
-
-def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needs = inputs[4:]
-    ctx.save_for_backward(*output[1:])
-
-
-def _scale_gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    scaled = (
-        (kept * grad).to(kept.dtype) if needed else None
-        for kept, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
-    )
-    return (*scaled, None, None, None, None)
-
-
-torch.library.register_autograd(_OPERATOR, _scale_gradients, setup_context=_keep_gradients)
 
 
 class _WeightGrad:
@@ -256,16 +180,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The sum over tokens of token weight times cross-entropy, an fp32 scalar.
 
-    `fused`: of a token's logits Triton makes its loss and their gradient.
+    `fused`: of a token's logits Triton makes its loss and their gradient. Not for torch.compile.
     """
+    # Traced, matmuls that write into parts of a buffer lose their results in torch 2.11.
+    assert not torch.compiler.is_compiling(), "torch.compile must not look into the loss"
     if not torch.is_grad_enabled():  # forward looks at its inputs' requires_grad, not at the mode
         x_BSD, weight_VD = x_BSD.detach(), weight_VD.detach()
     inputs = x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), token_weights_BS.flatten()
-    loss: Tensor
-    if torch.compiler.is_compiling():
-        loss, *_ = _operator(*inputs, x_BSD.requires_grad, weight_VD.requires_grad)
-    else:
-        loss = _LinearCrossEntropy.apply(*inputs, fused)
+    loss: Tensor = _LinearCrossEntropy.apply(*inputs, fused)
     return loss
 
 

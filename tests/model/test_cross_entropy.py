@@ -249,34 +249,3 @@ def test_a_second_backward_is_an_error() -> None:
 
     with pytest.raises(AssertionError, match="backward"):
         loss.backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
-def test_is_an_operator_to_torch_compile(
-    dtype: torch.dtype, needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loss and gradients, also of a scaled loss, are those of the function that it replaces."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(6, 8, generator=generator).to(dtype).requires_grad_(needs[0])
-    weight = torch.randn(5, 8, generator=generator).to(dtype).requires_grad_(needs[1])
-    labels = torch.randint(0, 5, (6,), generator=generator)
-    weights = torch.rand(6, generator=generator)
-    operator = torch.ops.paro.linear_cross_entropy.default
-    if all(needs):
-        torch.library.opcheck(operator, (x, weight, labels, weights, *needs))
-
-    def gradients() -> list[Tensor | None]:
-        loss = linear_cross_entropy(x[None], weight, labels[None], weights[None])
-        if loss.requires_grad:
-            (3.0 * loss).backward()
-        found = [x.grad, weight.grad, loss.detach()]
-        x.grad = weight.grad = None
-        return found
-
-    wanted = gradients()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for own, expected in zip(gradients(), wanted, strict=True):
-        assert (own is None) == (expected is None)
-        if own is not None:
-            torch.testing.assert_close(own, expected)

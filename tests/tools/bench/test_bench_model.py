@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_all_contenders_clip(name: str) -> None:
     assert clipped == pytest.approx(before, rel=1e-6)
     before, after = losses_of(name, clip_grad=0.0)
     assert after < before * (1.0 - 1e-4)
+
+
+@pytest.mark.slow("traces a model")
+def test_the_compiled_model_trains_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled = losses_of("ours-compiled", clip_grad=1.0)
+    assert compiled == pytest.approx(losses_of("ours", clip_grad=1.0), rel=1e-6)
 
 
 def losses_of(name: str, *, clip_grad: float) -> list[float]:
