@@ -36,23 +36,18 @@ class WaitKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposed:
-    """Seconds that compute waited for communication; `intra`, `inter` None if not measured."""
+    """Seconds that compute waited, by kind and by link; `intra`, `inter` None if not measured."""
 
     gather: float = 0.0
     reduce: float = 0.0
-    gather_updated: float = 0.0
+    publish: float = 0.0
     context: float = 0.0
     intra: float | None = None
     inter: float | None = None
 
     @property
     def total(self) -> float:
-        return self.gather + self.reduce + self.gather_updated + self.context
-
-    def by_name(self) -> dict[str, float | None]:
-        """The seconds by the names that metrics have: those of kinds, then of links."""
-        of_kinds = {kind.value: getattr(self, kind.name.lower()) for kind in WaitKind}
-        return {**of_kinds, "intra": self.intra, "inter": self.inter}
+        return self.gather + self.reduce + self.publish + self.context
 
 
 class Exposure:
@@ -121,7 +116,7 @@ class Exposure:
         self._by_kind, self._by_link = dict.fromkeys(WaitKind, 0.0), dict.fromkeys(Link, 0.0)
         knows_links = not self._on_streams
         return Exposed(
-            **{kind.name.lower(): seconds for kind, seconds in by_kind.items()},
+            **{kind.value: seconds for kind, seconds in by_kind.items()},
             intra=by_link[Link.INTRA] if knows_links else None,
             inter=by_link[Link.INTER] if knows_links else None,
         )

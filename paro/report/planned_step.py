@@ -32,7 +32,7 @@ PARTS = (
     Part("computing", "computing", _computing, _DEVICE),
     Part("gather", "gathers", lambda record: record.exposed.gather, _LINKS),
     Part("reduce", "gradient reductions", lambda record: record.exposed.reduce, _LINKS),
-    Part("publish", "updated parameters", lambda record: record.exposed.gather_updated, _LINKS),
+    Part("publish", "updated parameters", lambda record: record.exposed.publish, _LINKS),
     Part("context", "attention's tokens", lambda record: record.exposed.context, _LINKS),
 )
 

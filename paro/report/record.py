@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from paro.distributed.exposed_time import Exposed
@@ -146,7 +146,7 @@ def summarize(
         model_state_bytes=facts.model_state_bytes,
         intra_bytes=last.intra_bytes,
         inter_bytes=last.inter_bytes,
-        **_exposed_ms([record.exposed.by_name() for record in interval]),
+        **_exposed_ms([asdict(record.exposed) for record in interval]),
         skipped_iterations=sum(record.skipped for record in interval),
         nan_iterations=sum(not math.isfinite(record.lm_loss) for record in interval),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from paro.report.record import IterationRecord, Metrics, RunFacts
 
 # Ours, by panel. Two conventions of MFU are in use, so both names state the convention.
@@ -80,7 +82,7 @@ def _communication(record: IterationRecord) -> dict[str, float]:
         "communication/intra-bytes": record.intra_bytes,
         "communication/inter-bytes": record.inter_bytes,
     }
-    for name, seconds in record.exposed.by_name().items():
+    for name, seconds in asdict(record.exposed).items():
         if seconds is not None:
             found[f"communication/exposed-{name}-ms"] = seconds * 1000.0
     return found

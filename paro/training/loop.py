@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from types import FrameType
 
@@ -258,7 +258,7 @@ class Loop:
         )
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
-        exposed = own.exposed.by_name()
+        exposed = asdict(own.exposed)
         for kind in WaitKind:
             timers.add(f"paro-{kind.value}-exposed", exposed[kind.value] or 0.0, level=1)
 

@@ -32,7 +32,7 @@ def test_the_links_of_each_stage_get_the_time_that_was_waited_for_them() -> None
     assert exposed.inter > 0.1  # of the 0.3, even if this thread began to wait late
     assert exposed.intra > SECONDS / 2
     assert exposed.gather >= exposed.intra + exposed.inter
-    assert exposed.reduce == exposed.gather_updated == 0.0
+    assert exposed.reduce == exposed.publish == 0.0
     assert exposure.take() == Exposed(intra=0.0, inter=0.0)
     streams.close()
 
@@ -55,8 +55,8 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
     with exposure.submitting(WaitKind.GATHER_UPDATED):
         streams.submit(INTER, nap)
     exposed = exposure.take()
-    assert exposed.gather_updated >= SECONDS
-    assert SECONDS <= exposed.inter <= exposed.gather_updated
+    assert exposed.publish >= SECONDS
+    assert SECONDS <= exposed.inter <= exposed.publish
     assert exposed.intra == 0.0
 
 

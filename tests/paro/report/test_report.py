@@ -197,7 +197,7 @@ def compared(
     report.forecast = MemoryForecast(
         predicted_bytes=0, reserved_bytes=0, states_bytes=0, bytes_before=2**60
     )
-    waits = Exposed(gather=0.01, reduce=0.02, gather_updated=0.01)
+    waits = Exposed(gather=0.01, reduce=0.02, publish=0.01)
     for iteration in range(1, last + 1):
         # The first steps of a process take longer, and a ramp-up has smaller ones.
         slower = replace(record(iteration), iteration_time_ms=900.0 if iteration < 10 else 100.0)

@@ -81,7 +81,7 @@ class Own:
         waited = {
             "gather": exposed.gather,
             "reduce": exposed.reduce,
-            "publish": exposed.gather_updated,
+            "publish": exposed.publish,
             "context": exposed.context,
         }
         return Outcome(result.loss, result.grad_norm, waited)

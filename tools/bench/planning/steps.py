@@ -196,7 +196,7 @@ def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
         "exposed": {
             "gather": fmean(one.gather for one in exposed),
             "reduce": fmean(one.reduce for one in exposed),
-            "publish": fmean(one.gather_updated for one in exposed),
+            "publish": fmean(one.publish for one in exposed),
         },
     }
 
