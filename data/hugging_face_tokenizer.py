@@ -96,7 +96,11 @@ def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
     file = path / TOKENIZER_JSON if path.is_dir() else path
     source = f"--tokenizer-model {model}"
     # Importing transformers alone takes ten times as long as reading a tokenizer.json.
-    return _load_tokenizer_json(file, source) if file.exists() else _load_with_transformers(model)
+    if file.exists():
+        return _load_tokenizer_json(file, source)
+    tokenizer = load_transformers_tokenizer(model)
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    return _TransformersTokenizer(tokenizer, source, eos=eos, bos=bos)
 
 
 class _Token(TypedDict):
@@ -277,13 +281,3 @@ def load_transformers_tokenizer(model: str) -> Any:
             f"--tokenizer-model {model} is neither a tokenizer.json nor a tokenizer that "
             f"transformers finds on this machine{how_to_fetch(model)}"
         ) from error
-
-
-def _load_with_transformers(model: str) -> LibraryTokenizer:
-    tokenizer = load_transformers_tokenizer(model)
-    return _TransformersTokenizer(
-        tokenizer,
-        f"--tokenizer-model {model}",
-        eos=tokenizer.eos_token_id,
-        bos=tokenizer.bos_token_id,
-    )
