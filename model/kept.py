@@ -1,13 +1,21 @@
-"""What attention of recomputed blocks keeps, so that their recomputation computes none."""
+"""Recomputation in backward, and what attention keeps so that none is computed again there."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Attended = tuple[Tensor, Tensor]  # an output, and the log-sum-exp of its scores
+
+
+def checkpointed(function: Callable[..., Any], *args: object) -> Any:
+    """The function's result; backward calls it again instead of keeping what it computes."""
+    # Dropout is a hash of numbers, so there is no state of a random generator to save.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class KeptAttention:

@@ -9,15 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from model.fp8 import Fp8, Operand, Scaled, casts_of, kept_cast, operand, weight_operand
+from model.kept import checkpointed
 from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad_to_number
 from model.norm import SharedInput
 
@@ -84,16 +84,10 @@ def normed_linears(
     `norm` is `shared_norm` of `x` and `scale`, which other slices of the weights may share.
     """
     if torch.compiler.is_compiling():
-        y_BSD = _made_again(norm.make, x_BSD, scale_D)
+        y_BSD = checkpointed(norm.make, x_BSD, scale_D)
         return tuple(linear(y_BSD, weight, fp8) for weight in weights)
     outputs: tuple[Tensor, ...] = _NormedLinears.apply(norm, fp8, x_BSD, scale_D, *weights)
     return outputs
-
-
-def _made_again(make: Callable[..., Tensor], *sources: Tensor) -> Tensor:
-    """What a graph of torch.compile makes of the sources, and again in backward."""
-    out: Tensor = checkpoint(make, *sources, use_reentrant=False, preserve_rng_state=False)
-    return out
 
 
 def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
@@ -174,7 +168,7 @@ def gated_linear(
 ) -> Tensor:
     """SwiGLU's second half: `(silu(gate) * up) @ weight.T`; `fused`: the product by Triton."""
     if torch.compiler.is_compiling():
-        return linear(_made_again(gated, gate_BSF, up_BSF), weight_DF, fp8)
+        return linear(checkpointed(gated, gate_BSF, up_BSF), weight_DF, fp8)
     out: Tensor = _GatedLinear.apply(gate_BSF, up_BSF, weight_DF, fp8, fused)
     return out
 

@@ -29,9 +29,9 @@ from model.config import LlamaConfig
 from model.cross_entropy import join_scores, linear_cross_entropy, slice_scores
 from model.embedding import Embedding
 from model.fp8 import Fp8, make_kept_casts
-from model.kept import KeptAttention
+from model.kept import KeptAttention, checkpointed
 from model.layers import gated, gated_linear, linear, normed_linears
-from model.lora import AdaptedBlock, DropKey, checkpointed
+from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
 from model.norm import SharedInput, rms_norm, shared_norm
 from model.rotary import rotate, rotations

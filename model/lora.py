@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.config import LlamaConfig
 from model.lora_config import LoraConfig, down_name, up_name
@@ -262,9 +261,3 @@ def _key(drops: DropKey, name: str, sample: int) -> int:
     text = f"{drops.seed}/{name}/{drops.step}/{sample}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
-
-
-def checkpointed(function: Callable[..., Any], *args: object) -> Any:
-    """The function's result; backward calls it again instead of keeping what it computes."""
-    # Dropout is a hash of numbers, so there is no state of a random generator to save.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

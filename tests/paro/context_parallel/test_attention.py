@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.attention import Documents, attend
-from model.lora import checkpointed
+from model.kept import checkpointed
 from paro.context_parallel.attention import make_context_attention
 from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.distributed.byte_counter import ByteCounter, Sent

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.attention import Documents, attend, documents_of
-from model.kept import KeptAttention
-from model.lora import checkpointed
+from model.kept import KeptAttention, checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.shifts import Ring
 from paro.context_parallel.attention import ContextAttention
