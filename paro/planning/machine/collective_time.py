@@ -122,11 +122,10 @@ class CollectiveTimes:
         size, group_size = _size(span), self.machine.group_size
         inside = min(size, group_size)
         jobs = []
-        for inner, outer in ((1, inside), (group_size, size)):
-            if inner < outer:
+        for inner, outer, peers in ((1, inside, inside - 1), (group_size, size, size - inside)):
+            if peers:
                 axis = Axis(index=0, inner=inner, outer=outer, link=Link.INTRA)
-                sent = num_bytes * (inside - 1 if inner == 1 else size - inside)
-                whole = sent * axis.size // (axis.size - 1)
+                whole = num_bytes * peers * axis.size // (axis.size - 1)
                 jobs.append(self._whole(Op.ALL_GATHER, (axis,), whole, self._as_ring((axis,))))
         longest = max(job.seconds for job in jobs)
         return TimedJob(

@@ -47,10 +47,17 @@ def context_of(step: StepCosts) -> ContextCosts:
     return step.context
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str) -> None:
-    given = shared(LAYOUTS[name], recompute=RECOMPUTES[recompute])
+@pytest.mark.parametrize(
+    ("name", "recompute", "group_size"),
+    [*((name, recompute, 8) for name in LAYOUTS for recompute in RECOMPUTES), ("a2a", "", 1)],
+)
+def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str, group_size: int) -> None:
+    given = shared(
+        LAYOUTS[name],
+        recompute=RECOMPUTES[recompute],
+        machine=machine(group_size=group_size),
+        group_size=group_size,
+    )
     step = costs(given)
     computing, topology = step.computing, step.comm_costs.topology
     sent = context_traffic(computing.model, computing.batch, computing.units, topology)
