@@ -64,11 +64,7 @@ def test_a_ramp_without_length_is_none(rampup: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("sizes", "rampup", "told"),
     [
-        (
-            {"global_batch_size": 36},
-            None,
-            "36 ... 4 data-parallel ranks (= 8): choose 32 or 40",
-        ),
+        ({"global_batch_size": 36}, None, "36 ... 4 data-parallel ranks (= 8): choose 32 or 40"),
         ({"global_batch_size": 7}, None, "--global-batch-size 7 ... (= 8): choose 8"),
         ({"micro_batch_size": 0}, None, "--micro-batch-size 0"),
         ({"global_batch_size": 0}, None, "--global-batch-size 0"),

@@ -20,15 +20,12 @@ SIZES = "--hierarchical-context-parallel-sizes"
         (f"--cp-comm-type a2a+p2p {SIZES} 2 2", f"{SIZES} 2 2 ... --context-parallel-size 8"),
         (f"--cp-comm-type p2p {SIZES} 8", f"{SIZES} 8 ... --context-parallel-size 8"),
         (f"--cp-comm-type allgather {SIZES} 4 2", f"{SIZES} 4 2 ... p2p and a2a+p2p"),
-        ("--cp-comm-type p2p a2a", "--cp-comm-type p2p a2a ... give it once"),
         *(
             (f"--attention-backend {name}", f"--attention-backend {name} ... a2a")
             for name in ("unfused", "local", "fused")
         ),
         ("", "16 channels in fp32 on a GPU: give --bf16 ... or --cp-comm-type a2a"),
         ("--bf16 --kv-channels 12", "12 channels in bf16 ... a multiple of 8 ... (--kv-channels)"),
-        (f"--cp-comm-type auto {SIZES} 4 2", f"{SIZES} 4 2 contradicts auto"),
-        ("--cp-comm-type a2a --num-attention-heads 4", "8 ... 4 heads ... or --cp-comm-type p2p"),
         ("--cp-comm-type p2p --bf16 --seq-length 24", "--seq-length 24 is no multiple of 16"),
         (f"{SIZES} 8 1 --cp-comm-type a2a+p2p --num-attention-heads 4", "8 ... 4 heads"),
     ],

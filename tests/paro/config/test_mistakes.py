@@ -54,16 +54,6 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
     assert shlex.join(left[-2:]) == "--paro-strategy GGG"
 
 
-def test_values_alone_are_told_together_too() -> None:
-    args = parse_args(
-        f"{SMALL} --world-size 8 --micro-batch-size 2 --global-batch-size 12 --train-iters 9 "
-        "--eval-iters -1 --clip-grad -3".split()
-    )
-    with pytest.raises(UserError) as caught:
-        RunConfig.from_args(args, take_world(args))
-    assert len(caught.value.args) == 3
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -16,10 +16,9 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
-from paro.planning.search.planner import letter_rows
 from paro.planning.survival import survival
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import machine, workload
+from tests.paro.planning.cases import machine
 from tools.planning.workload import case_of as plan_case
 from tools.planning.workload import make_parser
 
@@ -76,18 +75,6 @@ def test_a_strategy_that_is_given_is_taken() -> None:
     config = configured("--paro-strategy IIG --paro-machine dgx-a100-roce100")
     assert config.strategy.name == "IIG"
     assert config.notices == ()
-
-
-@pytest.mark.slow("searches all candidates of a model")
-def test_auto_on_a_machine_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "own.json"
-    path.write_text(machine_to_json(machine(inter=10)), encoding="utf-8")
-    config = configured(f"--paro-strategy auto --paro-machine {path}")
-    rows = letter_rows(workload(config.model, machine=machine(inter=10), micro_batch_size=4,
-                            global_batch_size=1280))  # fmt: skip
-    fitting = [row for row in rows if row.fits]
-    chosen = [row for row in fitting if row.candidate.strategy.degrees == config.strategy.degrees]
-    assert not chosen or chosen[0].seconds <= fitting[0].seconds * 1.01
 
 
 @pytest.mark.parametrize("strategy", ["IIG", "auto"])

@@ -66,21 +66,6 @@ def test_nothing_that_was_decided_is_left_open() -> None:
     assert recorded["lr"] == 0.1
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "zero1",
-        "auto --paro-machine dgx-a100-roce100 --paro-group-size 4",
-        "IIG --paro-group-size 4",
-    ],
-)
-def test_the_strategy_is_recorded_as_it_runs(given: str) -> None:
-    config = configure(f"{PRESET} --llama-preset 7B --bf16 --paro-strategy {given}", WORLD)
-    recorded = recorded_arguments(config)
-    assert recorded["paro_strategy"] == config.strategy.name not in ("zero1", "auto")
-    assert recorded["paro_group_size"] == config.world.group_size
-
-
 def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 128, "kv_channels": 8}
     heads = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}

@@ -16,6 +16,12 @@ GQA = "--group-query-attention --num-query-groups"
 KEEP = "--paro-recompute-keep core_attn"
 COPIES = "--paro-nccl-copy-engine"
 STEPS = "--step-batch-size-schedule"
+FULL = "--recompute-granularity full"
+MUON = "--optimizer muon"
+FP8 = "--fp8-format hybrid"
+LOCAL = "--non-persistent-ckpt-type local"
+RETAIN = "--save-retain-interval 5"
+TRIPLE = f"--hidden-size 96 {GQA} 3 --num-attention-heads"
 
 
 @pytest.mark.parametrize(
@@ -31,10 +37,7 @@ STEPS = "--step-batch-size-schedule"
         ("--paro-prefetch-units -1", "--paro-prefetch-units -1"),
         ("--paro-updated-ahead 1", "--paro-updated-ahead 1"),
         ("--paro-updated-ahead most", "--paro-updated-ahead most"),
-        (
-            "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2 ... --paro-strategy GGG",
-        ),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 ... GGG"),
         (f"{COPIES} --distributed-backend gloo", f"{COPIES} is for GPUs ... leave one of them"),
         (f"{COPIES} --paro-strategy NIG", f"{COPIES} ... none: NIG"),
         (f"{COPIES} --paro-strategy III {ROTATE}", f"{COPIES} ... none ... {ROTATE}"),
@@ -48,61 +51,34 @@ STEPS = "--step-batch-size-schedule"
         ("--num-query-groups 2", "--num-query-groups 2 ... --group-query-attention"),
         ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
         ("--max-position-embeddings 16", "--seq-length 32 ... --max-position-embeddings 16"),
-        ("--recompute-activations --recompute-granularity full", "contradicts full"),
-        ("--recompute-method block", "--recompute-method ... --recompute-granularity full: give"),
-        (KEEP, f"{KEEP} needs --recompute-granularity full"),
+        (f"--recompute-activations {FULL}", "contradicts full"),
+        ("--recompute-method block", f"--recompute-method ... {FULL}: give"),
+        (KEEP, f"{KEEP} needs {FULL}"),
         (f"{KEEP} --recompute-granularity selective", f"{KEEP} needs"),
-        (
-            f"{KEEP} --recompute-granularity full",
-            "channels in fp32 on a GPU: give --bf16 ... or leave --paro-recompute-keep out",
-        ),
-        (
-            f"{KEEP} --recompute-granularity full --attention-backend fused",
-            "--attention-backend fused ... give auto or flash, or leave --paro-recompute-keep out",
-        ),
-        (
-            f"{KEEP} --recompute-granularity full --bf16 --paro-strategy III {ROTATE}",
-            f"{ROTATE} ... leave --paro-recompute-keep out",
-        ),
+        (f"{KEEP} {FULL}", "in fp32 on a GPU: give --bf16 ... or leave --paro-recompute-keep out"),
+        (f"{KEEP} {FULL} --attention-backend fused", "fused ... give auto or flash, or leave"),
+        (f"{KEEP} {FULL} --bf16 --paro-strategy III {ROTATE}", f"{ROTATE} ... leave"),
         ("--recompute-modules core_attn", "needs --recompute-granularity selective"),
-        (
-            "--recompute-granularity full --recompute-modules core_attn",
-            "--recompute-modules needs --recompute-granularity selective",
-        ),
+        (f"{FULL} --recompute-modules core_attn", "--recompute-modules needs ... selective"),
         ("--recompute-activations --recompute-modules mlp", "mlp is not supported ... full"),
         ("--recompute-activations --recompute-modules core_attn moe", "moe: a LLaMA has no such"),
         # Precision
         ("--fp16 --bf16", "--fp16 and --bf16 contradict"),
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 ... --bf16"),
-        ("--optimizer muon --muon-momentum 1", "--muon-momentum 1.0 must be in [0, 1)"),
-        ("--optimizer muon --muon-num-ns-steps 0", "--muon-num-ns-steps 0 ... [1, 100)"),
-        (
-            "--optimizer muon --muon-extra-scale-factor 0",
-            "--muon-extra-scale-factor 0.0 must be positive",
-        ),
-        ("--optimizer muon --trainable names:*norm*", "--optimizer muon ... has none: leave it"),
-        (f"--optimizer muon --paro-strategy III {ROTATE}", "--optimizer muon ... leave one"),
+        (f"{MUON} --muon-momentum 1", "--muon-momentum 1.0 must be in [0, 1)"),
+        (f"{MUON} --muon-num-ns-steps 0", "--muon-num-ns-steps 0 ... [1, 100)"),
+        (f"{MUON} --muon-extra-scale-factor 0", "--muon-extra-scale-factor 0.0 must be positive"),
+        (f"{MUON} --trainable names:*norm*", f"{MUON} ... has none: leave it"),
+        (f"{MUON} --paro-strategy III {ROTATE}", f"{MUON} ... leave one"),
         ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16 ... give bf16, or fp32"),
         ("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype fp8 ... give bf16, or fp32"),
-        (
-            "--fp8-format hybrid --ffn-hidden-size 40",
-            "--ffn-hidden-size, which is 40 ... leave fp8",
-        ),
-        ("--fp8-format hybrid --hidden-size 40 --kv-channels 16", "--hidden-size, which is 40"),
-        (
-            "--fp8-format hybrid --kv-channels 2",
-            "change --num-attention-heads x --kv-channels, which is 8",
-        ),
-        (
-            f"--fp8-format hybrid {GQA} 1 --kv-channels 8",
-            "change --num-query-groups x --kv-channels, which is 8",
-        ),
-        ("--fp8-format hybrid --seq-length 9", "--micro-batch-size x --seq-length, which is 18"),
-        (f"--fp8-format hybrid --paro-strategy III {ROTATE}", "rotate has no fp8"),
-        (
-            f"--torch-compile inductor --paro-strategy III {ROTATE}",
-            "leave --torch-compile out, or gather",
-        ),
+        (f"{FP8} --ffn-hidden-size 40", "--ffn-hidden-size, which is 40 ... leave fp8"),
+        (f"{FP8} --hidden-size 40 --kv-channels 16", "--hidden-size, which is 40"),
+        (f"{FP8} --kv-channels 2", "change --num-attention-heads x --kv-channels, which is 8"),
+        (f"{FP8} {GQA} 1 --kv-channels 8", "--num-query-groups x --kv-channels, which is 8"),
+        (f"{FP8} --seq-length 9", "--micro-batch-size x --seq-length, which is 18"),
+        (f"{FP8} --paro-strategy III {ROTATE}", "rotate has no fp8"),
+        (f"--torch-compile inductor --paro-strategy III {ROTATE}", "leave --torch-compile out, or"),
         ("--torch-compile inductor --lora-rank 2", "leave it or --lora-rank out"),
         # Adapters
         ("--lora-alpha 3", "--lora-alpha 3.0 ... --lora-rank"),
@@ -145,23 +121,14 @@ STEPS = "--step-batch-size-schedule"
         ("--exit-interval 0", "--exit-interval 0"),
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0"),
         ("--save-interval 0", "--save-interval 0"),
-        (
-            "--save-retain-interval 5",
-            "--save-retain-interval 5 needs --save-interval, of which it is a multiple",
-        ),
-        (
-            "--save-retain-interval 5 --save-interval 3",
-            "--save-retain-interval 5 must be a multiple of --save-interval 3",
-        ),
+        (RETAIN, f"{RETAIN} needs --save-interval, of which it is a multiple"),
+        (f"{RETAIN} --save-interval 3", f"{RETAIN} must be a multiple of --save-interval 3"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load"),
         ("--use-checkpoint-args", "--use-checkpoint-args needs --load"),
         ("--start-over", "--start-over needs --save"),
-        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type local"),
-        (
-            "--non-persistent-ckpt-type local --non-persistent-save-interval 0",
-            "--non-persistent-save-interval 0 must be at least 1",
-        ),
-        ("--non-persistent-ckpt-type local --save x", "--non-persistent-ckpt-type ... --load x"),
+        ("--non-persistent-save-interval 3", f"needs {LOCAL}"),
+        (f"{LOCAL} --non-persistent-save-interval 0", "interval 0 must be at least 1"),
+        (f"{LOCAL} --save x", "--non-persistent-ckpt-type ... --load x"),
         ("--log-interval 0", "--log-interval 0"),
         ("--logging-level -1", "--logging-level -1"),
         ("--tensorboard-log-interval 0", "--tensorboard-log-interval 0"),
@@ -211,10 +178,7 @@ def test_what_is_missing_or_stands_alone_is_named(without: str, words: str, told
         ("--paro-strategy IGG", "IGG shards them over 4 and 8 ... --paro-group-size"),
         ("--paro-strategy GGG", "over 8 and 8, in groups of 4"),
         ("--paro-strategy IIG --paro-group-size 1", "in groups of 1"),
-        (
-            "--num-attention-heads 6 --hidden-size 96",
-            "over 4 ranks ... --num-attention-heads 6 ... would work: 2 (--paro-group-size)",
-        ),
+        ("--num-attention-heads 6 --hidden-size 96", "would work: 2 (--paro-group-size)"),
         (f"{GQA} 2", "--num-query-groups 2 ... would work: 2"),
         ("--num-attention-heads 3 --hidden-size 96", "would work: none"),
         ("--ffn-hidden-size 3", "--ffn-hidden-size 3 is too small"),
@@ -234,18 +198,12 @@ CONTEXT = "--cp-comm-type a2a --context-parallel-size"
         (f"{CONTEXT} 3", "--context-parallel-size 3 ... the 8 ranks: choose one of 1, 2, 4, 8"),
         (f"{CONTEXT} 8", "8 does not fit: 4 heads ... among 8 ranks: choose one of 1, 2 and 4"),
         (f"{CONTEXT} 4 --seq-length 28", "--seq-length 28 ... multiple of 8 ... 1 and 2"),
-        (
-            f"{CONTEXT} 4 --num-attention-heads 12 --hidden-size 96 {GQA} 3",
-            "3 heads of keys and values ... among 4 ranks: ... choose 1",
-        ),
+        (f"{CONTEXT} 4 {TRIPLE} 12", "3 heads of keys and values ... among 4 ranks: ... choose 1"),
         (f"{CONTEXT} 2 --paro-strategy III {ROTATE}", "--paro-materialize rotate ... leave one"),
         (f"{CONTEXT} 2 --hierarchical-context-parallel-sizes 2 1", "a2a+p2p: leave it out"),
         ("--context-parallel-size 2 --cp-comm-type a2a p2p", "a2a p2p: all blocks have one"),
         ("--cp-comm-type ring", "--cp-comm-type ring is unknown: choose one of p2p"),
-        (
-            f"{CONTEXT} 2 --fp8-format hybrid --seq-length 8",
-            "--seq-length / --context-parallel-size, which is 8",
-        ),
+        (f"{CONTEXT} 2 {FP8} --seq-length 8", "--seq-length / --context-parallel-size, which is 8"),
         (f"{CONTEXT} 2 --global-batch-size 12", "4 data-parallel ranks (= 8): choose 8 or 16"),
     ],
 )
