@@ -18,7 +18,7 @@ from paro.context_parallel.layout import ContextLayout
 from paro.distributed.control import Control, PlannedControl
 from paro.distributed.world import World
 from paro.planning.search.search_space import micro_batch_sizes
-from paro.report.record import IterationRecord, RunFacts, summarize
+from paro.report.record import RunFacts, summarize
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.dry_run import run_dry
 from paro.training.step import Evaluation, evaluate, train_step
@@ -26,6 +26,7 @@ from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import workload
+from tests.paro.report.test_report import record
 
 CPU = torch.device("cpu")
 PAIRS = World(size=8, rank=5, ranks_per_node=4, context_parallel_size=2)
@@ -106,19 +107,8 @@ def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture
     config = run_of(flags, replace(PAIRS, rank=0))
     training = build_training(config, PlannedControl(config.world, torch.device("meta")))
     facts: RunFacts = run_facts(config, training)
-    step = IterationRecord(
-        iteration=1,
-        consumed_samples=24,
-        global_batch_size=config.batches.batch_size_at(0),
-        lm_loss=1.0,
-        grad_norm=1.0,
-        learning_rate=1.0,
-        loss_scale=1.0,
-        iteration_time_ms=500.0,
-        skipped=False,
-        intra_bytes=0,
-        inter_bytes=0,
-    )
+    size = config.batches.batch_size_at(0)
+    step = replace(record(1), global_batch_size=size, iteration_time_ms=500.0)
     metrics = summarize([step], facts, peak_memory_bytes=0)
     assert metrics.tokens_per_second == 24 * 12 / 0.5
     assert metrics.mfu == pytest.approx(24 * 12 / 0.5 * facts.flops_per_token / 8 / 1e12)

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import schedule
-from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS
-from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Op, count_pieces
+from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.spans import ring_levels
 from paro.collectives.transfer import ChunkedBuffer, Scratch, Transfer
 from paro.distributed.byte_counter import Sent
-from paro.topology import Axes, Link, make_topology, nested_range
+from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 from tests.paro.collectives.test_collectives import make
 
@@ -181,47 +180,3 @@ def test_axes_with_one_kind_of_links_share_a_ring() -> None:
     assert ring_levels("h-ring", axes[1:2]) == (axes[1:2],)
     assert ring_levels("h-ring", ()) == ()
     assert axes[3].link is Link.INTER
-
-
-def test_pieces() -> None:
-    assert count_pieces(1000) == 1
-    assert count_pieces(1 << 19) == count_pieces(1 << 20) == 2
-    assert count_pieces(4 << 20) == 6
-
-
-def choose_by_size(sizes: list[int]) -> list[str]:
-    """Collectives of growing sizes, all in flight at once; returns the wrong results."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    topology = make_topology(world_size=size, group_size=2, degrees=())
-
-    def best(op: Op, axes: Axes, num_bytes: int) -> str:
-        assert axes is Axes.BOTH, f"{op} over {axes}"
-        return schedule.COLLECTIVES[num_bytes.bit_length() % len(schedule.COLLECTIVES)]
-
-    collectives, _ = make(AlgorithmChoice(names=schedule.COLLECTIVES, best=best), topology)
-    running = []
-    for numel in sizes:
-        whole = torch.full((numel,), float(rank))
-        total = float(sum(range(size)))
-        summed = whole.clone()
-        running.append(
-            (summed, total, collectives.all_reduce(summed, topology.axes, torch.float32))
-        )
-        own = slice(*nested_range(topology.axes, rank, numel))
-        gathered = torch.zeros(numel)
-        event = collectives.all_gather(gathered, topology.axes, shard=whole[own] * 0 + 5)
-        running.append((gathered, 5.0, event))
-    wrong = []
-    for tensor, value, event in running:
-        event.wait()
-        if not torch.equal(tensor, torch.full_like(tensor, value)):
-            wrong.append(f"{tensor.numel()} elements: {tensor[:8]} instead of {value}")
-    collectives.close()
-    return wrong
-
-
-@pytest.mark.ranks
-def test_algorithms_chosen_by_size_share_groups() -> None:
-    sizes = [2**power * 4 for power in range(2, 17)]
-    for wrong in run_ranks(choose_by_size, 4, sizes):
-        assert not wrong

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from paro.collectives.pipeline import cut_evenly, default_pieces, make_pipeline
+from paro.collectives.pipeline import cut_evenly, make_pipeline
 from paro.collectives.schedule import Op
 from paro.layout import ALIGN
 
@@ -59,9 +59,3 @@ def test_pieces_are_even_and_aligned(numel: int, pieces: int) -> None:
     assert all(start % ALIGN == 0 and stop > start for start, stop in ranges)
     sizes = [stop - start for start, stop in ranges]
     assert max(sizes) - min(sizes) <= ALIGN
-
-
-def test_small_buffers_are_one_piece() -> None:
-    assert default_pieces(1000) == 1
-    assert default_pieces(16 << 20) == 2
-    assert default_pieces(1 << 32) == 4

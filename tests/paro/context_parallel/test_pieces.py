@@ -71,12 +71,3 @@ def test_the_pieces_are_the_mask(case: Case) -> None:
             for key in range(query + 1)
             if document[query] == document[key]
         }
-
-
-def test_places_have_equal_work() -> None:
-    bounds, places = (0, 48), 4
-    work = [
-        sum(len(pairs_of(bounds, place, source, places)) for source in range(places))
-        for place in range(places)
-    ]
-    assert len(set(work)) == 1

@@ -13,7 +13,6 @@ from paro.distributed.comm_stream import (
     CommStreams,
     InlineStreams,
     ThreadStreams,
-    make_comm_streams,
 )
 
 CPU = torch.device("cpu")
@@ -21,11 +20,6 @@ CPU = torch.device("cpu")
 
 def fail() -> None:
     raise RuntimeError("peer is gone")
-
-
-def test_which_lanes() -> None:
-    assert isinstance(make_comm_streams(CPU, overlap=False, backend="gloo"), InlineStreams)
-    assert isinstance(make_comm_streams(CPU, overlap=True, backend="gloo"), ThreadStreams)
 
 
 @pytest.mark.parametrize("streams", [InlineStreams(), ThreadStreams(CPU)])

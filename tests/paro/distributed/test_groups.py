@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -31,10 +32,10 @@ class Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
-        self.config = SimpleNamespace(max_ctas=None)
+        self.config = SimpleNamespace(max_ctas=None, cta_policy=None)
 
 
-class OldOptions(Options):
+class WithoutBounds(Options):
     """Of a torch that bounds no thread blocks."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -42,78 +43,12 @@ class OldOptions(Options):
         del self.config.max_ctas
 
 
-def made_by(
-    monkeypatch: pytest.MonkeyPatch,
-    rank: int,
-    backend: str,
-    *,
-    options: type[Options] = Options,
-    launch_order: str = "free",
-) -> list[dict[str, Any]]:
-    """The groups that a rank of 4 makes for an axis of 2, on a GPU of 132 multiprocessors."""
-    calls: list[dict[str, Any]] = []
-
-    def new_group(ranks: list[int], **named: Any) -> object:
-        calls.append({"ranks": ranks, **named})
-        return object()
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    kind = SimpleNamespace(Options=options)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", kind, raising=False)
-    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
-    config = GroupConfig(
-        timeout=timedelta(seconds=7),
-        backend=backend,
-        device=torch.device("cuda", rank),
-        launch_order=launch_order,
-    )
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
-    make_groups(topology, rank, {Use.ROTATE: frozenset({topology.axes_between(1, 2)})}, config)
-    return calls
-
-
-def test_only_members_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = made_by(monkeypatch, 3, "nccl")
-    assert [call["ranks"] for call in calls] == [[0, 1], [2, 3]]
-    assert [call["device_id"] for call in calls] == [None, torch.device("cuda", 3)]
-
-
-def test_messages_of_a_rotation_have_the_priority_of_comm_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = [call["pg_options"] for call in made_by(monkeypatch, 0, "nccl")]
-    assert all(one.is_high_priority_stream for one in options)
-    assert [one._timeout for one in options] == [timedelta(seconds=7)] * 2
-    assert options[0] is not options[1]  # torch writes the group's name and ranks into them
-    assert [call["pg_options"] for call in made_by(monkeypatch, 0, "gloo")] == [None, None]
-
-
-@pytest.mark.parametrize(("launch_order", "max_ctas"), [("free", 22), ("implicit", None)])
-def test_communicators_that_begin_in_any_order_fit_the_gpu_side_by_side(
-    launch_order: str, max_ctas: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    calls = made_by(monkeypatch, 0, "nccl", launch_order=launch_order)
-    assert [call["pg_options"].config.max_ctas for call in calls] == [max_ctas] * 2
-    assert (os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1") == (max_ctas is None)
-
-
-def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    make = partial(made_by, monkeypatch, 0, "nccl", options=OldOptions)
-    refused(make, "--paro-nccl-launch-order implicit")
-    assert len(make(launch_order="implicit")) == 2
-
-
-class CopyOptions(Options):
-    """Of a torch that names NCCL's policies."""
+class WithoutPolicies(Options):
+    """Of a torch that does not name NCCL's policies."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         super().__init__(is_high_priority_stream)
-        self.config.cta_policy = None
+        del self.config.cta_policy
 
 
 class FakeNccl:
@@ -121,7 +56,8 @@ class FakeNccl:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **kind: Any) -> None:
         self.notes: list[tuple[Any, ...]] = []
-        kind = {"Options": CopyOptions, "NCCL_CTA_POLICY_ZERO": 2, **kind}
+        self.calls: list[dict[str, Any]] = []  # of new_group
+        kind = {"Options": Options, "NCCL_CTA_POLICY_ZERO": 2, **kind}
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(**kind), raising=False)
         monkeypatch.setattr(dist, "new_group", self.new_group)
         monkeypatch.setattr(
@@ -132,10 +68,13 @@ class FakeNccl:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         properties = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
-        self.policies: dict[tuple[int, ...], int | None] = {}
+
+    @property
+    def policies(self) -> dict[tuple[int, ...], int | None]:
+        return {tuple(c["ranks"]): c["pg_options"].config.cta_policy for c in self.calls}
 
     def new_group(self, ranks: list[int], **named: Any) -> object:
-        self.policies[tuple(ranks)] = named["pg_options"].config.cta_policy
+        self.calls.append({"ranks": ranks, **named})
         backend = SimpleNamespace(
             mem_allocator="of NCCL",
             register_mem_pool=lambda pool, symm: self.notes.append(("register", ranks, pool, symm)),
@@ -150,20 +89,60 @@ class FakeNccl:
         self.notes.append(("leave", pool))
 
 
-COPYING = GroupConfig(
-    timeout=timedelta(seconds=7),
-    backend="nccl",
-    device=torch.device("cuda", 1),
-    copy_engine=True,
-)
+TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
+INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
+CONFIG = GroupConfig(timeout=timedelta(seconds=7), backend="nccl", device=torch.device("cuda", 1))
+COPYING = replace(CONFIG, copy_engine=True)
+
+
+def made_by(
+    monkeypatch: pytest.MonkeyPatch, rank: int, *, options: type[Options] = Options, **config: Any
+) -> list[dict[str, Any]]:
+    """The groups that a rank of 4 makes for an axis of 2, on a GPU of 132 multiprocessors."""
+    nccl = FakeNccl(monkeypatch, Options=options)
+    config = {"device": torch.device("cuda", rank), **config}
+    make_groups(TOPOLOGY, rank, {Use.ROTATE: frozenset({INSIDE})}, replace(CONFIG, **config))
+    return nccl.calls
+
+
+def test_only_members_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = made_by(monkeypatch, 3)
+    assert [call["ranks"] for call in calls] == [[0, 1], [2, 3]]
+    assert [call["device_id"] for call in calls] == [None, torch.device("cuda", 3)]
+
+
+def test_messages_of_a_rotation_have_the_priority_of_comm_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = [call["pg_options"] for call in made_by(monkeypatch, 0)]
+    assert all(one.is_high_priority_stream for one in options)
+    assert [one._timeout for one in options] == [timedelta(seconds=7)] * 2
+    assert options[0] is not options[1]  # torch writes the group's name and ranks into them
+    assert [call["pg_options"] for call in made_by(monkeypatch, 0, backend="gloo")] == [None, None]
+
+
+@pytest.mark.parametrize(("launch_order", "max_ctas"), [("free", 22), ("implicit", None)])
+def test_communicators_that_begin_in_any_order_fit_the_gpu_side_by_side(
+    launch_order: str, max_ctas: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    calls = made_by(monkeypatch, 0, launch_order=launch_order)
+    assert [call["pg_options"].config.max_ctas for call in calls] == [max_ctas] * 2
+    assert (os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1") == (max_ctas is None)
+
+
+def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    make = partial(made_by, monkeypatch, 0, options=WithoutBounds)
+    refused(make, "--paro-nccl-launch-order implicit")
+    assert len(make(launch_order="implicit")) == 2
 
 
 def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = FakeNccl(monkeypatch)
-    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
-    inside, between = topology.axes_between(1, 2), topology.axes_between(2, 4)
-    spans = {Use.GATHER: frozenset({inside, between})}
-    groups = make_groups(topology, 1, spans, COPYING)
+    groups = make_groups(TOPOLOGY, 1, {Use.GATHER: frozenset({INSIDE, BETWEEN})}, COPYING)
     assert nccl.policies == {(0, 1): 2, (2, 3): 2, (0, 2): None, (1, 3): None}
     pool = ("pool", "of NCCL")
     assert nccl.notes == [("register", [0, 1], pool, True)]
@@ -183,10 +162,10 @@ def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.Monke
     sent: list[Tensor] = []
     monkeypatch.setattr(wire, "_all_gather", lambda _whole, shard, group: sent.append(shard))
     shard = torch.full((2,), 5.0)
-    collectives.all_gather(buffer.values, (*inside, *between), shard=shard).wait()
+    collectives.all_gather(buffer.values, (*INSIDE, *BETWEEN), shard=shard).wait()
     assert sent[0].data_ptr() == shard.data_ptr()  # between groups
     assert sent[1].data_ptr() == buffer.values[4:].data_ptr()
-    collectives.all_gather(buffer.values, inside, shard=torch.full((4,), 7.0)).wait()
+    collectives.all_gather(buffer.values, INSIDE, shard=torch.full((4,), 7.0)).wait()
     assert sent[2].data_ptr() == buffer.values[4:].data_ptr()
     assert sent[2].tolist() == [7.0] * 4
 
@@ -197,8 +176,7 @@ def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.Monke
 
 def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = FakeNccl(monkeypatch)
-    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
-    groups = make_groups(topology, 1, {Use.REDUCE: frozenset({topology.axes[:1]})}, COPYING)
+    groups = make_groups(TOPOLOGY, 1, {Use.REDUCE: frozenset({INSIDE})}, COPYING)
     assert nccl.policies == {(0, 1): None, (2, 3): None}
     with groups.whole_memory():
         assert nccl.notes == []
@@ -206,7 +184,7 @@ def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "lacks",
-    [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": Options}, {"version": (2, 27, 5)}],
+    [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": WithoutPolicies}, {"version": (2, 27, 5)}],
     ids=["the policy's name", "the option", "the collectives"],
 )
 def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
@@ -215,9 +193,8 @@ def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
     version = lacks.pop("version", (2, 28, 9))
     FakeNccl(monkeypatch, **lacks)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    topology = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
-    spans = {Use.GATHER: frozenset({topology.axes[:1]})}
+    spans = {Use.GATHER: frozenset({INSIDE})}
     refused(
-        lambda: make_groups(topology, 1, spans, COPYING),
+        lambda: make_groups(TOPOLOGY, 1, spans, COPYING),
         "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",
     )

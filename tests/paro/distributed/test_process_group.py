@@ -1,8 +1,7 @@
-"""The world from the environment, agreement among ranks, and the exit of a script."""
+"""The world from the environment, and the exit of a script."""
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import subprocess
@@ -10,14 +9,12 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from paro.distributed import process_group
-from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, device_for, distributed
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
-from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 
 LAUNCHERS = (
@@ -131,50 +128,6 @@ def test_devices() -> None:
     assert device_for(RuntimeConfig(distributed_backend="gloo"), World()) == torch.device("cpu")
     if not torch.cuda.is_available():
         refused(lambda: device_for(RuntimeConfig(), World()), "--distributed-backend gloo")
-
-
-def _control() -> Control:
-    world = World(rank=dist.get_rank(), size=dist.get_world_size())
-    return Control(world, torch.device("cpu"))
-
-
-def meet(failures: dict[int, Exception]) -> tuple[str, str]:
-    """The kind and text of what this rank raises where ranks fail with these errors."""
-    control = _control()
-    try:
-        with control.raise_on_all_ranks():
-            if control.world.rank in failures:
-                raise failures[control.world.rank]
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
-
-
-def agree() -> list[object]:
-    several = UserError("a\n b", "c", example="run\n  this")
-    full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
-    return [
-        _control().sum([float(dist.get_rank()), 0.5]),
-        meet({2: UserError("rank 2 finds\na mistake"), 3: UserError("later")}),
-        meet({1: several}),
-        meet({3: full}),
-        meet({1: ValueError("zip() argument 2 is shorter"), 2: UserError("another")}),
-        meet({}),
-    ]
-
-
-@pytest.mark.ranks
-def test_an_error_of_one_rank_is_everybody_s() -> None:
-    ranks = run_ranks(agree, 4)
-    for rank, (summed, one, several, full, bug, none) in enumerate(ranks):
-        assert summed == [6.0, 2.0]
-        assert one == ("UserError", "rank 2 finds a mistake")
-        assert several == ("UserError", "2 mistakes:\n  a b\n  c\nrun\n  this")
-        assert full == ("StorageError", "No space left on device: /data/x")
-        text = "rank 1 failed: ValueError: zip() argument 2 is shorter"
-        own = ("ValueError", "zip() argument 2 is shorter")
-        assert bug == (own if rank == 1 else ("PeerError", text))
-        assert none == ("none", "")
 
 
 def script(body: str, streams: str = "", **env: str) -> subprocess.CompletedProcess[str]:

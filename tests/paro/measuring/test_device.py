@@ -6,27 +6,21 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 
 from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.world import World
 from paro.measuring import device as timing
 from paro.measuring.device import Effort, measure_device
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from tests.helpers.refusals import refused
+from tests.paro.measuring.test_race import alone
 from tools.collective_timing.training import training_config
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16 "
     "--make-vocab-size-divisible-by 1 --bf16"
 )
-
-
-def alone() -> Control:
-    return Control(World(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("part", ["", "--trainable last-blocks:0.5", "--lora-rank 2"])

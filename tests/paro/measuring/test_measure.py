@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
-from paro.distributed.control import Control
-from paro.distributed.process_group import RuntimeConfig
-from paro.distributed.world import World
 from paro.measuring import race as racing
 from paro.measuring.device import PartsOfStep
 from paro.measuring.links import SIZES, time_links, with_measured
@@ -26,12 +22,11 @@ from paro.measuring.race import Race, Turn
 from paro.measuring.trial import Trial
 from paro.planning.machine.machine import Machine
 from paro.planning.machine.machine import seconds as seconds_of
-from paro.topology import Axes, axes_of, make_topology
+from paro.topology import Axes, axes_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure
-from tests.paro.measuring.test_race import Still
+from tests.paro.measuring.test_race import TOPOLOGY, Still, raced
 
-TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
 LATENCY, PER_BYTE = 1e-3, 1e-6  # of every simulated collective
 
@@ -132,13 +127,7 @@ def timed(
 
     monkeypatch.setattr(racing, "make_collectives", lambda *_, **__: Still())
     monkeypatch.setattr(Race, "turn", turn)
-    race = Race(
-        control=Control(World(), torch.device("cpu")),
-        topology=TOPOLOGY,
-        runtime=RuntimeConfig(distributed_backend="gloo"),
-        algorithms=("native",),
-        rounds=3,
-    )
+    race = raced(3)
     said: list[str] = []
     spans = [(axis,) for axis in TOPOLOGY.axes]
     found = time_links(race, spans, most_bytes=most_bytes, seconds=seconds, say=said.append)

@@ -21,6 +21,22 @@ from paro.topology import make_topology
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
 
 
+def alone() -> Control:
+    return Control(World(), torch.device("cpu"))
+
+
+def raced(rounds: int, **more: Any) -> Race:
+    """A race of one algorithm, on this rank alone."""
+    return Race(
+        control=alone(),
+        topology=TOPOLOGY,
+        runtime=RuntimeConfig(distributed_backend="gloo"),
+        algorithms=("native",),
+        rounds=rounds,
+        **more,
+    )
+
+
 class Still:
     """Collectives that leave every buffer unchanged."""
 
@@ -41,16 +57,8 @@ def test_the_last_rounds_are_timed_while_computing_too(
         return visit(self, *args, busy_too=busy_too)
 
     monkeypatch.setattr(Race, "_visit", watched)
-    raced = Race(
-        control=Control(World(), torch.device("cpu")),
-        topology=TOPOLOGY,
-        runtime=RuntimeConfig(distributed_backend="gloo"),
-        algorithms=("native",),
-        rounds=4,
-        while_computing=while_computing,
-    )
     move = Move(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=64, dtype=torch.float32)
-    (outcome,) = raced.run([move])
+    (outcome,) = raced(4, while_computing=while_computing).run([move])
     # The first round does not count.
     assert busy == [False] * (5 - BUSY_ROUNDS) + [while_computing] * BUSY_ROUNDS
     assert len(outcome.seconds_by_round) == 4

@@ -21,14 +21,11 @@ from paro.planning.machine.machine import Machine
 from paro.report.watchdog import WatchConfig, Watchdog
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
+from tests.paro.measuring.test_race import alone
 from tests.paro.planning.cases import machine
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
 MACHINE = machine(world_size=4, group_size=2, inter=10)
-
-
-def alone() -> Control:
-    return Control(World(), torch.device("cpu"))
 
 
 def stem(flags: str) -> str:

@@ -33,25 +33,23 @@ def test_a_constant_scale_never_moves(loss_scale: float | None, expected: float)
     assert scales(config, [True, True, False] * 1000) == [expected] * 3000
 
 
-def test_it_doubles_after_a_window_of_finite_steps() -> None:
-    assert scales(dynamic(), [False] * 6) == [64, 64, 128, 128, 128, 256]
-
-
-def test_a_nonfinite_step_restarts_the_window() -> None:
-    assert scales(dynamic(), [False, False, True, False, False, False])[-2:] == [64, 128]
-
-
-def test_hysteresis_forgives_the_first_and_then_every_one_halves() -> None:
-    assert scales(dynamic(), [True, True, True, False, True]) == [64, 32, 16, 16, 8]
-
-
-def test_growth_restores_the_hysteresis() -> None:
-    steps = [True, True, False, False, False, True, True]
-    assert scales(dynamic(), steps) == [64, 32, 32, 32, 64, 64, 32]
-
-
-def test_it_never_falls_below_the_minimum() -> None:
-    assert scales(dynamic(min_loss_scale=24.0), [True] * 5) == [64, 32, 24, 24, 24]
+@pytest.mark.parametrize(
+    ("changes", "steps", "expected"),
+    [
+        # It doubles after a window of finite steps, which one that is not begins anew.
+        ({}, "......", [64, 64, 128, 128, 128, 256]),
+        ({}, "..x...", [64, 64, 64, 64, 64, 128]),
+        # Hysteresis forgives the first, and then every one halves; growth restores it.
+        ({}, "xxx.x", [64, 32, 16, 16, 8]),
+        ({}, "xx...xx", [64, 32, 32, 32, 64, 64, 32]),
+        ({"min_loss_scale": 24.0}, "xxxxx", [64, 32, 24, 24, 24]),
+    ],
+)
+def test_a_dynamic_scale_follows_the_steps(
+    changes: dict[str, float], steps: str, expected: list[int]
+) -> None:
+    """`x`: gradients are not finite."""
+    assert scales(dynamic(**changes), [step == "x" for step in steps]) == expected
 
 
 def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:

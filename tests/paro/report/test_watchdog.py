@@ -43,12 +43,17 @@ class Stream(io.StringIO):
         return 2
 
 
+def watchdog(stream: Stream, *, dump: float, limit: float = 600.0, rank: int = 0) -> Watchdog:
+    """One that shows stacks after `dump` seconds (0: never) and ends the run after `limit`."""
+    config = WatchConfig(hang_dump_minutes=dump / 60)
+    return Watchdog(config, rank=rank, timeout_minutes=limit / 60, stream=stream)
+
+
 def test_a_standstill_shows_once_where_every_thread_stands() -> None:
     stream, gate = Stream(), threading.Event()
     stuck = threading.Thread(target=gate.wait, name="lane of a peer", daemon=True)
     stuck.start()
-    config = WatchConfig(hang_dump_minutes=0.2 / 60)
-    dog = Watchdog(config, rank=3, timeout_minutes=10.0, stream=stream)
+    dog = watchdog(stream, dump=0.2, rank=3)
     dog.begins("training", 7)
     assert stream.written.wait(30)
     time.sleep(0.5)
@@ -64,8 +69,7 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
 
 def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
     stream = Stream()
-    config = WatchConfig(hang_dump_minutes=1.0 / 60)
-    dog = Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream)
+    dog = watchdog(stream, dump=1.0)
     dog.begins("training", 7)
     for _ in range(20):
         dog.progressed()
@@ -115,8 +119,7 @@ def test_a_standstill_past_the_limit_ends_the_run_in_one_line(
 
     monkeypatch.setattr("paro.report.watchdog.os._exit", leave)
     stream = Stream()
-    config = WatchConfig(hang_dump_minutes=0.0)
-    dog = Watchdog(config, rank=0, timeout_minutes=0.2 / 60, stream=stream)
+    dog = watchdog(stream, dump=0.0, limit=0.2)
     dog.begins("opening the data sets", 0)
     dog._thread.join(30)
     dog.close()
@@ -128,14 +131,11 @@ def test_a_standstill_past_the_limit_ends_the_run_in_one_line(
     assert last.endswith("the run ends; --distributed-timeout-minutes is the limit")
 
 
-def test_bytes_that_are_written_are_progress(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bytes_that_are_written_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = iter(range(0, 2**40, 2**21))
     monkeypatch.setattr("paro.report.watchdog._bytes_moved", lambda: next(moved))
     stream = Stream()
-    config = WatchConfig(hang_dump_minutes=1.0 / 60)
-    with Watchdog(config, rank=0, timeout_minutes=10.0, stream=stream) as dog:
+    with watchdog(stream, dump=1.0) as dog:
         dog.begins("saving", 7)
         assert not stream.written.wait(2.0)
 

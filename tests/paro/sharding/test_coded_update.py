@@ -15,7 +15,6 @@ from paro.sharding.shards import CodedUpdate
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
 from tests.helpers.ranks import run_ranks
-from tests.helpers.refusals import refused
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
 from tests.paro.sharding.coded_runs import (
     SIZES,
@@ -185,10 +184,6 @@ def test_resumed_on_other_ranks_and_with_other_bits(
             source = saved[name.replace("sent.", "param.")].bfloat16()
         assert torch.equal(values, source), name
     assert here[0].losses == pytest.approx(there[0].losses, rel=5e-3)
-
-
-def test_bad_input_is_one_line() -> None:
-    refused(lambda: coded_run(f"{FOUR} --paro-inter-bits-warmup-iters -1"), "-1 is negative")
 
 
 @pytest.mark.parametrize(
