@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
@@ -54,66 +55,34 @@ class Mutation:
             yield
 
 
+_gathering = partial(Mutation, GatheringPolicy, strategy="IIG")
+_updating = partial(Mutation, UpdatingPolicy, old="return self._queue", new="return []  #")
+_rotating = partial(Mutation, SlicePolicy, strategy="IIG")
+_muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
+_native = partial(Mutation, NativeCollectives)
+_pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
+_NEXT, _GRADS = "(Verb.WAIT_SHIFTED,)", "(Verb.WAIT_GRADS,)"
+_GATHER_JOB = "self._gather_job(part, span[depth], own)"
+_SCATTER_JOB = "self._scatter_job(part, axis, comm_dtype)"
+_SUM = "part, comm_dtype),\n            "
 # An order that is no call of a wait and no `after=`.
 MUTATIONS = (
-    Mutation(
-        GatheringPolicy, "_gather_and_wait", "actions.append((Verb.WAIT, buffer))", "pass", "IIG"
-    ),
-    Mutation(
-        GatheringPolicy,
-        "end_step",
-        "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)",
-        "",
-        "IIG",
-    ),
-    Mutation(UpdatingPolicy, "before_forward", "return self._queue", "return []  #", "IIG", AHEAD),
-    Mutation(
-        UpdatingPolicy, "flush", "return self._queue", "return []  #", "NIG", f"{SAVED} {AHEAD}"
-    ),
-    Mutation(SlicePolicy, "begin_forward", "[(Verb.WAIT,)]", "[]", "IIG", ROTATE),
-    Mutation(
-        SlicePolicy,
-        "before_forward",
-        "[(Verb.WAIT_SHIFTED,)] if self._waits(step) else []",
-        "[]",
-        "IIG",
-        ROTATE,
-    ),
-    Mutation(
-        SlicePolicy,
-        "after_forward",
-        "[shift, (Verb.WAIT_SHIFTED,)]",
-        "[shift]",
-        "IIG",
-        f"{IN_PLACE} {FULL}",
-    ),
-    Mutation(
-        SlicePolicy,
-        "before_backward",
-        "actions.append((Verb.WAIT_SHIFTED,))",
-        "pass",
-        "IIG",
-        ROTATE,
-    ),
-    Mutation(
-        SlicePolicy,
-        "first_gradient",
-        "[] if self._in_place else [(Verb.WAIT_GRADS,)]",
-        "[]",
-        "IIG",
-        ROTATE,
-    ),
-    Mutation(
-        SlicePolicy,
+    _gathering("_gather_and_wait", "actions.append((Verb.WAIT, buffer))", "pass"),
+    _gathering("end_step", "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)", ""),
+    _updating("before_forward", strategy="IIG", more=AHEAD),
+    _updating("flush", strategy="NIG", more=f"{SAVED} {AHEAD}"),
+    _rotating("begin_forward", "[(Verb.WAIT,)]", "[]", more=ROTATE),
+    _rotating("before_forward", f"[{_NEXT}] if self._waits(step) else []", "[]", more=ROTATE),
+    _rotating("after_forward", f"[shift, {_NEXT}]", "[shift]", more=f"{IN_PLACE} {FULL}"),
+    _rotating("before_backward", f"actions.append({_NEXT})", "pass", more=ROTATE),
+    _rotating("first_gradient", f"[] if self._in_place else [{_GRADS}]", "[]", more=ROTATE),
+    _rotating(
         "after_backward",
-        "actions += [(Verb.WAIT_SHIFTED,)]",
+        f"actions += [{_NEXT}]",
         "pass",
-        "IIG",
-        f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
+        more=f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
     ),
-    Mutation(
-        SlicePolicy, "after_backward", "actions.append((Verb.WAIT_GRADS,))", "pass", "IIG", IN_PLACE
-    ),
+    _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),
     Mutation(
         UnitShards,
         "step_reduce",
@@ -121,57 +90,16 @@ MUTATIONS = (
         "self._sum_over_world(DONE)",
         "IIG",
     ),
-    Mutation(UnitShards, "step_reduce", "_fresh = reduced,", "_fresh = DONE,", "IIG", MUON),
-    Mutation(UnitShards, "gather_updated", "unit._updated = updated", "pass", "IIG", MUON),
-    Mutation(
-        NativeCollectives,
-        "_gather",
-        "self._gather_job(part, span[depth], own), event",
-        "self._gather_job(part, span[depth], own), DONE",
-        "GGG",
-    ),
-    Mutation(
-        NativeCollectives,
-        "_scatter",
-        "self._scatter_job(part, axis, comm_dtype), event",
-        "self._scatter_job(part, axis, comm_dtype), DONE",
-        "GGG",
-    ),
-    Mutation(
-        NativeCollectives,
-        "_sum",
-        "part, comm_dtype),\n            event,",
-        "part, comm_dtype),\n            DONE,",
-        "NNN",
-    ),
-    Mutation(NativeCollectives, "_sum", "job, event)", "job, DONE)", "NNN"),
-    Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
-    Mutation(
-        PipelinedCollectives,
-        "run",
-        "ready = ends[stage.after]",
-        "ready = DONE",
-        "GGG",
-        HO_RING,
-    ),
-    Mutation(
-        PipelinedCollectives,
-        "run",
-        "[*first, memory.left[slot]]",
-        "[*first]",
-        "GGG",
-        HO_RING,
-    ),
-    Mutation(
-        PipelinedCollectives,
-        "run",
-        "(request.after or DONE,)",
-        "(DONE,)",
-        "1,2,8",
-        HO_RING,
-        world_size=8,
-        group_size=4,
-    ),
+    _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
+    _muon("gather_updated", "unit._updated = updated", "pass"),
+    _native("_gather", f"{_GATHER_JOB}, event", f"{_GATHER_JOB}, DONE", "GGG"),
+    _native("_scatter", f"{_SCATTER_JOB}, event", f"{_SCATTER_JOB}, DONE", "GGG"),
+    _native("_sum", f"{_SUM}event,", f"{_SUM}DONE,", "NNN"),
+    _native("_sum", "job, event)", "job, DONE)", "NNN"),
+    _native("_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
+    _pipelined("ready = ends[stage.after]", "ready = DONE", "GGG"),
+    _pipelined("[*first, memory.left[slot]]", "[*first]", "GGG"),
+    _pipelined("(request.after or DONE,)", "(DONE,)", "1,2,8", world_size=8, group_size=4),
 )
 
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
@@ -248,85 +176,25 @@ _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_partwise.py removes each"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
-# The others, and why no run on late streams goes wrong without them.
+# The others, and why no run on late streams goes wrong without them: all those of a module, or one.
+MODULES = {
+    **dict.fromkeys(("collectives.executor", "collectives.transfer"), _MESSAGES),
+    "collectives.schedule": _SCHEDULE,
+    "collectives.shifts": _RING,
+    **dict.fromkeys(
+        (f"context_parallel.{name}" for name in ("exchange", "gather", "ring")), _CONTEXT
+    ),
+    "distributed.comm_stream": _STREAMS,
+    "training.local_copies": _COPIES,
+}
 ELSEWHERE = {
-    "collectives.executor ScheduledCollectives.run: after=after": _MESSAGES,
-    "collectives.executor ScheduledCollectives.run: after=after #2": _MESSAGES,
-    "collectives.executor ScheduledCollectives.run: after=event": _MESSAGES,
-    "collectives.executor ScheduledCollectives.run_after: after=after": _MESSAGES,
-    "collectives.executor ScheduledCollectives._submit: after=request.after": _MESSAGES,
     "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
-    "collectives.schedule _linked: "
-    "after=_distinct(*map(arrived.get, sent), lead, barrier)": _SCHEDULE,
-    "collectives.schedule _linked: "
-    "after=_distinct(*map(arrived.get, received)) if backwards else ()": _SCHEDULE,
-    **dict.fromkeys(
-        (
-            "collectives.transfer Transfer._run_level: "
-            "self._await(lambda: self._unsent[level] == 0)",
-            "collectives.transfer Transfer._run_level: pending.wait()",
-            "collectives.transfer Transfer._run_level: "
-            "self._await(partial(self._all_arrived, receive.after))",
-            "collectives.transfer Transfer._run_level: self._sends[level].popleft().wait()",
-            "collectives.transfer Transfer._run_level: self._sends[level].popleft().wait() #2",
-            "collectives.transfer Transfer._await: "
-            "self._changed.wait_for(lambda: self._failure is not None or condition())",
-        ),
-        _MESSAGES,
-    ),
-    **dict.fromkeys(
-        (
-            "distributed.comm_stream AllEvents.wait: event.wait()",
-            "distributed.comm_stream _ThreadEvent.wait: self.finished.wait(_GLANCE_SECONDS)",
-            "distributed.comm_stream ThreadStreams._work: after.wait()",
-            "distributed.comm_stream _StreamEvent.wait: "
-            "torch.cuda.current_stream().wait_event(self.event)",
-            "distributed.comm_stream CudaStreams.submit: "
-            "own.wait_stream(torch.cuda.current_stream())",
-            "distributed.comm_stream CudaStreams.submit: after.wait()",
-            "distributed.comm_stream CudaStreams.close: stream.synchronize()",
-        ),
-        _STREAMS,
-    ),
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
-    "collectives.shifts Ring.shift: message.wait()": _RING,
-    "collectives.shifts Ring._exchange_ahead: arriving.popleft().wait()": _RING,
-    "collectives.shifts Ring._exchange_ahead: leaving[number].wait()": _RING,
-    **dict.fromkeys(
-        (
-            "context_parallel.exchange Exchange.finish: "
-            "self._exposure.wait(WaitKind.CONTEXT, flight.event)",
-            *(
-                f"context_parallel.{place}: self._exposure.wait(WaitKind.CONTEXT, {event})"
-                for place, event in (
-                    ("ring RingTravel._held", "event"),
-                    ("ring _Sum.take", "self._event"),
-                    ("gather GatherTravel.visit", "event"),
-                    ("gather GatherTravel.collect", "event"),
-                )
-            ),
-            "context_parallel.gather GatherTravel.collect: "
-            "self._exposure.wait(WaitKind.CONTEXT, event) #2",
-            "context_parallel.gather ContextStreams.submit: after=after",
-        ),
-        _CONTEXT,
-    ),
     "sharding.sharded_unit ShardedUnit.use: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
-    **dict.fromkeys(
-        (
-            "training.local_copies LocalCopies.discard: self.wait()",
-            "training.local_copies LocalCopies.settle: self._background.wait()",
-            "training.local_copies LocalCopies.wait: self._background.wait()",
-            "training.local_copies _Copier.__call__: self._stream.synchronize()",
-            "training.local_copies _Copier.updated: "
-            "self._stream.wait_stream(torch.cuda.current_stream())",
-            "training.loop Loop._reasons: self._copies.wait()",
-        ),
-        _COPIES,
-    ),
+    "training.loop Loop._reasons: self._copies.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop._save: self.training.model.wait_for_updated_params()": _SAVES,
     "training.saving Saver.settle: self._background.wait()": _THREAD,

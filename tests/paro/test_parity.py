@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from model.units import parameter_shapes
+from paro.distributed.byte_counter import Sent
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.world import World
-from paro.planning.cost_model import in_buckets, traffic_per_step
+from paro.planning.cost_model import UnitSize, traffic_per_step
+from paro.planning.search.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
-from paro.topology import AxisSpan, make_topology
+from paro.topology import AxisSpan
+from paro.training.memory_check import plan_of
 from paro.training.step import Training
 from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
@@ -70,23 +73,23 @@ def assert_same(
         assert error <= tolerance * torch.linalg.vector_norm(value), f"{label}: {name}"
 
 
+def counted(
+    flags: str, world_size: int, group_size: int, rank: int | None = None
+) -> tuple[Sequence[UnitSize], Sent]:
+    """The units of a run, padding included, and the bytes of a step by the formula."""
+    config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
+    plan, num_micro_batches = plan_of(config, "cpu"), config.batches.num_micro_batches_at(0)
+    units = RunMemory(None).units(plan)
+    return units, traffic_per_step(
+        plan.strategy, plan.topology, units, plan.precision, num_micro_batches, rank=rank
+    )
+
+
 def assert_formulas(
     trained: Trained, flags: str, world_size: int, group_size: int, rank: int | None = None
 ) -> None:
-    """Compares bytes sent from the second step on; padding counts on both sides."""
-    config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
-    topology = make_topology(
-        world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
-    )
-    units = config.trainable.units(config.model, world_size=world_size)
-    expected = traffic_per_step(
-        config.strategy,
-        topology,
-        in_buckets(units, config.strategy, config.precision),
-        config.precision,
-        config.batches.num_micro_batches_at(0),
-        rank=rank,
-    )
+    """Compares bytes sent from the second step on."""
+    _, expected = counted(flags, world_size, group_size, rank)
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
 
@@ -137,24 +140,6 @@ def compared(
             tolerance = 0.02 if "--bf16" in more else TOLERANCE
             assert_same(by_rank[number], reference, f"{variant} on {world_size}", tolerance)
             yield variant, cases[number][0], rank, by_rank[number]
-
-
-def moves(letters: str) -> set[tuple[str, str]]:
-    """The communication of a strategy's states, as pairs of kind and degrees."""
-    params, grads, optim = list(letters)
-    return {
-        ("gather", params),
-        ("reduce", grads),
-        ("finish", grads + optim),
-        ("publish", params + optim),
-        ("sum replicas", optim),
-    }
-
-
-def test_the_chosen_strategies_move_states_in_every_way() -> None:
-    everything = set().union(*map(moves, legal_letters()))
-    assert set().union(*map(moves, COVERING)) == everything
-    assert len(set(CHOSEN)) == 9
 
 
 @pytest.mark.ranks

@@ -9,10 +9,6 @@ import pytest
 import torch
 
 from paro.collectives.shifts import scratch_numel
-from paro.distributed.world import World
-from paro.planning.cost_model import traffic_per_step
-from paro.topology import make_topology
-from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import (
@@ -25,6 +21,7 @@ from tests.paro.test_parity import (
     SAMPLES,
     TIED,
     assert_same,
+    counted,
     train_cases,
 )
 
@@ -66,16 +63,7 @@ def alone(heads: int, more: str, frozen: tuple[str, ...], steps: int) -> Trained
 
 
 def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
-    config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
-    degree = config.strategy.params
-    in_place = IN_PLACE in flags
-    units = config.trainable.units(
-        config.model, world_size=world_size, rotated_over=degree, in_place=in_place
-    )
-    topology = make_topology(
-        world_size=world_size, group_size=group_size, degrees=config.strategy.degrees
-    )
-    expected = traffic_per_step(config.strategy, topology, units, config.precision, MICRO_BATCHES)
+    units, expected = counted(flags, world_size, group_size)
     for step in trained.steps[1:]:
         assert step.sent == expected, flags
     if LAST in flags or LORA in flags:
@@ -83,6 +71,7 @@ def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: i
     # Three passes of every matrix, two of the embedding; four of a recomputed block.
     passes = {"embedding": 5 if TIED in flags else 2, "head": 3}
     blocks = 4 if FULL in flags else 3
+    degree = group_size  # of every ring here
     each = (degree - 1) * MICRO_BATCHES * 4
     rotated = sum(
         passes.get(unit.name.partition(" ")[0], blocks) * unit.numel // degree * each
