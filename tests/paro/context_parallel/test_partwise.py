@@ -29,7 +29,7 @@ from paro.distributed.links import Links
 from paro.topology import Use, make_topology
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
-from tests.helpers.waits import all_waits, changed
+from tests.helpers.waits import all_waits
 from tests.model.values import assert_near, normal
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
@@ -199,59 +199,6 @@ def repeat() -> None:
 @pytest.mark.ranks
 def test_no_order_of_arrival_changes_a_bit() -> None:
     run_ranks(repeat, 4)
-
-
-_RING, _GATHER = "paro.context_parallel.ring", "paro.context_parallel.gather"
-_PARTS = "paro.context_parallel.partwise"
-_BLOCKS = "model.block_attention"
-# A function of a module, a text of it, and what replaces it: each is wrong.
-MUTATIONS = (
-    # The order of chunks and places
-    ("paro.context_parallel.pieces", "rectangle", "source < place", "source > place"),
-    (_RING, "RingTravel._steps", "home_of(step) +", "home_of(-step) +"),
-    (_RING, "RingTravel._steps", "self._outer.home_of(turn)", "self._outer.position"),
-    (_GATHER, "GatherTravel._part", "self._members[place]", "self._members[-1 - place]"),
-    (_RING, "RingTravel._held", "held = arriving", "pass"),
-    (
-        "paro.context_parallel.attention",
-        "ContextAttention.__call__",
-        "part.repeat_interleave(repeats, 2)",
-        "part.repeat(1, 1, repeats, 1)",
-    ),
-    # The merge of parts
-    (_BLOCKS, "Partial.merge_", "torch.logaddexp(self.lse_BSN, other.lse_BSN)", "self.lse_BSN"),
-    (_BLOCKS, "Partial.merge_", "share_BSN[..., None]", "0.5"),
-    # Sums of gradients
-    (_RING, "RingTravel.collect", "between.take_to(home)", "between.take()"),
-    (_RING, "RingTravel.collect", "shares.append(in_group.take_to)", "in_group.take()"),
-    (_RING, "RingTravel.collect", "kv_2BTKH)(home)", "kv_2BTKH)"),
-    (_GATHER, "GatherTravel.collect", "self._part(total, source)", "self._part(whole, source)"),
-    (_PARTS, "_Partwise.backward", "dq_BTNH[0][at] += dq", "pass"),
-    # Masks
-    (_PARTS, "_attended", "kv_2BTKH[1], mask.squares", "kv_2BTKH[1], None"),
-    (_PARTS, "_Partwise.backward", "whole, mask.squares", "whole, None"),
-    (_BLOCKS, "attend_causally", "v[None], causal=True", "v[None]"),
-    (_BLOCKS, "causal_grads", "Partial(*whole_of_one), causal=True", "Partial(*whole_of_one)"),
-)
-
-
-def wrong() -> list[str]:
-    """The mutations without effect on this rank."""
-    ways, given = Ways(2), inputs(4, 2, packed=True)
-    first, unnoticed = all_ways(ways, InlineStreams(), given), []
-    for mutation in MUTATIONS:
-        with changed(*mutation):
-            found = all_ways(ways, InlineStreams(), given)
-        if all(map(torch.allclose, first, found)):
-            unnoticed.append(" ".join(mutation))
-    ways.close()
-    return unnoticed
-
-
-@pytest.mark.ranks
-def test_what_is_wrong_changes_outputs_or_gradients() -> None:
-    by_rank = run_ranks(wrong, 4)
-    assert set.intersection(*map(set, by_rank)) == set()
 
 
 def hasty() -> list[str]:
