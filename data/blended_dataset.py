@@ -19,15 +19,8 @@ from data.blend_order import (
     blend_by_share,
     blend_exhaustively,
 )
-from data.gpt_dataset import (
-    GPTDataset,
-    Sampling,
-    TooFewTokensError,
-    build_gpt_dataset,
-    plan_split,
-)
+from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError
 from data.index_cache import CacheEntry, Expected, cached_arrays
-from data.indexed_dataset import IndexedDataset
 from paro.errors import UserError
 
 
@@ -78,38 +71,14 @@ class BlendedDataset:
         return f"{self.num_samples:,} samples{rounds}, blended from {parts}; {self.source}{without}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRequest:
-    """Which split to build from a blend, and how to open its corpora."""
-
-    split_name: str
-    sampling: Sampling
-    num_samples: int | None  # None: every sample once
-    vocab_size: int
-    open_corpus: Callable[[str], IndexedDataset]
-
-    def build(self, prefix: str, num_samples: int | None) -> GPTDataset:
-        return build_gpt_dataset(
-            self.open_corpus(prefix),
-            self.split_name,
-            self.sampling,
-            num_samples=num_samples,
-            vocab_size=self.vocab_size,
-        )
-
-    def total_samples(self, prefix: str, num_samples: int | None) -> int:
-        corpus = self.open_corpus(prefix)
-        return plan_split(corpus, self.split_name, self.sampling, num_samples).total_samples
-
-
 def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDataset:
     """One split of a blend; `TooFewTokensError` if it has no sample.
 
     For training data, that error is also raised if one of the corpora has no sample.
     """
-    request = replace(request, sampling=replace(request.sampling, flag=blend.flag))
+    request = replace(request, flag=blend.flag)
     # Megatron blends a single corpus only if it has a weight and all splits are cut from it.
-    is_single = blend.weights is None or request.sampling.split is None
+    is_single = blend.weights is None or request.config.split_in_use is None
     if len(blend.prefixes) == 1 and is_single:
         return request.build(blend.prefixes[0], request.num_samples)
     blend, left_out = _without_empty(blend, request)
@@ -168,7 +137,7 @@ def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
     if num_samples > total and request.split_name == "train":
         raise UserError(
             f"{blend.flag} without weights holds {total} samples of --seq-length "
-            f"{request.sampling.seq_length}, and training draws {num_samples}: give a weight "
+            f"{request.config.seq_length}, and training draws {num_samples}: give a weight "
             "before each path, so that data are repeated, or train less"
         )
     size = min(num_samples, total)
@@ -195,7 +164,7 @@ def _cached_indices(
         "size": None if request.num_samples is None else size,
     }
     entry = CacheEntry(
-        folder=request.sampling.cache_folder(blend.prefixes[0]),
+        folder=request.config.cache_folder(blend.prefixes[0]),
         split_name=request.split_name,
         description=json.dumps(facts, indent=4),
         kind="BlendedDataset",

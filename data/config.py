@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from data.answered import answered_paths
 from data.blend import Blend, parse_blend, read_blend, read_blend_per_split
@@ -33,7 +34,7 @@ class DataConfig:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
-    sft: bool = False
+    sft: bool = False  # a sample is one conversation
     multiple_validation_sets: bool = False
     full_validation: bool = False
     num_workers: int = 2
@@ -127,6 +128,10 @@ class DataConfig:
     def split_in_use(self) -> str | None:
         """How data shared by all splits are cut; None if every split has its own data."""
         return None if self.is_per_split else self.split or DEFAULT_SPLIT
+
+    def cache_folder(self, prefix: str) -> Path:
+        """Where indices are kept; Megatron's folder next to the data unless one is given."""
+        return Path(self.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
 
     def blends(self) -> dict[str, Blend]:
         """The blend of each split; empty for synthetic tokens."""

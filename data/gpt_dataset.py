@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,19 +39,23 @@ class TooFewTokensError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """What determines the order of a corpus, in addition to the sizes of its sequences."""
+class SplitRequest:
+    """Which samples of which split to build, and how to open the corpora that have it."""
 
-    split: str | None  # None: the whole corpus is one split
-    seq_length: int
-    seed: int
-    cache_path: str | None = None  # None: next to the data
-    sft: bool = False  # a sample is one conversation
-    flag: str = "--data-path"  # that named the corpus, for messages
+    config: DataConfig
+    split_name: str
+    num_samples: int | None  # None: every sample once
+    vocab_size: int
+    open_corpus: Callable[[str], IndexedDataset] = IndexedDataset
+    flag: str = "--data-path"  # that names the corpora, for messages
 
-    def cache_folder(self, prefix: str) -> Path:
-        """Where indices are kept; Megatron's folder next to the data unless one is given."""
-        return Path(self.cache_path or f"{prefix}/cache/GPTDataset_indices")
+    def build(self, prefix: str, num_samples: int | None) -> GPTDataset:
+        """So many samples of one of the corpora."""
+        return build_gpt_dataset(self.open_corpus(prefix), replace(self, num_samples=num_samples))
+
+    def total_samples(self, prefix: str, num_samples: int | None) -> int:
+        request = replace(self, num_samples=num_samples)
+        return plan_split(self.open_corpus(prefix), request).total_samples
 
 
 @dataclass(eq=False)
@@ -163,77 +166,65 @@ def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:
         )
 
 
-def build_gpt_dataset(
-    indexed: IndexedDataset,
-    split_name: str,
-    sampling: Sampling,
-    *,
-    num_samples: int | None,
-    vocab_size: int,
-) -> GPTDataset:
-    """One split of a corpus, with at least `num_samples` samples, or one epoch if None.
+def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTDataset:
+    """One split of a corpus, with at least as many samples as requested, or one epoch.
 
     `TooFewTokensError` if it has no sample.
     """
-    plan = plan_split(indexed, split_name, sampling, num_samples)
+    plan = plan_split(indexed, request)
     lengths = indexed.sequence_lengths()
     num_cut = int((lengths[slice(*plan.bounds)] > plan.seq_length).sum())
-    if sampling.sft:
+    if request.config.sft:
         lengths = np.full_like(lengths, plan.seq_length)
-    entry = _cache_entry(indexed.prefix, lengths, split_name, sampling, num_samples)
-    order, source = cached_order(entry, lengths, plan)
+    order, source = cached_order(_cache_entry(indexed.prefix, lengths, request), lengths, plan)
+    vocab_size = request.vocab_size
     return GPTDataset(indexed, plan, order, vocab_size=vocab_size, source=source, num_cut=num_cut)
 
 
-def plan_split(
-    indexed: IndexedDataset, split_name: str, sampling: Sampling, num_samples: int | None
-) -> OrderPlan:
+def plan_split(indexed: IndexedDataset, request: SplitRequest) -> OrderPlan:
     """How many epochs and samples the order of a split will have."""
-    share = share_of(sampling.split, split_name)
+    config, split_name = request.config, request.split_name
+    split, seq_length = config.split_in_use, config.seq_length
+    share = share_of(split, split_name)
     bounds = Bounds(0, 0) if share is None else split_bounds(share, len(indexed))
     tokens, shared_tokens = indexed.tokens_in(bounds.first, bounds.last), 1
-    if sampling.sft:
-        tokens, shared_tokens = (bounds.last - bounds.first) * sampling.seq_length, 0
-    if tokens < sampling.seq_length + shared_tokens:
-        cause = "there are" if sampling.split is None else f"--split {sampling.split!r} leaves"
+    if config.sft:
+        tokens, shared_tokens = (bounds.last - bounds.first) * seq_length, 0
+    if tokens < seq_length + shared_tokens:
+        cause = "there are" if split is None else f"--split {split!r} leaves"
         raise TooFewTokensError(
-            f"--seq-length {sampling.seq_length} is longer than the data: {cause} {tokens} tokens "
-            f"of {sampling.flag} {indexed.prefix} for {PURPOSES[split_name]} and one sample takes "
-            f"{sampling.seq_length + shared_tokens}"
+            f"--seq-length {seq_length} is longer than the data: {cause} {tokens} tokens "
+            f"of {request.flag} {indexed.prefix} for {PURPOSES[split_name]} and one sample takes "
+            f"{seq_length + shared_tokens}"
         )
     return OrderPlan(
         bounds=bounds,
         tokens_per_epoch=tokens,
-        num_samples=num_samples,
-        seq_length=sampling.seq_length,
-        seed=sampling.seed,
+        num_samples=request.num_samples,
+        seq_length=seq_length,
+        seed=config.seed,
         shared_tokens=shared_tokens,
     )
 
 
-def _cache_entry(
-    prefix: str,
-    lengths: NDArray[np.int32],
-    split_name: str,
-    sampling: Sampling,
-    num_samples: int | None,
-) -> CacheEntry:
+def _cache_entry(prefix: str, lengths: NDArray[np.int32], request: SplitRequest) -> CacheEntry:
     """Megatron's file names and facts; they identify sizes instead of the tokenizer."""
+    config, split = request.config, request.config.split_in_use
     facts = {
         "class": "GPTDataset",
         "dataset_path": prefix,
-        "num_samples": num_samples,
-        "index_split": split_name,
-        "random_seed": sampling.seed,
-        "sequence_length": sampling.seq_length,
-        "split": sampling.split,
-        "split_matrix": None if sampling.split is None else split_matrix(sampling.split),
+        "num_samples": request.num_samples,
+        "index_split": request.split_name,
+        "random_seed": config.seed,
+        "sequence_length": config.seq_length,
+        "split": split,
+        "split_matrix": None if split is None else split_matrix(split),
         # So that files rewritten under the same prefix never get an old order.
         "sequence_lengths_crc32": checksum(lengths),
-        **({"sft": True} if sampling.sft else {}),
+        **({"sft": True} if config.sft else {}),
     }
     return CacheEntry(
-        folder=sampling.cache_folder(prefix),
-        split_name=split_name,
+        folder=config.cache_folder(prefix),
+        split_name=request.split_name,
         description=json.dumps(facts, indent=4),
     )

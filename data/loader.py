@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from data.batch import Batch, Failure, Fetch, Samples, TokenBytes
 from data.blend import Blend
-from data.blended_dataset import BlendedDataset, SplitRequest, build_samples
+from data.blended_dataset import BlendedDataset, build_samples
 from data.config import DataConfig
 from data.fingerprint import Fingerprint
-from data.gpt_dataset import GPTDataset, Sampling, TooFewTokensError, open_checked
+from data.gpt_dataset import GPTDataset, SplitRequest, TooFewTokensError, open_checked
 from data.indexed_dataset import IndexedDataset
 from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
@@ -153,22 +153,16 @@ def _build_from_corpora(
         made_with[corpus.prefix] = known.setdefault(recorded, recorded)
         return corpus
 
-    sampling = Sampling(
-        split=config.split_in_use,
-        seq_length=config.seq_length,
-        seed=config.seed,
-        cache_path=config.data_cache_path,
-        sft=config.sft,
-    )
     found: dict[tuple[str, str], Samples] = {}
     causes: dict[str, str] = {}
     for (split_name, set_name), blend in blends.items():
         is_held_out = split_name != "train"
-        if split_name not in counts or (is_held_out and not share_of(sampling.split, split_name)):
+        has_none = is_held_out and not share_of(config.split_in_use, split_name)
+        if split_name not in counts or has_none:
             continue
         request = SplitRequest(
             split_name=split_name,
-            sampling=sampling,
+            config=config,
             num_samples=counts[split_name],
             vocab_size=vocab_size,
             open_corpus=open_corpus,

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from data.blend import Blend
-from data.blended_dataset import SplitRequest, build_samples
+from data.blended_dataset import build_samples
 from data.config import DataConfig
-from data.gpt_dataset import Sampling
-from data.indexed_dataset import IndexedDataset
+from data.gpt_dataset import SplitRequest
 from data.loader import Datasets, SplitCounts, build_datasets
 from tests.data.megatron import megatron_datasets, megatron_splits, text_of
 from tests.helpers.corpora import write_corpus
@@ -125,10 +124,9 @@ def test_every_sample_once(tmp_path: Path, seed: int) -> None:
         Blend(flag="--valid-data-path", prefixes=tuple(corpora.prefixes)),
         SplitRequest(
             split_name="valid",
-            sampling=Sampling(split=None, seq_length=SEQ, seed=31),
+            config=DataConfig(train_data_path=tuple(corpora.prefixes), seq_length=SEQ, seed=31),
             num_samples=None,
             vocab_size=VOCAB,
-            open_corpus=IndexedDataset,
         ),
     )
     own = [None, (corpora.prefixes, None), None]

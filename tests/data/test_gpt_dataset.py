@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 import data.gpt_dataset
+from data.config import DataConfig
 from data.gpt_dataset import (
     GPTDataset,
-    Sampling,
+    SplitRequest,
     TooFewTokensError,
     build_gpt_dataset,
     check_vocabulary,
@@ -34,7 +35,7 @@ from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
 
 VOCAB = 1000
-SAMPLING = Sampling(split="80,20,0", seq_length=8, seed=1234)
+CONFIG = DataConfig(data_path=("corpus",), split="80,20,0", seq_length=8, seed=1234)
 
 
 @pytest.fixture
@@ -47,11 +48,15 @@ def corpus(tmp_path: Path) -> IndexedDataset:
 def build(
     indexed: IndexedDataset,
     split_name: str = "train",
-    sampling: Sampling = SAMPLING,
-    num_samples: int = 50,
+    config: DataConfig = CONFIG,
+    num_samples: int | None = 50,
 ) -> GPTDataset:
-    return build_gpt_dataset(
-        indexed, split_name, sampling, num_samples=num_samples, vocab_size=VOCAB
+    return build_gpt_dataset(indexed, requested(split_name, config, num_samples))
+
+
+def requested(split_name: str, config: DataConfig, num_samples: int | None) -> SplitRequest:
+    return SplitRequest(
+        config=config, split_name=split_name, num_samples=num_samples, vocab_size=VOCAB
     )
 
 
@@ -99,9 +104,9 @@ def test_the_cache_has_megatrons_place_and_names(corpus: IndexedDataset) -> None
 
 
 def test_a_second_start_reads_the_cache(corpus: IndexedDataset, tmp_path: Path) -> None:
-    sampling = replace(SAMPLING, cache_path=str(tmp_path / "cache"))
-    first = build(corpus, sampling=sampling)
-    second = build(corpus, sampling=sampling)
+    config = replace(CONFIG, data_cache_path=str(tmp_path / "cache"))
+    first = build(corpus, config=config)
+    second = build(corpus, config=config)
     assert first.source == f"indices written to {tmp_path / 'cache'}"
     assert second.source == f"indices read from {tmp_path / 'cache'}"
     assert isinstance(second.order.sample_index, StoredArray)
@@ -114,7 +119,7 @@ def test_another_question_gets_another_cache_entry(
     corpus: IndexedDataset, change: dict[str, int]
 ) -> None:
     build(corpus)
-    other = build(corpus, sampling=replace(SAMPLING, **change))
+    other = build(corpus, config=replace(CONFIG, **change))
     assert "written" in other.source
     assert len(cache_files(other)) == 8
 
@@ -123,7 +128,7 @@ def test_rewritten_data_does_not_meet_the_old_order(tmp_path: Path) -> None:
     sizes = list(range(1, 31))
     for rewritten in (sizes, sizes[::-1]):  # the same number of tokens and documents
         prefix = write_corpus(tmp_path / "corpus", ([[size] * size] for size in rewritten))
-        dataset = build(IndexedDataset(prefix), sampling=replace(SAMPLING, split="1"))
+        dataset = build(IndexedDataset(prefix), config=replace(CONFIG, split="1"))
         assert "written" in dataset.source
         assert all(len(sample) == 9 for sample in all_samples(dataset))
 
@@ -206,8 +211,8 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_only(
 ) -> None:
     expected = all_samples(build(corpus))
     (tmp_path / "file").write_text("not a folder")
-    sampling = replace(SAMPLING, cache_path=str(tmp_path / "file" / "cache"))
-    dataset = build(corpus, sampling=sampling)
+    config = replace(CONFIG, data_cache_path=str(tmp_path / "file" / "cache"))
+    dataset = build(corpus, config=config)
     assert dataset.source.startswith("indices kept in memory")
     assert all_samples(dataset) == expected
     assert len(recwarn) == 0
@@ -262,7 +267,8 @@ def hold_the_lock(prefix: str, holding: object) -> None:
         raise AssertionError
 
     indexed = IndexedDataset(prefix)
-    entry = data.gpt_dataset._cache_entry(prefix, indexed.sequence_lengths(), "train", SAMPLING, 50)
+    request = requested("train", CONFIG, 50)
+    entry = data.gpt_dataset._cache_entry(prefix, indexed.sequence_lengths(), request)
     cached_arrays(entry, {"no": ((1,), np.dtype(np.int8))}, build_for_ever)
 
 
@@ -282,44 +288,45 @@ def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
 
 
 def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:
-    sampling = replace(SAMPLING, seq_length=corpus.num_tokens)
+    config = replace(CONFIG, seq_length=corpus.num_tokens)
     flags = ("--seq-length", "--split", f"--data-path {corpus.prefix}")
-    refused(lambda: build(corpus, sampling=sampling), *flags)
+    refused(lambda: build(corpus, config=config), *flags)
 
 
 def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
     write_corpus(tmp_path / "x", [[range(9)]])
-    sampling = replace(SAMPLING, split="1,0,0")
-    dataset = build(IndexedDataset(tmp_path / "x"), sampling=sampling, num_samples=3)
+    config = replace(CONFIG, split="1,0,0")
+    dataset = build(IndexedDataset(tmp_path / "x"), config=config, num_samples=3)
     # Two epochs and a token: samples cross the end of an epoch.
     assert dataset.plan.num_epochs == 3
     assert sorted(all_samples(dataset))[0] == list(range(9))
-    longer = replace(sampling, seq_length=9)
-    refused(lambda: build(IndexedDataset(tmp_path / "x"), sampling=longer), "leaves 9 tokens")
+    longer = replace(config, seq_length=9)
+    refused(lambda: build(IndexedDataset(tmp_path / "x"), config=longer), "leaves 9 tokens")
 
 
 def test_a_held_out_split_without_a_sample_is_named(corpus: IndexedDataset) -> None:
     with pytest.raises(TooFewTokensError, match=r"leaves 0 tokens .* for test and one sample"):
-        build(corpus, "test", replace(SAMPLING, split="1000,1,1"))
+        build(corpus, "test", replace(CONFIG, split="1000,1,1"))
 
 
 def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
-    sampling = replace(SAMPLING, split=None, flag="--valid-data-path")
-    dataset = build(corpus, "valid", sampling, num_samples=5)
+    config = replace(CONFIG, split=None, data_path=(), train_data_path=("corpus",))
+    dataset = build(corpus, "valid", config, num_samples=5)
     assert set(dataset.order.document_index[:].tolist()) == set(range(30))
-    longer = replace(sampling, seq_length=corpus.num_tokens)
-    refused(lambda: build(corpus, "valid", longer), "--valid-data-path ... validation")
+    longer = replace(config, seq_length=corpus.num_tokens)
+    request = replace(requested("valid", longer, 5), flag="--valid-data-path")
+    refused(lambda: build_gpt_dataset(corpus, request), "--valid-data-path ... validation")
 
 
 def test_without_a_number_of_samples_there_is_one_epoch(corpus: IndexedDataset) -> None:
-    dataset = build_gpt_dataset(corpus, "train", SAMPLING, num_samples=None, vocab_size=VOCAB)
+    dataset = build(corpus, num_samples=None)
     assert dataset.plan.num_epochs == 1
     assert len(dataset) == (dataset.plan.tokens_per_epoch - 1) // 8
     assert dataset.describe().startswith(f"{len(dataset)} samples, ")
 
 
 def test_a_training_split_without_documents_is_refused(corpus: IndexedDataset) -> None:
-    refused(lambda: build(corpus, sampling=replace(SAMPLING, split="0,1,0")), "leaves 0 tokens")
+    refused(lambda: build(corpus, config=replace(CONFIG, split="0,1,0")), "leaves 0 tokens")
 
 
 @pytest.mark.parametrize("scan_bytes", [2**20, 64 * 8])

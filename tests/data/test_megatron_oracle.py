@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import data.sample_order
-from data.gpt_dataset import Sampling, build_gpt_dataset
+from data.config import DataConfig
+from data.gpt_dataset import SplitRequest, build_gpt_dataset
 from data.indexed_dataset import IndexedDataset
 from data.sample_order import split_bounds, split_matrix
 from tests.data.megatron import (
@@ -105,14 +106,15 @@ def test_indices_and_samples_are_megatrons(
         blend=([str(tmp_path / "corpus")], None),
         split=split,
     )
-    sampling = Sampling(split=split, seq_length=seq_length, seed=seed + 7)
+    config = DataConfig(data_path=("corpus",), split=split, seq_length=seq_length, seed=seed + 7)
     compared = 0
     for name, share, size, their in zip(
         ("train", "valid", "test"), shares, sizes, theirs, strict=True
     ):
         if share is None:
             continue
-        our = build_gpt_dataset(ours, name, sampling, num_samples=size, vocab_size=100_000)
+        request = SplitRequest(config=config, split_name=name, num_samples=size, vocab_size=100_000)
+        our = build_gpt_dataset(ours, request)
         assert size <= our.plan.total_samples == len(our)
         for part in ("document_index", "sample_index", "shuffle_index"):
             mine, other = getattr(our.order, part), getattr(their, part)

@@ -29,7 +29,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.batch import Fetch
 from data.block_checksums import BlockSums, checksums_path
-from data.gpt_dataset import Sampling, build_gpt_dataset
+from data.config import DataConfig
+from data.gpt_dataset import SplitRequest, build_gpt_dataset
 from data.indexed_dataset import (
     EncodedDocuments,
     IndexedDataset,
@@ -104,8 +105,11 @@ def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
 def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, turn: int) -> float:
     """Tokens per second of one contender."""
     indexed = contender()
-    sampling = Sampling(split=None, seq_length=options.seq_length, seed=1)
-    dataset = build_gpt_dataset(indexed, "train", sampling, num_samples=None, vocab_size=VOCAB_SIZE)
+    whole = DataConfig(train_data_path=(indexed.prefix,), seq_length=options.seq_length, seed=1)
+    request = SplitRequest(
+        config=whole, split_name="train", num_samples=None, vocab_size=VOCAB_SIZE
+    )
+    dataset = build_gpt_dataset(indexed, request)
     if cold:
         drop_pages(options.folder)
     batches = MicroBatches(
