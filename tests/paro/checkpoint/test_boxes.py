@@ -59,18 +59,6 @@ def test_every_rank_knows_every_state_and_replicas_share_the_writing() -> None:
     assert max(num_bytes) < 1.4 * min(num_bytes)  # padding is a large part of so small a model
 
 
-def test_of_ranks_that_see_a_folder_each_writes_for_those_alone() -> None:
-    near = [boxed_states(make_shards(NNN, rank, filled=True), writers={0, 1}) for rank in (0, 1)]
-    numel = sum(
-        part.numel()
-        for states in near
-        for state in states.values()
-        for part in state.rectangles.values()
-    )
-    whole = boxed_states(make_shards(NNN, 0, filled=True))
-    assert numel == sum(p.numel() for state in whole.values() for p in state.rectangles.values())
-
-
 def test_what_is_written_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.checkpoint.boxes.MAX_ITEM_BYTES", 64)
     layout = make_layout([whole_box("p", (6, 10))], decayed=frozenset(), world_size=1)
@@ -100,8 +88,3 @@ def test_holes_and_overlaps_are_not_saved(
     with pytest.raises((AssertionError, ValueError), match=complaint):
         save_checkpoint(tmp_path, 1, shards, {})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_one_rank_holds_nothing_twice() -> None:
-    with pytest.raises(AssertionError, match="p is held twice"):
-        boxed_states([shard_of(8, start=0, stop=8), shard_of(8, start=0, stop=4)])

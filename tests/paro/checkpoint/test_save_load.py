@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks, one_process
 from paro.checkpoint.boxes import boxed_states
-from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.load import Loading
 from paro.checkpoint.save import write_states
 from paro.errors import UserError
@@ -71,14 +70,6 @@ def test_any_cut_loads_what_any_other_saved(saved: Path, cut: Cut) -> None:
         assert_true(shards)
 
 
-def test_parameters_load_whole_and_in_fp32(saved: Path) -> None:
-    parameters = load_parameters(saved)
-    assert parameters.keys() == SHAPES.keys()
-    for name, tensor in parameters.items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, true_state("param", name).float())
-
-
 def test_plain_dcp_reads_every_state_as_a_whole_tensor(saved: Path) -> None:
     names = {f"{state}.block.wide": state for state in STATES}
     tensors: dict[str, Any] = {name: torch.empty(SHAPES["block.wide"]) for name in names}
@@ -118,16 +109,6 @@ def test_nothing_is_said_by_others(one: Path, recwarn: pytest.WarningsRecorder) 
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_an_earlier_iteration_can_be_asked_for(one: Path) -> None:
-    changed = make_shards(ONE, 0, filled=False)
-    save_checkpoint(one, 200, changed, {})
-    assert not any(tensor.any() for tensor in load_parameters(one).values())
-    shards = make_shards(ONE, 0, filled=False)
-    common = load_checkpoint(one, shards, wanted=Loading(iteration=100))
-    assert common["iteration"] == 100
-    assert_true(shards)
-
-
 def test_an_empty_folder_loads_nothing(tmp_path: Path) -> None:
     shards = make_shards(ONE, 0, filled=False)
     assert load_checkpoint(tmp_path, shards) is None
@@ -158,14 +139,6 @@ def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path
         tmp_path, make_shards(ONE, 0, filled=False), wanted=Loading(iteration=100)
     )
     assert common is not None
-
-
-@pytest.mark.parametrize("text", ["", "release", "12abc"])
-def test_a_tracker_that_names_nothing_is_no_empty_folder(tmp_path: Path, text: str) -> None:
-    (tmp_path / TRACKER).write_text(text)
-    shards = make_shards(ONE, 0, filled=False)
-    told = f"{TRACKER} says ... no checkpoint there is whole"
-    refused(lambda: load_checkpoint(tmp_path, shards), told)
 
 
 def test_a_state_is_converted_to_the_type_it_is_loaded_into(one: Path) -> None:

@@ -11,15 +11,10 @@ import torch.distributed as dist
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.load import Loading
 from paro.errors import StorageError, UserError
-from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import (
-    GGG_ON_SIX,
     IIG,
-    NNN,
-    ON_TWO,
     ONE,
-    Cut,
     assert_true,
     load_checkpoint,
     make_shards,
@@ -29,18 +24,10 @@ from tests.paro.checkpoint.toy_run import (
 pytestmark = pytest.mark.ranks
 
 
-def save(root: Path, cut: Cut) -> list[str]:
+def save(root: Path) -> list[str]:
     lines: list[str] = []
-    shards = make_shards(cut, dist.get_rank(), filled=True)
-    save_checkpoint(root, 100, shards, {"by": cut.world_size}, log=lines.append)
+    save_checkpoint(root, 100, make_shards(IIG, dist.get_rank(), filled=True), {}, log=lines.append)
     return lines
-
-
-def load(root: Path, cut: Cut) -> int:
-    shards = make_shards(cut, dist.get_rank(), filled=False)
-    common = load_checkpoint(root, shards)
-    assert_true(shards)
-    return int(common["by"])
 
 
 def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
@@ -86,38 +73,6 @@ def read_fails_alike(root: Path) -> str:
     return str(caught.value)
 
 
-def save_in_a_group(root: Path) -> None:
-    """Only ranks 1 and 2 save; they are a world of two."""
-    group = dist.new_group([1, 2])
-    if dist.get_rank() in (1, 2):
-        shards = make_shards(ON_TWO, dist.get_rank() - 1, filled=True)
-        save_checkpoint(root, 5, shards, {}, group=group)
-        empty = make_shards(ON_TWO, dist.get_rank() - 1, filled=False)
-        load_checkpoint(root, empty, group=group)
-        assert_true(empty)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that four ranks saved under IIG."""
-    root = tmp_path_factory.mktemp("saved")
-    lines = run_ranks(save, 4, root, IIG)
-    assert [len(of_rank) for of_rank in lines] == [2, 0, 0, 0]
-    return root
-
-
-@pytest.mark.parametrize("cut", [NNN, GGG_ON_SIX], ids=str)
-def test_what_four_ranks_saved_loads_on(saved: Path, cut: Cut) -> None:
-    assert run_ranks(load, cut.world_size, saved, cut) == [4] * cut.world_size
-
-
-def test_what_four_ranks_saved_loads_without_a_process_group(saved: Path) -> None:
-    shards = make_shards(ONE, 0, filled=False)
-    load_checkpoint(saved, shards)
-    assert_true(shards)
-    assert len(load_parameters(saved)) == 9
-
-
 def test_a_bug_on_one_rank_is_no_damage(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 100, make_shards(ONE, 0, filled=True), {"model": {"hidden_size": 2}})
     own = ("ValueError", "zip() argument 2 is shorter than argument 1")
@@ -142,15 +97,8 @@ def test_a_failure_on_one_rank_is_told_by_all(tmp_path: Path, failing: int) -> N
 
 
 def test_a_file_that_one_rank_needs_stops_all_before_they_read(tmp_path: Path) -> None:
-    run_ranks(save, 4, tmp_path, IIG)
+    assert [len(of_rank) for of_rank in run_ranks(save, 4, tmp_path)] == [2, 0, 0, 0]
     path = tmp_path / "iter_0000100" / "__3_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     (text,) = set(run_ranks(read_fails_alike, 4, tmp_path))
     assert text.startswith(f"--load {tmp_path}: rank 0: {path} is truncated: ")
-
-
-def test_a_group_of_ranks_can_save(tmp_path: Path) -> None:
-    run_ranks(save_in_a_group, 4, tmp_path)
-    shards = make_shards(ONE, 0, filled=False)
-    load_checkpoint(tmp_path, shards)
-    assert_true(shards)

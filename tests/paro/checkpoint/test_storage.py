@@ -8,7 +8,6 @@ import pickle
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -54,18 +53,6 @@ def small_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_every_element_is_in_exactly_one_chunk(saved: Path) -> None:
-    metadata = read_metadata(saved)
-    for name, state in metadata.state_dict_metadata.items():
-        parameter = name.partition(".")[2]
-        assert tuple(state.size) == SHAPES[parameter]
-        seen = torch.zeros(state.size, dtype=torch.int64)
-        for chunk in state.chunks:
-            ranges = zip(chunk.offsets, chunk.sizes, strict=True)
-            seen[tuple(slice(begin, begin + size) for begin, size in ranges)] += 1
-        assert torch.equal(seen, torch.ones_like(seen)), name
 
 
 def test_files_hold_the_chunks_and_nothing_else(saved: Path) -> None:
@@ -131,19 +118,6 @@ def test_metadata_reaches_nothing_through_a_trusted_module(saved: Path) -> None:
     strings = b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts)
     (saved / ".metadata").write_bytes(b"\x80\x04" + strings + b"\x93)R.")
     refused(lambda: read_metadata(saved), "it refers to ... os.getpid")
-
-
-def test_a_missing_or_truncated_file_is_found_before_anything_is_read(saved: Path) -> None:
-    path = max(saved.glob("*.distcp"), key=lambda p: p.stat().st_size)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    shards = make_shards(ONE, 0, filled=False)
-    load, length = partial(load_checkpoint, saved.parent, shards), len(whole)
-    told = f"--load {saved.parent}: ... {path.name} is truncated: {length - 1} bytes of"
-    refused(load, told)
-    path.unlink()
-    refused(load, f"No such file or directory: ... {path.name}")
-    assert not any(shard.values.any() for shard in shards)
 
 
 def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:

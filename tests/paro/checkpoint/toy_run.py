@@ -155,12 +155,12 @@ def assert_true(shards: Sequence[FlatShard]) -> None:
         assert torch.equal(shard.values.cpu(), expected), f"{shard.state} of the unit of {name}"
 
 
-def control_here(group: dist.ProcessGroup | None = None) -> Control:
-    """Of the ranks of a group, by default of all, or of this process where there are no groups."""
-    if not dist.is_initialized():
-        return Control(World(), torch.device("cpu"))
-    world = World(rank=dist.get_rank(group), size=dist.get_world_size(group))
-    return Control(world, torch.device("cpu"), group=group)
+def control_here() -> Control:
+    """Of all ranks, or of this process where there are no groups."""
+    world = World()
+    if dist.is_initialized():
+        world = World(rank=dist.get_rank(), size=dist.get_world_size())
+    return Control(world, torch.device("cpu"))
 
 
 def save_checkpoint(
@@ -170,10 +170,9 @@ def save_checkpoint(
     common: Mapping[str, Any],
     *,
     log: Callable[[str], None] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Saves shards as a run does, from ranks that all see the folder."""
-    ranks = with_one_folder(control_here(group))
+    ranks = with_one_folder(control_here())
     states = boxed_states(shards, writers=range(8))  # one process may hold the shards of many
     first = log if log is not None and ranks.everyone.world.rank == 0 else lambda _line: None
     write_states(root, iteration, states, common, ranks=ranks, log=first)
@@ -184,8 +183,7 @@ def load_checkpoint(
     shards: Iterable[FlatShard],
     *,
     log: Callable[[str], None] = lambda _line: None,
-    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Loads shards as a run does."""
-    return load.load_checkpoint(root, shards, control_here(group), log=log, **options)
+    return load.load_checkpoint(root, shards, control_here(), log=log, **options)

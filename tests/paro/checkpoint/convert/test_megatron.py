@@ -19,12 +19,11 @@ from torch import Tensor
 
 import paro.checkpoint.convert.source
 from model.config import LlamaConfig
-from paro.checkpoint.convert.conversion import Conversion
 from paro.checkpoint.convert.megatron import FILE, open_megatron, write_megatron
 from paro.checkpoint.convert.source import Source
 from paro.checkpoint.convert.torch_file import lazy
 from tests.helpers.refusals import refused
-from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
+from tests.paro.checkpoint.convert.folders import random_tensors
 
 CONFIG = LlamaConfig(
     num_layers=2,
@@ -70,22 +69,26 @@ def contents(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def assert_read(back: Source, config: LlamaConfig) -> None:
+    """The configuration and, read in pieces, every bit of the tensors."""
+    source = source_of(config)
+    assert back.config == config
+    assert list(back.tensors) == list(source.tensors)
+    for name, tensor in source.tensors.items():
+        pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
+        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("piece", [2**27, 7 * 32 * 2])
 def test_every_bit_comes_back(
     config: LlamaConfig, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", piece)
-    source = source_of(config)
-    counted = []
+    source, counted = source_of(config), []
     write_megatron(source, tmp_path, counted.append, rows=128, divisible_by=128)
     assert sum(counted) == source.num_bytes
-    back = open_megatron(tmp_path)
-    assert back.config == config
-    assert list(back.tensors) == list(source.tensors)
-    for name, tensor in source.tensors.items():
-        pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
-        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+    assert_read(open_megatron(tmp_path), config)
 
 
 def test_the_file_is_what_megatron_reads(tmp_path: Path) -> None:
@@ -255,16 +258,13 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     ("name", "value", "message"),
     [
         ("tensor_model_parallel_size", 10**9, "must be from 1 to 1024"),
-        ("tensor_model_parallel_size", "2", "'2' is of the wrong type"),
         ("num_layers", 10**9, "must be at least 1 and at most 1024"),
         ("hidden_size", torch.ones(2), "is of the wrong type, it must be a whole number"),
         ("num_query_groups", 0, "must be at least 1"),
         ("norm_epsilon", float("nan"), "must be a finite number"),
         ("use_rope_scaling", "yes", "is of the wrong type, it must be true or false"),
         ("untie_embeddings_and_output_weights", None, "is of the wrong type"),
-        ("vocab_size", "many", "is of the wrong type"),
         ("vocab_size", -1, "-1 is not allowed, it must be 0 or more"),
-        ("tokenizer_type", 5, "5 is of the wrong type"),
         ("normalization", torch.ones(2), "normalization is a Tensor there"),
     ],
 )
@@ -334,11 +334,7 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path, monkeypatch: pytest.Mo
     saved(tmp_path / "megatron", MODERN)
     _, second = cut_for_two(tmp_path / "megatron")
     monkeypatch.setattr(paro.checkpoint.convert.source, "PIECE_BYTES", 7 * 32 * 2)
-    back = open_megatron(tmp_path / "megatron")
-    assert back.config == MODERN
-    for name, tensor in source_of(MODERN).tensors.items():
-        pieces = [back.tensors[name].rows(*rows) for rows in back.tensors[name].row_ranges()]
-        assert torch.equal(torch.cat(pieces), tensor.rows(0, tensor.shape[0])), name
+    assert_read(open_megatron(tmp_path / "megatron"), MODERN)
     second.unlink()
     missing = "mp_rank_01 ... cannot be read: No such file"
     refused(lambda: open_megatron(tmp_path / "megatron"), missing)
@@ -349,24 +345,3 @@ def test_an_iteration_is_read_as_a_release_is(tmp_path: Path) -> None:
     path.parents[1].rename(tmp_path / "megatron" / "iter_0000300")
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("300")
     assert open_megatron(tmp_path / "megatron").config == CONFIG
-
-
-def test_hugging_face_through_megatron_and_back(tmp_path: Path) -> None:
-    save_folder(tmp_path / "hf", 2)
-
-    def convert(source: str, target: str, there: str, here: str) -> None:
-        conversion = Conversion(
-            source_format=source,
-            target_format=target,
-            source=tmp_path / there,
-            target=tmp_path / here,
-            dtype=None,
-            divisible_by=128,
-        )
-        conversion.write(conversion.open(), ignored)
-
-    convert("hf", "megatron", "hf", "megatron")
-    convert("megatron", "hf", "megatron", "back")
-    for name in ("model.safetensors", "config.json", "generation_config.json"):
-        first, second = ((tmp_path / folder / name).read_bytes() for folder in ("hf", "back"))
-        assert first == second, name

@@ -39,6 +39,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def theirs(root: Path, tmp_path: Path) -> Path:
+    """A copy of peft's folder, to be changed."""
+    return shutil.copytree(root / "peft", tmp_path / "peft")
+
+
+def edited(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+    if tensors is not None:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, folder / WEIGHTS)
+
+
 def converted(root: Path, there: str, here: str, source: str, target: str, *more: str) -> Path:
     words = ["--from", there, "--to", here, "--input", str(root / source)]
     convert([*words, "--output", str(root / target), *more])
@@ -161,6 +175,11 @@ def refuses(root: Path, words: Sequence[str], *told: str) -> None:
     assert not out.exists()
 
 
+def refuses_theirs(root: Path, theirs: Path, *told: str, to: Sequence[str] = ("paro",)) -> None:
+    words = ["--from", "peft", "--input", str(theirs), "--base", str(root / "base")]
+    refuses(theirs.parent, [*words, "--to", *to], *told)
+
+
 def test_flags_that_do_not_agree(root: Path) -> None:
     peft = ("--from", "peft", "--input", str(root / "peft"))
     run = ("--from", "paro", "--input", str(root / "run"))
@@ -213,19 +232,10 @@ def test_flags_that_do_not_agree(root: Path) -> None:
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(
-    root: Path, tmp_path: Path, changes: dict[str, Any], told: str
+    root: Path, theirs: Path, changes: dict[str, Any], told: str
 ) -> None:
-    shutil.copytree(root / "peft", tmp_path / "peft")
-    path = tmp_path / "peft" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
-    words = ["--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft")]
-    refuses(tmp_path, [*words, "--base", str(root / "base")], told, str(tmp_path / "peft"))
-
-
-def edited(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    edited(theirs, changes)
+    refuses_theirs(root, theirs, told, str(theirs))
 
 
 V_PROJ, O_PROJ, UP_PROJ = "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"
@@ -260,17 +270,16 @@ FIRST = f"model.layers.0.{V_PROJ}"
     ],
 )
 def test_the_adapters_of_a_file_merge_where_and_as_they_are(
-    root: Path, tmp_path: Path, changes: dict[str, Any], kept: str, scalings: dict[str, float]
+    root: Path, theirs: Path, changes: dict[str, Any], kept: str, scalings: dict[str, float]
 ) -> None:
-    folder, base = tmp_path / "peft", open_native(root / "base")
-    shutil.copytree(root / "peft", folder)
+    base = open_native(root / "base")
     ranks = changes.get("rank_pattern", {})
     tensors = {}
-    for name, tensor in load_file(folder / WEIGHTS).items():
+    for name, tensor in load_file(theirs / WEIGHTS).items():
         rank = next((rank for part, rank in ranks.items() if part in name), 3)
         if re.search(kept, name):
             tensors[name] = tensor[:rank] if "lora_A" in name else tensor[:, :rank]
-    edited(folder, changes, tensors)
+    edited(theirs, changes, tensors)
     wanted = {name: tensor.whole(torch.float32) for name, tensor in base.tensors.items()}
     names = {
         peft_name(f"{name}_lora_a"): name for name in base.tensors if name.startswith("blocks")
@@ -279,68 +288,53 @@ def test_the_adapters_of_a_file_merge_where_and_as_they_are(
         scaling = next((value for part, value in scalings.items() if part in down), 6 / 3)
         up = tensors[down.replace("lora_A", "lora_B")]
         wanted[names[down]] += scaling * up @ tensors[down]
-    merged = open_native(
-        converted(
-            tmp_path, "peft", "paro", "peft", "whole", "--merge", "--base", str(root / "base")
-        )
-    )
-    for name, tensor in merged.tensors.items():
+    merge = ("--merge", "--base", str(root / "base"))
+    whole = converted(theirs.parent, "peft", "paro", "peft", "whole", *merge)
+    for name, tensor in open_native(whole).tensors.items():
         torch.testing.assert_close(tensor.whole(torch.float32), wanted[name], rtol=0, atol=1e-6)
 
 
-def test_adapters_that_no_run_has_are_only_merged(root: Path, tmp_path: Path) -> None:
-    words = ("--from", "peft", "--input", str(tmp_path / "peft"), "--base", str(root / "base"))
-    tensors = load_file(root / "peft" / WEIGHTS)
-    some = {name: tensor for name, tensor in tensors.items() if ".layers.2." not in name}
-    for changes, kept in (
-        ({"layers_to_transform": [0, 1]}, some),
-        ({"alpha_pattern": {"v_proj": 2}}, tensors),
-    ):
-        shutil.copytree(root / "peft", tmp_path / "peft")
-        edited(tmp_path / "peft", changes, kept)
-        for target in ("paro", "peft"):
-            refuses(tmp_path, [*words, "--to", target], "the same modules in all layers")
-        shutil.rmtree(tmp_path / "peft")
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [({"layers_to_transform": [0, 1]}, r"layers\.[01]\."), ({"alpha_pattern": {"v_proj": 2}}, "")],
+)
+def test_adapters_that_no_run_has_are_only_merged(
+    root: Path, theirs: Path, changes: dict[str, Any], kept: str
+) -> None:
+    tensors = load_file(theirs / WEIGHTS)
+    edited(theirs, changes, {name: t for name, t in tensors.items() if re.search(kept, name)})
+    for target in ("paro", "peft"):
+        refuses_theirs(root, theirs, "the same modules in all layers", to=(target,))
 
 
-def test_adapters_of_no_rank_are_refused(root: Path, tmp_path: Path) -> None:
-    words = ("--from", "peft", "--input", str(tmp_path / "peft"), "--base", str(root / "base"))
-    tensors = load_file(root / "peft" / WEIGHTS)
+def test_adapters_of_no_rank_are_refused(root: Path, theirs: Path) -> None:
+    tensors = load_file(theirs / WEIGHTS)
     for cut in (lambda tensor: tensor.new_zeros(()), lambda tensor: tensor[:0]):
-        shutil.copytree(root / "peft", tmp_path / "peft")
         emptied = {name: cut(tensor) for name, tensor in tensors.items()}
-        edited(tmp_path / "peft", {"rank_pattern": {"v_proj": 2}}, emptied)
-        refuses(tmp_path, [*words, "--to", "hf", "--merge"], "adapters of another model")
-        shutil.rmtree(tmp_path / "peft")
+        edited(theirs, {"rank_pattern": {"v_proj": 2}}, emptied)
+        refuses_theirs(root, theirs, "adapters of another model", to=("hf", "--merge"))
 
 
-def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "peft", tmp_path / "peft")
-    edited(tmp_path / "peft", {"use_rslora": True}, load_file(root / "peft" / WEIGHTS))
-    back = converted(tmp_path, "peft", "paro", "peft", "back", "--base", str(root / "base"))
+def test_a_stabilized_scaling_is_written_as_an_alpha(root: Path, theirs: Path) -> None:
+    edited(theirs, {"use_rslora": True})
+    back = converted(theirs.parent, "peft", "paro", "peft", "back", "--base", str(root / "base"))
     lora = open_native(back).lora
     assert lora.scaling == pytest.approx(6 / sqrt(3))
     assert (lora.rank, lora.targets) == (3, ("wv", "wo", "w_up"))
 
 
-def test_old_files_of_peft_are_named(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "peft", tmp_path / "peft")
-    (tmp_path / "peft" / WEIGHTS).rename(tmp_path / "peft" / "adapter_model.bin")
-    words = ["--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft")]
-    told = "has adapter_model.bin, which may hold programs"
-    refuses(tmp_path, [*words, "--base", str(root / "base")], told)
+def test_old_files_of_peft_are_named(root: Path, theirs: Path) -> None:
+    (theirs / WEIGHTS).rename(theirs / "adapter_model.bin")
+    refuses_theirs(root, theirs, "has adapter_model.bin, which may hold programs")
 
 
-def test_damaged_files_are_refused(root: Path, tmp_path: Path) -> None:
-    words = ["--from", "peft", "--to", "paro", "--input", str(tmp_path / "peft")]
-    words += ["--base", str(root / "base")]
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        shutil.copytree(root / "peft", tmp_path / "peft")
-        path = tmp_path / "peft" / name
+def test_damaged_files_are_refused(root: Path, theirs: Path) -> None:
+    for name in ("adapter_config.json", WEIGHTS):
+        path = theirs / name
         content = path.read_bytes()
         for damaged in (content[: len(content) // 2], b"", b"[" * 100_000):
             path.write_bytes(damaged)
-            refuses(tmp_path, words, str(path))
+            refuses_theirs(root, theirs, str(path))
         path.unlink()
-        refuses(tmp_path, words, name)
-        shutil.rmtree(tmp_path / "peft")
+        refuses_theirs(root, theirs, name)
+        path.write_bytes(content)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -199,76 +195,15 @@ def test_what_peft_saves_merges_as_peft_opens_it(tmp_path: Path, config: dict[st
     assert_same_logits(merged(base, folder), wanted)
 
 
-def test_eva_leaves_the_base_as_it_is(tmp_path: Path) -> None:
-    from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
-
-    base, folder = hugging_face_base(tmp_path), tmp_path / "adapters"
-    config = LoraConfig(
-        r=4,
-        target_modules=QV,
-        init_lora_weights="eva",
-        eva_config=EvaConfig(rho=1.0),
-        task_type="CAUSAL_LM",
-    )
-    adapted = get_peft_model(opened(base), config)
-    tokens_BS = some_tokens(60, length=12)
-    batches = [{"input_ids": tokens_BS.roll(i, 1)} for i in range(4)]
-    initialize_lora_eva_weights(adapted, batches, show_progress_bar=False)
-    moved(adapted).save_pretrained(folder)
-    wanted = PeftModel.from_pretrained(opened(base), folder)
-    assert_same_logits(merged(base, folder), wanted)
-    assert_same_logits(wanted, adapted)
-
-
-def begin_corda(base: Any, config: Any) -> None:
-    from peft.tuners.lora.corda import preprocess_corda
-
-    samples = some_tokens(60, length=12).split(1)  # one at a time
-    preprocess_corda(base, config, run_model=lambda: [base(sample) for sample in samples])
-
-
-def begin_lora_ga(base: Any, config: Any) -> None:
-    from peft import preprocess_loraga
-
-    tokens_BS = some_tokens(60, length=12)
-    preprocess_loraga(base, config, lambda: loss_of(base, tokens_BS, tokens_BS).backward())
-
-
-def details_of(beginning: str) -> dict[str, Any]:
-    from peft import LoftQConfig, LoraGAConfig
-    from peft.tuners.lora.config import CordaConfig
-
-    kinds = {"corda": CordaConfig, "loftq": LoftQConfig, "lora_ga": LoraGAConfig}
-    return {f"{name}_config": kinds[name]() for name in kinds if name == beginning}
-
-
-BEFORE = {"corda": begin_corda, "lora_ga": begin_lora_ga}  # what peft asks for before it begins
-
-
-@pytest.mark.parametrize(
-    "beginning", ["pissa", "pissa_niter_3", "olora", "corda", "lora_ga", "loftq"]
-)
+@pytest.mark.parametrize("beginning", ["pissa", "pissa_niter_3", "olora"])
 def test_what_changes_the_base_is_refused_until_peft_has_converted_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beginning: str
+    tmp_path: Path, beginning: str
 ) -> None:
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
-    # Beyond what peft requires, CorDA takes a decorator from attrs; LoftQ needs scipy,
-    # bitsandbytes and a GPU, so it gets another quantizer.
-    monkeypatch.setitem(sys.modules, "attr", dataclasses)
-    monkeypatch.setitem(sys.modules, "scipy", module_from_spec(ModuleSpec("scipy", None)))
-    monkeypatch.setattr("peft.tuners.lora.layer.loftq_init", quantized)
     hf = hugging_face_base(tmp_path)
-    base = opened(hf)
-    config = LoraConfig(
-        r=4,
-        target_modules=QV,
-        init_lora_weights=beginning,
-        task_type="CAUSAL_LM",
-        **details_of(beginning),
-    )
-    BEFORE.get(beginning, lambda *_: None)(base, config)
-    adapted = get_peft_model(base, config)
+    kind = {"target_modules": QV, "init_lora_weights": beginning}
+    adapted = get_peft_model(opened(hf), LoraConfig(r=4, task_type="CAUSAL_LM", **kind))
     adapted.peft_config["default"].init_lora_weights = True
     adapted.save_pretrained(tmp_path / "begun")
     adapted.peft_config["default"].init_lora_weights = beginning
@@ -276,37 +211,9 @@ def test_what_changes_the_base_is_refused_until_peft_has_converted_it(
     told = f"init_lora_weights {beginning} changes the base"
     refused(lambda: merged(hf, tmp_path / "adapters"), told)
     assert not (tmp_path / "merged").exists()
-    folder = tmp_path / "converted"
-    if beginning == "loftq":  # which peft does not convert
-        adapted.peft_config["default"].init_lora_weights = True
-        adapted.save_pretrained(folder)
-        adapted.unload().save_pretrained(hf)
-        adapted = PeftModel.from_pretrained(opened(hf), folder)
-    else:
-        begun = str(tmp_path / "begun")
-        adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=begun)
+    folder, begun = tmp_path / "converted", str(tmp_path / "begun")
+    adapted.save_pretrained(folder, path_initial_model_for_weight_conversion=begun)
     assert_same_logits(merged(hf, folder), adapted)
-
-
-def quantized(weight: Tensor, *, reduced_rank: int, **_: object) -> tuple[Tensor, Tensor, Tensor]:
-    """A coarse base and factors of what it lacks, as LoftQ makes them."""
-    coarse = (weight * 32).round() / 32
-    left, values, right = torch.linalg.svd(weight - coarse)
-    root = values[:reduced_rank].sqrt()
-    return coarse, root[:, None] * right[:reduced_rank], left[:, :reduced_rank] * root
-
-
-def test_peft_finds_the_folder_that_the_base_was_converted_from(tmp_path: Path) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    hugging_face_base(tmp_path)
-    words = ["--from", "hf", "--to", "paro", "--input", str(tmp_path / "hf")]
-    convert([*words, "--make-vocab-size-divisible-by", "1", "--output", str(tmp_path / "again")])
-    lora = "--lora-rank 4 --lora-target-modules all-linear --lr 0.05"
-    trained(f"{lora} --load {tmp_path / 'again'} --save {tmp_path / 'run'}")
-    folder = to("peft", tmp_path / "run", tmp_path / "peft")
-    adapted = AutoPeftModelForCausalLM.from_pretrained(folder)
-    assert_same_logits(merged(tmp_path / "hf", folder), adapted)
 
 
 def hugging_face_base(folder: Path) -> Path:
