@@ -1,4 +1,4 @@
-"""Rotating and gathering runs compared: types, evaluation, checkpoints, output at start."""
+"""Rotating and gathering runs compared: types, evaluation, checkpoints, late slices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from torch import Tensor
 
 from paro.collectives.shifts import Turn
 from paro.collectives.wire import Pending
-from paro.training.memory_check import predict_memory
-from paro.training.placement import placement_lines
 from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, begun, built, run_steps, train, whole_parameters
@@ -159,33 +157,3 @@ def test_late_slices_change_nothing(more: str) -> None:
             exposed = step.exposed
             assert min(exposed.gather, exposed.reduce) > 0.0
             assert 0.0 < exposed.intra <= exposed.total
-
-
-def train_without_overlap(flags: str) -> Trained:
-    return train(f"{ROTATED} --train-iters 2 {flags} --paro-prefetch-units 0", group_size=2)
-
-
-@pytest.mark.ranks
-def test_what_is_sent_once_a_step_is_exposed_where_nothing_overlaps() -> None:
-    for trained in run_ranks(train_without_overlap, 4, "--paro-strategy IIG"):
-        for step in trained.steps:
-            exposed = step.exposed
-            assert min(exposed.intra, exposed.inter) > 0.0
-            assert exposed.intra + exposed.inter <= exposed.total
-
-
-def what_is_printed(flags: str) -> tuple[list[str], str]:
-    config, training = built(f"{flags} --train-iters 1 --paro-group-size 2")
-    lines = placement_lines(config, training)
-    moment = predict_memory(config, training.device.type).describe()
-    training.close()
-    return lines, moment
-
-
-@pytest.mark.ranks
-def test_the_start_says_that_weights_rotate() -> None:
-    flags = f"{ROTATED} --paro-strategy IIG {IN_PLACE}"
-    for lines, moment in run_ranks(what_is_printed, 4, flags):
-        assert "weights rotate over 2 ranks in place, norms are replicated" in lines[0]
-        assert any(line.startswith("params") and " I " in line for line in lines)
-        assert "slices" in moment

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.lora_config import is_adapter
 from model.units import parameter_shapes
 from paro.checkpoint.base import stored_parameters
 from paro.checkpoint.convert.native import open_native
@@ -31,6 +32,8 @@ from tools.generate import open_model
 
 FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2"
 LAST = "--trainable last-blocks:0.34"  # block 2 of 3
+LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1"
+BASE_BF16 = "--lora-base-dtype bf16"
 
 
 def started(words: str) -> tuple[RunConfig, Training, Resumed]:
@@ -75,39 +78,46 @@ def part(base: Path, tmp_path: Path) -> Path:
     return tmp_path / "part"
 
 
-@pytest.mark.parametrize("compute", ["", "--bf16"])
-def test_it_resumes_bit_for_bit(base: Path, tmp_path: Path, compute: str) -> None:
+@pytest.mark.parametrize("trains", [LAST, f"--bf16 {LAST}", LORA, f"{LORA} {BASE_BF16}"])
+def test_it_resumes_bit_for_bit(base: Path, tmp_path: Path, trains: str) -> None:
     out = tmp_path / "part"
-    saved = trained(f"{compute} {LAST} --load {base} --finetune --save {out}")
+    saved = trained(f"{trains} --load {base} --finetune --save {out}")
     names = stored_parameters(out / "iter_0000000")
-    assert {name.rpartition(".")[0] for name in names} == {"blocks.2"}
-    _, training, resumed = started(f"{compute} {LAST} --load {out} --save {out}")
+    assert names
+    assert all(is_adapter(name) or name.startswith("blocks.2.") for name in names)
+    _, training, resumed = started(f"{trains} --load {out} --save {out}")
     assert_equal(training, saved)
+    assert resumed.state is not None
     assert resumed.base["folder"] == str(base)
+
+
+def test_the_rest_stays_in_a_base_that_is_as_it_was(base: Path, part: Path, tmp_path: Path) -> None:
     save = f"--save {tmp_path / 'next'}"
     for words, is_kept in (
-        (f"{LAST} --load {out} {save}", True),
-        (f"--trainable names:blocks.2.*,head.* --load {out} {save} --no-load-optim", True),
-        (f"--trainable names:head.* --load {out} {save} --finetune", False),  # block 2 moved
-        (f"--load {out} {save} --finetune", False),  # everything trains
-        (f"{LAST} --load {out} {save} --save-frozen", False),
+        (f"{LAST} --load {part} {save}", True),
+        (f"--trainable names:blocks.2.*,head.* --load {part} {save} --no-load-optim", True),
+        (f"--trainable names:head.* --load {part} {save} --finetune", False),  # block 2 moved
+        (f"--load {part} {save} --finetune", False),  # everything trains
+        (f"{LAST} --load {part} {save} --save-frozen", False),
         (f"{LAST} --load {base} --save {base}", False),  # saves may remove it
         (f"{LAST} --load {base}", False),
     ):
-        assert (started(f"{compute} {words}")[2].base is not None) is is_kept, words
+        assert (started(words)[2].base is not None) is is_kept, words
 
 
-def test_a_run_without_a_checkpoint_to_begin_with_saves_all(tmp_path: Path) -> None:
-    saved = trained(f"{LAST} --save {tmp_path}")
+@pytest.mark.parametrize("trains", [LAST, LORA])
+def test_a_run_without_a_checkpoint_to_begin_with_saves_all(tmp_path: Path, trains: str) -> None:
+    saved = trained(f"{trains} --save {tmp_path}")
     common = read_common(tmp_path)
     assert common["base"] is None
-    assert_equal(started(f"{LAST} --load {tmp_path}")[1], saved)
+    assert_equal(started(f"{trains} --load {tmp_path}")[1], saved)
 
 
-def test_frozen_parameters_are_saved_if_asked_for(base: Path, tmp_path: Path) -> None:
-    saved = trained(f"{LAST} --load {base} --finetune --save-frozen --save {tmp_path / 'whole'}")
+@pytest.mark.parametrize("trains", [LAST, LORA, f"{LORA} {BASE_BF16}"])
+def test_frozen_parameters_are_saved_if_asked_for(base: Path, tmp_path: Path, trains: str) -> None:
+    saved = trained(f"{trains} --load {base} --finetune --save-frozen --save {tmp_path / 'whole'}")
     shutil.rmtree(base)
-    assert_equal(started(f"{LAST} --load {tmp_path / 'whole'}")[1], saved)
+    assert_equal(started(f"{trains} --load {tmp_path / 'whole'}")[1], saved)
 
 
 def test_a_base_that_moved_is_named(base: Path, part: Path, tmp_path: Path) -> None:
@@ -190,7 +200,7 @@ def alive_bytes() -> int:
         ("--bf16", LAST),
         ("", ADAPTERS),
         ("--bf16", ADAPTERS),
-        ("", f"{ADAPTERS} --lora-base-dtype bf16"),
+        ("", f"{ADAPTERS} {BASE_BF16}"),
     ],
 )
 def test_frozen_parameters_add_their_copy_to_compute_with_and_nothing_else(
@@ -215,6 +225,10 @@ def test_a_run_says_what_trains() -> None:
     assert list(trained_lines(configured(FLAGS))) == []
     (line,) = trained_lines(configured(f"{FLAGS} {LAST}"))
     says(line, "--trainable last-blocks:0.34: 3,860 of 14,000 ... (27.57%) in 9 of 30 tensors")
+    (line,) = trained_lines(configured(f"{FLAGS} {LORA}"))
+    says(line, "rank 3, alpha 6, dropout 0.1 on wq, wv: 720 of 14,720 ... in 12 of 42 tensors")
+    types = configured(f"{FLAGS} {LORA} {BASE_BF16}").precision.describe()
+    says(types, "params fp32, frozen ones bf16, gradients")
 
 
 def test_a_checkpoint_without_the_moments_of_what_trains_now_is_refused(tmp_path: Path) -> None:
@@ -234,16 +248,18 @@ def written_bytes(root: Path) -> int:
     return written
 
 
-def test_a_checkpoint_has_no_moments_of_frozen_parameters(tmp_path: Path) -> None:
-    config, training = built(f"{FLAGS} {LAST} --bf16 --save {tmp_path}")
+@pytest.mark.parametrize(
+    ("words", "more", "part"),
+    [
+        ("--bf16", LAST, 0.5),
+        ("", "--optimizer muon --exp-avg-dtype bf16", 1.0),  # one moment of what Muon updates
+    ],
+)
+def test_a_checkpoint_has_the_moments_that_a_run_has(
+    tmp_path: Path, words: str, more: str, part: float
+) -> None:
+    config, training = built(f"{FLAGS} {words} {more} --save {tmp_path}")
     save_run(config, training)
     written = written_bytes(tmp_path)
     assert written == checkpoint_bytes(config, has_base=False)
-    assert written < checkpoint_bytes(configured(f"{FLAGS} --bf16"), has_base=False) // 2
-
-
-def test_a_checkpoint_has_one_moment_of_what_muon_updates(tmp_path: Path) -> None:
-    config, training = built(f"{FLAGS} --save {tmp_path} --optimizer muon --exp-avg-dtype bf16")
-    save_run(config, training)
-    assert written_bytes(tmp_path) == checkpoint_bytes(config, has_base=False)
-    assert written_bytes(tmp_path) < checkpoint_bytes(configured(FLAGS), has_base=False)
+    assert written < part * checkpoint_bytes(configured(f"{FLAGS} {words}"), has_base=False)

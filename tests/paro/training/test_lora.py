@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,16 @@ from torch import Tensor
 
 from model.llama import Llama
 from model.lora_config import is_adapter
-from paro.checkpoint.base import adapters_of, stored_parameters
+from paro.checkpoint.base import adapters_of
 from paro.checkpoint.convert.native import open_native
 from paro.checkpoint.directory import read_common
-from paro.config.record import trained_lines
 from paro.training.step import Training
-from tests.helpers.refusals import refused, says
+from tests.helpers.refusals import refused
 from tests.helpers.training import whole_parameters
 from tests.paro.checkpoint.convert.folders import own_model
-from tests.paro.training.test_base import assert_equal, refuses, started, trained
+from tests.paro.training.test_base import LORA, refuses, started, trained
 from tools.convert_checkpoint import main as convert
 from tools.inspect_checkpoint import main as inspect
-
-LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1"
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +34,6 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     trained(f"{LORA} --load {base} --save {root}")
     return root
-
-
-def test_it_resumes_bit_for_bit(base: Path, tmp_path: Path) -> None:
-    out = tmp_path / "adapters"
-    saved = trained(f"{LORA} --load {base} --save {out}")
-    names = stored_parameters(out / "iter_0000000")
-    assert names
-    assert all(map(is_adapter, names))
-    assert sum(file.stat().st_size for file in out.rglob("*.distcp")) < 120_000
-    _, training, resumed = started(f"{LORA} --load {out} --save {out}")
-    assert_equal(training, saved)
-    assert resumed.state is not None
-    assert resumed.base is not None
-    _, training, resumed = started(f"{LORA} --load {out} --finetune")
-    assert resumed.state is None
-    states = {s.state for s in training.optimizer.flat_shards() if s.values.abs().sum() > 0}
-    assert states == {"param"}
 
 
 def test_adapters_begin_on_a_model_without_them(base: Path) -> None:
@@ -75,26 +54,6 @@ def test_adapters_begin_on_a_model_without_them(base: Path) -> None:
             assert torch.equal(ours[name].values, shard.values)
 
 
-def test_frozen_weights_in_bf16_are_resumed_as_they_were(base: Path, tmp_path: Path) -> None:
-    words = f"{LORA} --lora-base-dtype bf16"
-    for more in ("", "--save-frozen"):
-        out = tmp_path / f"out{more}"
-        saved = trained(f"{words} --load {base} --save {out} {more}")
-        config, again, _ = started(f"{words} --load {out}")
-        assert_equal(again, saved)
-        frozen = [s for s in saved.optimizer.flat_shards() if s.values.dtype == torch.bfloat16]
-        assert frozen
-        assert config.precision.describe().startswith("params fp32, frozen ones bf16, gradients")
-
-
-def test_adapters_saved_with_what_is_frozen_need_no_base(base: Path, tmp_path: Path) -> None:
-    saved = trained(f"{LORA} --load {base} --save {tmp_path} --save-frozen")
-    assert_equal(started(f"{LORA} --load {tmp_path}")[1], saved)
-    shutil.rmtree(tmp_path)
-    saved = trained(f"{LORA} --save {tmp_path}")  # on random weights
-    assert_equal(started(f"{LORA} --load {tmp_path}")[1], saved)
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -106,12 +65,6 @@ def test_adapters_saved_with_what_is_frozen_need_no_base(base: Path, tmp_path: P
 )
 def test_other_adapters_are_refused(adapters: Path, words: str, told: str) -> None:
     refuses(f"{words} --load {adapters}", told)
-
-
-def test_a_run_says_what_trains() -> None:
-    config, *_ = started(LORA)
-    (line,) = trained_lines(config)
-    says(line, "rank 3, alpha 6, dropout 0.1 on wq, wv: 720 of 14,720 ... in 12 of 42 tensors")
 
 
 def logits_of(training: Training, tokens_BS: Tensor) -> Tensor:
