@@ -20,7 +20,6 @@ from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from paro.text import count_text
 from tools.bench.gpu_check import measures, suites
-from tools.bench.gpu_check.measures import Machine
 from tools.bench.gpu_check.page import PAGE, read_results, write_results
 from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
 from tools.bench.shared.turns import ROOT
@@ -37,20 +36,20 @@ It needs torch 2.11 or newer, a GPU of compute capability 8.0 or newer, and no n
 """
 NEEDED_CAPABILITY = (8, 0)
 
-Part = Callable[[Runner, Machine], Outcome]
+Part = Callable[[Runner], Outcome]
 PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
     "e": ("speed", measures.speed),
-    "a": ("tests on a GPU", lambda runner, _: suites.gpu_tests(runner)),
-    "b": ("4 ranks on one GPU against one process", lambda runner, _: suites.rank_tests(runner)),
-    "c": ("races", lambda runner, _: suites.race_tests(runner)),
-    "d": ("memory against its prediction", lambda runner, _: measures.memory(runner)),
-    "f": ("profile of a step", lambda runner, _: measures.profile(runner)),
+    "a": ("tests on a GPU", suites.gpu_tests),
+    "b": ("4 ranks on one GPU against one process", suites.rank_tests),
+    "c": ("races", suites.race_tests),
+    "d": ("memory against its prediction", measures.memory),
+    "f": ("profile of a step", measures.profile),
     "g": ("checkpoints", measures.checkpoint),
     "j": ("speed of variants", measures.variants),
     "k": ("Muon beside AdamW", measures.muon),
-    "h": ("collectives", lambda runner, _: measures.collectives(runner)),
-    "i": ("strategies beside FSDP2", lambda runner, _: measures.peers(runner)),
-    "l": ("ranks that share samples", lambda runner, _: measures.shared_samples(runner)),
+    "h": ("collectives", measures.collectives),
+    "i": ("strategies beside FSDP2", measures.peers),
+    "l": ("ranks that share samples", measures.shared_samples),
 }
 OF_SEVERAL_GPUS = ("h", "i", "l")
 
@@ -72,7 +71,7 @@ class Found:
     torch: str
     gpus: int
     name: str = "no GPU"
-    bytes: int | None = None
+    bytes: int = 0  # of one GPU
     capability: tuple[int, int] = (0, 0)
 
 
@@ -120,22 +119,21 @@ def run(args: argparse.Namespace) -> int:
     letters = parts_of(args)
     found = ask_torch()
     check_machine(found, args)
-    from paro.report.memory import available_host_bytes  # with torch, which starts
-
     args.out.mkdir(parents=True, exist_ok=True)
     results = read_results(args.out)
-    machine = Machine(
-        device_bytes=found.bytes,
-        host_bytes=available_host_bytes(),
-        has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
-    )
     where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
     for letter in letters:
         title, part = PARTS[letter]
         print_line(f"{letter}. {title} (at most {PART_SECONDS / 60:.0f} minutes) ...")
-        runner = Runner(folder=args.out, rehearse=args.rehearse, num_gpus=args.gpus)
-        outcome = part(runner, machine)
+        runner = Runner(
+            folder=args.out,
+            rehearse=args.rehearse,
+            num_gpus=args.gpus,
+            device_bytes=found.bytes,
+            has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
+        )
+        outcome = part(runner)
         results[letter] = {
             "title": title,
             **facts,

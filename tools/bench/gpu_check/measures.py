@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from paro.text import count_text
-from tools.bench.gpu_check.running import PART_SECONDS, Ended, Outcome, Runner
+from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
 
 _MB = 2**20
 _DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-iters 0 --lr 1e-4"
@@ -37,15 +35,6 @@ HEADLINE = ("trainer", "trainer-fp8-compiled", "ours", "transformers-fused")
 VARIANTS = ("trainer-fp8", "trainer-compiled", "ours-compiled", "transformers-compiled")
 _STEP = "--micro-batch-size 2 --num-micro-batches 8"
 _MOST_BLOCKS = 12  # of LLaMA-7B: more change MFU little, and take long to draw
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What the parts need to know of the machine to choose their sizes."""
-
-    device_bytes: int | None  # of one GPU
-    host_bytes: int | None  # free memory, if it is known
-    has_fp8: bool
 
 
 def memory(runner: Runner) -> Outcome:
@@ -96,57 +85,51 @@ def _memory_text(figures: Mapping[str, int]) -> str:
     return text
 
 
-def speed(runner: Runner, machine: Machine) -> Outcome:
+def speed(runner: Runner) -> Outcome:
     """MFU of the trainer beside its model in a plain loop and transformers."""
-    return _speed(runner, machine, ("trainer",) if runner.rehearse else HEADLINE, "speed")
+    return _speed(runner, ("trainer",) if runner.rehearse else HEADLINE, "speed")
 
 
-def variants(runner: Runner, machine: Machine) -> Outcome:
+def variants(runner: Runner) -> Outcome:
     """The same of what changes one thing."""
-    return _speed(runner, machine, ("trainer-fp8",) if runner.rehearse else VARIANTS, "variants")
+    return _speed(runner, ("trainer-fp8",) if runner.rehearse else VARIANTS, "variants")
 
 
-def muon(runner: Runner, machine: Machine) -> Outcome:
+def muon(runner: Runner) -> Outcome:
     """Newton-Schulz of a 7B model's matrices, and Muon's step beside AdamW's."""
-    file = runner.folder / "newton-schulz.json"
-    file.unlink(missing_ok=True)
-    words = ["tools/bench/bench_newton_schulz.py", "--json", file]
+    words: list[object] = ["tools/bench/bench_newton_schulz.py"]
     words += ["--shapes", "64x64", "--rounds", 1] if runner.rehearse else []
-    ended = runner.python("newton-schulz", words)
-    if ended.failure or not file.exists():
-        return Outcome(passed=False, lines=(ended.failure or "no figures",))
-    figures = {"newton_schulz": json.loads(file.read_text(encoding="utf-8"))}
+    products = runner.measured("newton-schulz", words, alone=True).outcome("newton_schulz")
+    if not products.passed:
+        return products
     names = ("trainer-muon",) if runner.rehearse else ("trainer", "trainer-muon")
-    steps = _speed(runner, machine, names, "muon")
-    lines = [*filter(None, ended.output.splitlines()), *steps.lines]
+    steps = _speed(runner, names, "muon")
+    lines = products.lines + steps.lines
     rows = {row["contender"]: row for row in steps.figures.get("rows", ())}
     speeds = [rows.get(name, {}).get("tokens_per_second") for name in names]
     if None not in speeds and len(speeds) == 2:
-        lines.append(f"a step takes {speeds[0] / speeds[1]:.3f} times as long as with AdamW")
-    return replace(steps, lines=tuple(lines), figures={**steps.figures, **figures})
+        lines += (f"a step takes {speeds[0] / speeds[1]:.3f} times as long as with AdamW",)
+    return replace(steps, lines=lines, figures={**steps.figures, **products.figures})
 
 
-def _speed(runner: Runner, machine: Machine, names: Sequence[str], title: str) -> Outcome:
-    left_out = [name for name in names if "fp8" in name and not machine.has_fp8]
+def _speed(runner: Runner, names: Sequence[str], title: str) -> Outcome:
+    left_out = [name for name in names if "fp8" in name and not runner.has_fp8]
     names = [name for name in names if name not in left_out]
     if runner.rehearse:
         shape = f"{_SMALL_SIZES} --vocab-size 512 --num-micro-batches 2 --rounds 2 --steps 1"
         shape += " --peak-tflops 0.1"
     else:
-        shape = f"{_LARGE_SIZES} --num-layers {num_layers_that_fit(machine.device_bytes or 0)}"
+        shape = f"{_LARGE_SIZES} --num-layers {num_layers_that_fit(runner.device_bytes)}"
         shape += f" --vocab-size 32000 --dtype bf16 --device cuda {_STEP} --rounds 3 --steps 1"
         shape += f" --most-seconds {contender_seconds(names):.0f}"
-    file = runner.folder / f"{title}.json"
-    file.unlink(missing_ok=True)
     words = ["tools/bench/bench_model.py", "--own-process", "--contenders", ",".join(names)]
-    ended = runner.python(title, [*words, *shape.split(), "--json", file])
-    if not file.exists():
-        return Outcome(passed=False, lines=(ended.failure or "no figures",))
-    written = json.loads(file.read_text(encoding="utf-8"))
-    lines = (written["task"], *map(_speed_line, written["rows"]))
+    ended = runner.measured(title, [*words, *shape.split()], alone=True)
+    if ended.figures is None:
+        return ended.outcome("")
+    lines = (ended.figures["task"], *map(_speed_line, ended.figures["rows"]))
     if left_out:
         lines += (f"{' and '.join(left_out)}: left out, it needs compute capability 8.9",)
-    return Outcome(passed=ended.status == 0, lines=lines, figures=written)
+    return Outcome(passed=ended.status == 0, lines=lines, figures=ended.figures)
 
 
 def contender_seconds(names: Sequence[str]) -> float:
@@ -188,27 +171,22 @@ def profile(runner: Runner) -> Outcome:
     traces = sorted(folder.glob("*.pt.trace.json*"))
     if ended.failure or not traces:
         return Outcome(passed=False, lines=(ended.failure or "no trace was written",))
-    file = runner.folder / "profile.json"
-    file.unlink(missing_ok=True)
-    drawn = runner.python(
-        "draw-profile",
-        ["tools/draw_profile.py", *traces, "--plot", runner.folder / "profile.png", "--json", file],
-    )
+    picture = "profile.png"
+    words = ["tools/draw_profile.py", *traces, "--plot", runner.folder / picture]
+    drawn = runner.measured("draw-profile", words, alone=True, file="profile")
     if drawn.failure:
         return Outcome(passed=False, lines=(drawn.failure,))
     printed = drawn.output.splitlines()
     lines = tuple(line for line in printed if line and not line.startswith("picture written"))
-    figures = json.loads(file.read_text(encoding="utf-8"))
-    return Outcome(passed=True, lines=lines, figures=figures, pictures=("profile.png",))
+    return Outcome(passed=True, lines=lines, figures=drawn.figures, pictures=(picture,))
 
 
-def checkpoint(runner: Runner, machine: Machine) -> Outcome:
+def checkpoint(runner: Runner) -> Outcome:
     """The largest checkpoint that fits: saved, saved in the background of steps, loaded."""
     folder = runner.folder / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
-    num_params = 100_000 if runner.rehearse else _num_params_that_fit(runner.folder, machine)
-    file = runner.folder / "checkpoint.json"
-    words = ["tools/bench_checkpoint.py", "--folder", folder, "--json", file]
+    words = ["tools/bench_checkpoint.py", "--folder", folder]
+    num_params = 100_000 if runner.rehearse else _num_params_that_fit(runner)
     hidden_size = 64 if runner.rehearse else 4096
     sizes: list[object] = ["--params", num_params, "--hidden-size", hidden_size, "--rounds", 1]
     lines: list[str] = []
@@ -217,14 +195,13 @@ def checkpoint(runner: Runner, machine: Machine) -> Outcome:
         ("checkpoint", sizes),
         ("async-checkpoint", ["--steps", 1 if runner.rehearse else 6]),
     ):
-        file.unlink(missing_ok=True)
-        ended: Ended = runner.ranks(name, [*words, *more], env={"OMP_NUM_THREADS": "1"})
-        if ended.failure or not file.exists():
-            lines.append(f"{name}: {ended.failure or 'no figures'}")
+        ended = runner.measured(name, [*words, *more], env={"OMP_NUM_THREADS": "1"})
+        (runner.folder / f"{name}.json").unlink(missing_ok=True)
+        if ended.problem is not None:
+            lines.append(f"{name}: {ended.problem}")
             continue
-        figures[name] = json.loads(file.read_text(encoding="utf-8"))
+        figures[name] = ended.figures
         lines.append(_summary(figures[name]))
-    file.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     return Outcome(passed=len(figures) == 2, lines=tuple(lines), figures=figures)
 
@@ -239,10 +216,12 @@ def _summary(figures: Mapping[str, Any]) -> str:
     return f"{figures['bytes'] / 1e9:.2f} GB of {count_text(figures['ranks'], 'rank')}: {shown}"
 
 
-def _num_params_that_fit(folder: Path, machine: Machine) -> int:
+def _num_params_that_fit(runner: Runner) -> int:
     """So many that the disk holds their 12 bytes each twice, and host memory twice."""
-    disk = shutil.disk_usage(folder).free
-    return int(0.8 * min(disk, machine.host_bytes or disk) / 2 / 12)
+    from paro.report.memory import available_host_bytes  # with torch, which starts
+
+    disk = shutil.disk_usage(runner.folder).free
+    return int(0.8 * min(disk, available_host_bytes() or disk) / 2 / 12)
 
 
 def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
@@ -269,27 +248,18 @@ def collectives(runner: Runner) -> Outcome:
 
 def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:
     name = "".join([order, *flags])
-    file = runner.folder / f"collectives-{name}.json"
-    file.unlink(missing_ok=True)
     words = ["tools/bench_collectives.py", "--distributed-backend", runner.backend]
-    words += ["--group-size", str(_group_size(runner)), "--json", str(file)]
+    words += ["--group-size", str(_group_size(runner))]
     words += ["--algorithms", "native,ho-ring,flat", "--paro-nccl-launch-order", order, *flags]
     if runner.rehearse:
         words += ["--sizes", "0.1M", "--rounds", "1"]
-    picture = runner.folder / f"collectives-{name}.png"
-    ended = runner.ranks(f"collectives-{name}", [*words, "--plot", picture])
-    if ended.failure or not file.exists():
-        return Outcome(passed=False, lines=(ended.failure or "no figures",))
-    figures = {f"rows, {name}": json.loads(file.read_text(encoding="utf-8"))}
-    return Outcome(
-        passed=True,
-        lines=(
-            f"launch order {' '.join([order, *flags])}:",
-            *filter(None, ended.output.splitlines()),
-        ),
-        figures=figures,
-        pictures=(picture.name,),
-    )
+    picture = f"collectives-{name}.png"
+    ended = runner.measured(f"collectives-{name}", [*words, "--plot", runner.folder / picture])
+    outcome = ended.outcome(f"rows, {name}")
+    if not outcome.passed:
+        return outcome
+    title = f"launch order {' '.join([order, *flags])}:"
+    return replace(outcome, lines=(title, *outcome.lines), pictures=(picture,))
 
 
 def _group_size(runner: Runner) -> int:
@@ -320,9 +290,7 @@ def shared_samples(runner: Runner) -> Outcome:
 
 def _compared(runner: Runner, name: str, contenders: str, flags: str) -> Outcome:
     """Contenders in turns, on GPUs with LLaMA-7B and `flags`."""
-    file = runner.folder / f"{name}.json"
-    file.unlink(missing_ok=True)
-    words = ["tools/bench/compare_peers.py", "--contenders", contenders, "--json", file]
+    words: list[object] = ["tools/bench/compare_peers.py", "--contenders", contenders]
     words += ["--distributed-backend", runner.backend]
     words += ["--group-size", _group_size(runner)]
     if runner.rehearse:
@@ -330,10 +298,4 @@ def _compared(runner: Runner, name: str, contenders: str, flags: str) -> Outcome
         words += ["--num-attention-heads", 8]
     else:
         words += ["--llama-preset", "7B", "--recompute", *flags.split()]
-    ended = runner.ranks(name, words)
-    if ended.failure or not file.exists():
-        return Outcome(passed=False, lines=(ended.failure or "no figures",))
-    figures = {"figures": json.loads(file.read_text(encoding="utf-8"))}
-    return Outcome(
-        passed=True, lines=tuple(filter(None, ended.output.splitlines())), figures=figures
-    )
+    return runner.measured(name, words).outcome("figures")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Ended:
     output: str
     seconds: float
     timed_out: bool = False
+    figures: Any = None  # what it wrote, where `Runner.measured` ran it
 
     @property
     def failure(self) -> str | None:
@@ -53,6 +55,18 @@ class Ended:
         errors = [line for line in lines if ": error: " in line] or _TRACEBACK.findall(self.output)
         return f"status {self.status}: {errors[-1] if errors else lines[-1]}".strip()
 
+    @property
+    def problem(self) -> str | None:
+        """Why figures are missing or not to be trusted; None if all is well."""
+        return self.failure or ("no figures" if self.figures is None else None)
+
+    def outcome(self, key: str) -> Outcome:
+        """The outcome of a part that is this command: its lines, and its figures under a key."""
+        if self.problem is not None:
+            return Outcome(passed=False, lines=(self.problem,))
+        lines = tuple(filter(None, self.output.splitlines()))
+        return Outcome(passed=True, lines=lines, figures={key: self.figures})
+
 
 @dataclass(slots=True, kw_only=True)
 class Runner:
@@ -61,6 +75,8 @@ class Runner:
     folder: Path
     rehearse: bool
     num_gpus: int
+    device_bytes: int = 0  # of one GPU
+    has_fp8: bool = True
     begin: float = field(default_factory=time.monotonic)
 
     @property
@@ -102,6 +118,22 @@ class Runner:
         if self.num_gpus == 1:
             return self.python(name, words, env=env)
         return self.python(name, [*torchrun(self.num_gpus), *words], env=env)
+
+    def measured(
+        self,
+        name: str,
+        words: Sequence[object],
+        *,
+        alone: bool = False,
+        file: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Ended:
+        """As `ranks`, or `alone` as `python`, with the figures of --json, by default NAME.json."""
+        path = self.folder / f"{file or name}.json"
+        path.unlink(missing_ok=True)
+        run = self.python if alone else self.ranks
+        ended = run(name, [*words, "--json", path], env=env)
+        return replace(ended, figures=json.loads(path.read_bytes()) if path.exists() else None)
 
     @property
     def backend(self) -> str:

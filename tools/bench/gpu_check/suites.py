@@ -17,9 +17,7 @@ _MOST_FAILURES = 10  # on the page; the log has all
 
 def gpu_tests(runner: Runner) -> Outcome:
     """Every test that needs a GPU, but those of the other parts."""
-    if runner.rehearse:
-        return _pytest(runner, "gpu-tests", ["-m", "gpu", *gpu_test_files()])
-    return _pytest(runner, "gpu-tests", ["-m", "gpu", "--must-run", "gpu", *gpu_test_files()])
+    return _pytest(runner, "gpu-tests", gpu_test_files(), rehearsed="gpu")
 
 
 def gpu_test_files() -> list[str]:
@@ -34,20 +32,17 @@ def gpu_test_files() -> list[str]:
 
 def rank_tests(runner: Runner) -> Outcome:
     """Four ranks on one GPU train as one process does."""
-    return _module(runner, "test_ranks.py")
+    return _pytest(runner, "test_ranks", ["tests/gpu/test_ranks.py"], rehearsed="verify")
 
 
 def race_tests(runner: Runner) -> Outcome:
     """Delays before communication and before computing change no bit."""
-    return _module(runner, "test_races.py")
+    return _pytest(runner, "test_races", ["tests/gpu/test_races.py"], rehearsed="verify")
 
 
-def _module(runner: Runner, file: str) -> Outcome:
-    marker = ["-m", "verify"] if runner.rehearse else ["-m", "gpu", "--must-run", "gpu"]
-    return _pytest(runner, file.removesuffix(".py"), [*marker, f"tests/gpu/{file}"])
-
-
-def _pytest(runner: Runner, name: str, words: Sequence[str]) -> Outcome:
+def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) -> Outcome:
+    """Runs the files' tests for a GPU; in a rehearsal those with the mark `rehearsed`."""
+    marks = ["-m", rehearsed] if runner.rehearse else ["-m", "gpu", "--must-run", "gpu"]
     missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         names = " ".join(missing)
@@ -55,7 +50,7 @@ def _pytest(runner: Runner, name: str, words: Sequence[str]) -> Outcome:
     report = runner.folder / "logs" / f"{name}.xml"
     report.unlink(missing_ok=True)
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
-    ended = runner.python(name, [*options, "--junit-xml", report, *words])
+    ended = runner.python(name, [*options, "--junit-xml", report, *marks, *files])
     if not report.exists():
         return Outcome(passed=False, lines=(ended.failure or "pytest wrote no report",))
     return outcome_of(runner, ended, ElementTree.parse(report).getroot())
