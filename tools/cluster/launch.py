@@ -89,7 +89,7 @@ def _run(spec: ClusterSpec, argv: Sequence[str], env: Mapping[str, str], folder:
                 stdin = subprocess.PIPE if node == 0 else subprocess.DEVNULL
                 nodes[node] = start(command, spec, env, stdin=stdin, stdout=pipe, stderr=pipe)
             output = NodeOutput(nodes)
-            return _watch(nodes, output, signals)
+            return _watch(nodes, signals)
         finally:
             end_processes(namespaces, started_by_run=spec.name)
             if output is not None:
@@ -171,16 +171,14 @@ def _end_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _watch(
-    nodes: Mapping[int, subprocess.Popen[bytes]], output: NodeOutput, signals: list[int]
-) -> int:
+def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], signals: list[int]) -> int:
     """Waits until all nodes have ended; one failure or one signal ends them all."""
     running = dict(nodes)
     status = 0
     signals_seen = 0
     end_at = kill_at = float("inf")
     while running:
-        output.forward(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
         now = time.monotonic()
         for node, process in nodes.items():
             if node in running and process.poll() is not None:
