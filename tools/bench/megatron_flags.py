@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -25,16 +26,36 @@ import yaml
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from paro.arguments.megatron import refused
+from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
 from paro.arguments.parser import build_parser, parse_args, parse_known
 from paro.arguments.words import by_flag
 from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
 from paro.training.dry_run import run_dry
-from tools.bench.megatron.page import Count, page
 from tools.shared.command_line import Parser, status_of
 from tools.shared.output import write_text
 
+HEAD = """\
+<!-- Written by tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md. -->
+# Megatron-LM's flags
+
+A Megatron-LM launch script of a dense LLaMA starts here with the script's name changed. Flags that
+have a setting here keep their name, their default and their meaning, and are in `--help`. The
+others are below: accepted, without effect, or refused; `--moe-*` stands for all that begin so and
+have no row of their own. One start names all flags that are refused, unknown or missing and all
+values that are wrong, each with what to do. If flags are refused, it ends with those that are left,
+ready to paste: without what is refused, unknown or has no effect, with what replaces it
+(`--paro-strategy GGG` for tensor or pipeline parallelism), with batch sizes that divide by the
+ranks, all of which take a part of the batch, and with the tokenizer type that reads the given files
+where Megatron-LM's forks have another name. Other values that are refused are left out, which a
+line says: then the default holds.
+
+The model is a LLaMA whether its flags are given or not: where a script leaves out `--swiglu`,
+`--normalization RMSNorm`, `--position-embedding-type rope`, `--disable-bias-linear` or the dropouts
+of 0, Megatron-LM trains another model, and this one trains a LLaMA of the same sizes. A line at the
+start says which parts are others.
+"""
+MOST_CHARACTERS = 60  # of a flag with its value
 CONFIGURATIONS = "tests/functional_tests/test_cases/gpt/gpt3*/model_config.yaml"
 RANKS = 8  # of a functional test, which runs on one node
 PARALLEL = (
@@ -145,40 +166,133 @@ def commit_of(checkout: Path) -> tuple[str, str]:
     return commit, date
 
 
-def count_of(trials: Sequence[Trial], commit: str, date: str) -> Count:
-    """The totals over all trials."""
-    by_advice: dict[str, dict[str, set[str]]] = {}
+def counts(trials: Sequence[Trial]) -> Iterator[str]:
+    """What came of all trials, as Markdown."""
+    yield "| | configurations | of them with whole models on every rank |"
+    yield "|---|---|---|"
+    without_refused = [trial for trial in trials if trial.failure is None]
+    for what, counted in (
+        ("in all", trials),
+        ("pass a dry run as they are", [trial for trial in trials if trial.is_untouched]),
+        ("pass without the flags that the refusal names", without_refused),
+    ):
+        yield f"| {what} | {len(counted)} | {sum(one.is_data_parallel for one in counted)} |"
+    yield ""
+    unknown = Counter(flag for trial in trials for flag in trial.unknown)
+    given = {flag for trial in trials for flag, *_ in by_flag(trial.words)}
+    outcomes = Counter(_outcome(flag, {*unknown}) for flag in given)
+    yield (
+        f"They have {len(given)} different flags: {outcomes['setting']} are settings "
+        f"here, {outcomes['accepted']} are accepted, {outcomes['ignored']} have no effect, "
+        f"{outcomes['refused']} are refused whatever their value, {outcomes['unknown']} are "
+        "unknown."
+    )
+    yield from ("", "| refused | in configurations | what to do |", "|---|---|---|")
+    by_advice = refused_in(trials)
+    for advice, flags in sorted(by_advice.items(), key=lambda item: -len(_union(item[1]))):
+        shown = ", ".join(f"`{_short(flag)}`" for flag in sorted(flags))
+        yield f"| {shown} | {len(_union(flags))} | {advice} |"
+    if unknown:
+        yield from ("", "| unknown | in configurations |", "|---|---|")
+        for flag, times in sorted(unknown.items()):
+            yield f"| `{flag}` | {times} |"
+    failures = [trial for trial in trials if trial.failure is not None]
+    if failures:
+        yield from ("", "| still fails | why |", "|---|---|")
+        yield from (f"| {trial.name} | {trial.failure} |" for trial in failures)
+
+
+def refused_in(trials: Sequence[Trial]) -> dict[str, dict[str, set[str]]]:
+    """The configurations by flag with value, by the advice."""
+    found: dict[str, dict[str, set[str]]] = {}
     for trial in trials:
         for advice, flags in trial.refused.items():
             # Advice that differs only in the value counts as the same advice.
             advice = re.sub(r"(--paro-group-size) \d+", r"\1 X", advice)
             for given in flags:
-                by_advice.setdefault(advice, {}).setdefault(given, set()).add(trial.name)
-    return Count(
-        commit=commit,
-        date=date,
-        configurations=len(trials),
-        data_parallel=sum(trial.is_data_parallel for trial in trials),
-        untouched=sum(trial.is_untouched for trial in trials),
-        without_refused=sum(trial.failure is None for trial in trials),
-        data_parallel_without_refused=sum(
-            trial.failure is None and trial.is_data_parallel for trial in trials
-        ),
-        refused=by_advice,
-        unknown=[flag for trial in trials for flag in trial.unknown],
-        given=[flag for trial in trials for flag, *_ in by_flag(trial.words)],
-        failures={trial.name: trial.failure for trial in trials if trial.failure is not None},
-    )
+                found.setdefault(advice, {}).setdefault(given, set()).add(trial.name)
+    return found
+
+
+def page(trials: Sequence[Trial], commit: str, date: str) -> str:
+    """The whole page in Markdown."""
+    lines = [
+        HEAD,
+        *rule_lines(),
+        "## Megatron-LM's own configurations",
+        "",
+        f"The {len(trials)} configurations `gpt3*` of Megatron-LM's functional tests at "
+        f"{commit} ({date}). Each is checked with its own flags and values, then "
+        "makes a dry run without what was refused or unknown, on those of 8 ranks that are left to "
+        "data parallelism and that its batch feeds. Files of tokenizers are not in a checkout: "
+        "`NullTokenizer` stands in for them. The figures are those of",
+        "",
+        "```bash",
+        "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
+        "```",
+        "",
+        *counts(trials),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def rule_lines() -> Iterator[str]:
+    """The tables of flags that have no effect of their own here: accepted, ignored, refused."""
+    yield from ("## Accepted: it happens anyway", "", "| flag | because |", "|---|---|")
+    yield from _rows(Outcome.ACCEPTED)
+    yield from ("", "## Accepted without effect", "")
+    yield "Results are the same; the start of a run says so in a line for each."
+    yield from ("", "| flag | because |", "|---|---|")
+    yield from _rows(Outcome.IGNORED)
+    yield from ("", "## Refused", "", "| flag | what to do |", "|---|---|")
+    yield from _rows(Outcome.REFUSED)
+    yield ""
+
+
+def _rows(outcome: Outcome) -> Iterator[str]:
+    """A row for each reason, with all the flags that share it."""
+    by_reason: dict[str, list[str]] = {}
+    for rule in RULES:
+        if rule.outcome is outcome:
+            by_reason.setdefault(_reason(rule), []).append(_spelled(rule))
+    for reason, flags in by_reason.items():
+        yield f"| {' '.join(flags)} | {reason} |"
+
+
+def _reason(rule: Rule) -> str:
+    if rule.outcome is Outcome.REFUSED:
+        return rule.instead
+    other = f"; else refused: {rule.instead}" if rule.instead else ""
+    return f"{rule.why}{other}".replace("{value}", "X")
+
+
+def _spelled(rule: Rule) -> str:
+    return " ".join((f"`{rule.flag}`", ", ".join(f"`{value}`" for value in rule.values))).strip()
+
+
+def _outcome(flag: str, unknown: set[str]) -> str:
+    if flag in unknown:
+        return "unknown"
+    rule = rule_of(flag)
+    return rule.outcome.value if rule else "setting"
+
+
+def _short(given: str) -> str:
+    """A flag with its value; without the value if that is long."""
+    return given if len(given) <= MOST_CHARACTERS else given.split()[0]
+
+
+def _union(flags: Mapping[str, set[str]]) -> set[str]:
+    return set().union(*flags.values())
 
 
 def run(options: argparse.Namespace) -> None:
     configurations = read_configurations(options.checkout)
     commit, date = commit_of(options.checkout)
     trials = [try_configuration(name, words) for name, words in configurations.items()]
-    count = count_of(trials, commit, date)
     if options.output is not None:
-        write_text(options.output, page(count))
-    print("\n".join(count.lines()))
+        write_text(options.output, page(trials, commit, date))
+    print("\n".join(counts(trials)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
