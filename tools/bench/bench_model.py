@@ -35,19 +35,33 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.loader import Batch
-from model.config import LlamaConfig, RecomputeConfig
 from model.flops import flops_per_token
 from model.units import num_parameters
+from paro.arguments.parser import parse_args
+from paro.config.run import RunConfig
+from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
-from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT, REFERENCES, SEED, TYPES, Task
+from tools.bench.model_speed.contenders import (
+    CONTENDERS,
+    DEFAULT,
+    LEARNING_RATE,
+    REFERENCES,
+    SEED,
+    Task,
+)
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
+from tools.bench.shared.turns import words_of
 from tools.shared.command_line import Parser, status_of
 from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+SAME_IN_TRAINER = (
+    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "vocab-size"),
+    *("seq-length", "micro-batch-size", "clip-grad"),
+)
 
 Row = dict[str, object]
 
@@ -85,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-micro-batches", type=int, default=1, help="accumulated in a step")
     add("--clip-grad", type=float, default=1.0, help="norm, in all contenders; 0: none clips")
     add("--seq-length", type=int, default=256)
-    add("--dtype", choices=sorted(TYPES), default="fp32")
+    add("--dtype", choices=("bf16", "fp32"), default="fp32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--threads", type=int, default=2, help="on a CPU")
     add(
@@ -102,37 +116,40 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    heads = args.num_attention_heads
-    if heads < 1 or args.hidden_size % heads != 0:
-        raise UserError(
-            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}"
-        )
-    config = LlamaConfig(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=heads,
-        num_query_groups=args.num_query_groups or heads,
-        kv_channels=args.hidden_size // heads,
-        max_position_embeddings=args.seq_length,
-        vocab_size=args.vocab_size,
-        tie_embeddings_and_output_weights=args.tie_embeddings_and_output_weights,
-        recompute=RecomputeConfig(granularity="full") if args.recompute else None,
-    )
+    device, flags = device_of(args.device), trainer_flags(args)
     size = (args.micro_batch_size, args.seq_length + 1)
     text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
-    device = device_of(args.device)
     mask_BS = torch.ones(tokens_BS.shape)
     batch = Batch(tokens_BS, labels_BS, mask_BS, mask_sum=mask_BS.numel()).to(device)
-    return Task(
-        config=config,
-        device=device,
-        dtype=args.dtype,
-        batch=batch,
-        num_micro_batches=args.num_micro_batches,
-        clip_grad=args.clip_grad,
-    )
+    run = RunConfig.from_args(parse_args(flags), World())
+    return Task(flags=tuple(flags), run=run, device=device, batch=batch)
+
+
+def trainer_flags(args: argparse.Namespace) -> list[str]:
+    """The arguments of pretrain_llama.py for what all contenders train."""
+    flags = {
+        **{name: getattr(args, name.replace("-", "_")) for name in SAME_IN_TRAINER},
+        "distributed-backend": "nccl" if args.device == "cuda" else "gloo",
+        "mock-data": None,
+        "tokenizer-type": "NullTokenizer",
+        "make-vocab-size-divisible-by": 1,
+        "group-query-attention": None,
+        "num-query-groups": args.num_query_groups or args.num_attention_heads,
+        "max-position-embeddings": args.seq_length,
+        "global-batch-size": args.micro_batch_size * args.num_micro_batches,
+        "train-iters": 10**6,
+        "lr": LEARNING_RATE,
+        "lr-decay-style": "constant",
+        "seed": SEED,
+    }
+    if args.tie_embeddings_and_output_weights:
+        flags["tie-embeddings-and-output-weights"] = None
+    if args.recompute:
+        flags["recompute-granularity"] = "full"
+    if args.dtype == "bf16":
+        flags["bf16"] = None
+    return words_of(flags)
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
@@ -145,8 +162,8 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
 def report(task: Task, result: Result, peak: float | None) -> list[tuple[Row, str]]:
     """A row per contender, and the same as a line."""
     seq_length = task.batch.tokens_BS.shape[1]
-    flops = flops_per_token(task.config, seq_length, causal=False)
-    causal = flops_per_token(task.config, seq_length, causal=True)
+    flops = flops_per_token(task.run.model, seq_length, causal=False)
+    causal = flops_per_token(task.run.model, seq_length, causal=True)
     references = [name for name in result.seconds if name in REFERENCES]
     rows: list[tuple[Row, str]] = []
     for name, seconds in result.seconds.items():
@@ -190,12 +207,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     task = task_of(args)
     batch_size, seq_length = task.batch.tokens_BS.shape
     title = (
-        f"{num_parameters(task.config) / 1e6:.2f}M parameters, {args.num_micro_batches} x "
-        f"{batch_size} x {seq_length} tokens a step, {task.dtype} on {task.device}"
+        f"{num_parameters(task.run.model) / 1e6:.2f}M parameters, {args.num_micro_batches} x "
+        f"{batch_size} x {seq_length} tokens a step, {args.dtype} on {task.device}"
     )
     print_line(title)
-    peak = peak_flops(task.device, task.dtype, args.peak_tflops)
-    shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.config)}
+    peak = peak_flops(task.device, args.dtype, args.peak_tflops)
+    shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.run.model)}
 
     def write(result: Result) -> None:
         if args.json is not None:
@@ -215,7 +232,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     else:
         go = sys.stdin.readline if args.paced else lambda: ""
         result = race(task, names, rounds=args.rounds, steps=args.steps, clock=args.clock, go=go)
-    check_losses(result.first_losses, LOSS_TOLERANCE[task.dtype])
+    check_losses(result.first_losses, LOSS_TOLERANCE[args.dtype])
     for _, line in report(task, result, peak):
         print_line(line)
     write(result)

@@ -59,7 +59,7 @@ from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import flags_of, is_own, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
-from tools.bench.shared.turns import order_of_round
+from tools.bench.shared.turns import order_of_round, words_of
 from tools.shared.command_line import RankParser
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
@@ -170,8 +170,7 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
             flags[flag] = value
     if args.recompute:
         flags["recompute-granularity"] = "full"
-    words = ((f"--{flag}", value) for flag, value in flags.items())
-    return [str(word) for pair in words for word in pair if word is not None]
+    return words_of(flags)
 
 
 def task_of(args: argparse.Namespace, name: str, world: World) -> Task:

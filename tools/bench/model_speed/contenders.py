@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
-from model.config import LlamaConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
@@ -22,10 +21,10 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for, keep_freed_memory
 from paro.distributed.world import World
 from paro.errors import importing
+from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_training, start_state
 from paro.training.step import train_step
 
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATE = 1e-4
 SEED = 1234
 
@@ -36,27 +35,32 @@ Step = Callable[[], float | Tensor]  # one optimizer step; returns the loss befo
 class Task:
     """The model and the data that all contenders train with.
 
-    A step accumulates the gradients of `num_micro_batches`, all of the same `batch`, and clips
-    their norm to `clip_grad`; 0: no clipping.
+    A step accumulates the gradients of micro-batches, all of the same `batch`.
     """
 
-    config: LlamaConfig
+    flags: tuple[str, ...]  # of pretrain_llama.py
+    run: RunConfig  # what they stand for
     device: torch.device
-    dtype: str
     batch: Batch
-    num_micro_batches: int = 1
-    clip_grad: float = 1.0
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.run.batches.num_micro_batches_at(0)
 
     @property
     def num_tokens(self) -> int:
         """Of a step."""
         return self.batch.tokens_BS.numel() * self.num_micro_batches
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return TORCH_TYPES[self.run.precision.compute]
+
 
 def _own_model(task: Task) -> Llama:
     with task.device:
-        model = Llama(task.config).to(TYPES[task.dtype])
-    initialize_whole(model, task.config, SEED, num_threads=len(os.sched_getaffinity(0)))
+        model = Llama(task.run.model).to(task.compute_dtype)
+    initialize_whole(model, task.run.model, SEED, num_threads=len(os.sched_getaffinity(0)))
     return model
 
 
@@ -83,8 +87,8 @@ def _plain_loop(
             loss = loss_of()
             loss.backward()
             losses.append(loss.detach())
-        if task.clip_grad > 0.0:
-            nn.utils.clip_grad_norm_(model.parameters(), task.clip_grad)
+        if (clip_grad := task.run.optim.clip_grad) > 0.0:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).sum()
@@ -97,15 +101,15 @@ def make_transformers(task: Task, *, fused: bool = False, compiled: bool = False
         from transformers import LlamaConfig as HuggingFaceConfig
         from transformers import LlamaForCausalLM
 
-    sizes = HuggingFaceConfig(**hugging_face_config(task.config), use_cache=False)
+    sizes = HuggingFaceConfig(**hugging_face_config(task.run.model), use_cache=False)
     with task.device:
-        model = LlamaForCausalLM(sizes).to(TYPES[task.dtype])
+        model = LlamaForCausalLM(sizes).to(task.compute_dtype)
     own = {hugging_face_name(name): p for name, p in _own_model(task).named_parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(own[name])
     model.train()
-    if task.config.recompute is not None:
+    if task.run.model.recompute is not None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused or None)
     tokens_BS, labels_BS = task.batch.tokens_BS, task.batch.labels_BS
@@ -124,7 +128,7 @@ def make_trainer(task: Task, *more: str) -> Step:
     world = World()
     if task.device.type == "cpu":
         keep_freed_memory()  # as `distributed` does
-    config = RunConfig.from_args(parse_args([*trainer_flags(task), *more]), world)
+    config = RunConfig.from_args(parse_args([*task.flags, *more]), world)
     training = build_training(config, Control(world, device_for(config.runtime, world)))
     state, batches = start_state(config), itertools.repeat(task.batch)
 
@@ -132,42 +136,6 @@ def make_trainer(task: Task, *more: str) -> Step:
         return train_step(training, state, batches).loss
 
     return step
-
-
-def trainer_flags(task: Task) -> list[str]:
-    """The arguments of pretrain_llama.py for this task."""
-    config = task.config
-    batch_size, seq_length = task.batch.tokens_BS.shape
-    flags = {
-        "distributed-backend": "nccl" if task.device.type == "cuda" else "gloo",
-        "mock-data": None,
-        "tokenizer-type": "NullTokenizer",
-        "vocab-size": config.vocab_size,
-        "make-vocab-size-divisible-by": 1,
-        "num-layers": config.num_layers,
-        "hidden-size": config.hidden_size,
-        "ffn-hidden-size": config.ffn_hidden_size,
-        "num-attention-heads": config.num_attention_heads,
-        "group-query-attention": None,
-        "num-query-groups": config.num_query_groups,
-        "seq-length": seq_length,
-        "max-position-embeddings": config.max_position_embeddings,
-        "micro-batch-size": batch_size,
-        "global-batch-size": batch_size * task.num_micro_batches,
-        "train-iters": 10**6,
-        "lr": LEARNING_RATE,
-        "clip-grad": task.clip_grad,
-        "lr-decay-style": "constant",
-        "seed": SEED,
-    }
-    if config.tie_embeddings_and_output_weights:
-        flags["tie-embeddings-and-output-weights"] = None
-    if config.recompute is not None:
-        flags["recompute-granularity"] = config.recompute.granularity
-    if task.dtype == "bf16":
-        flags["bf16"] = None
-    words = ((f"--{flag}", value) for flag, value in flags.items())
-    return [str(word) for pair in words for word in pair if word is not None]
 
 
 _WITHOUT_TRITON = (

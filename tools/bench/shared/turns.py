@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +12,12 @@ ROOT = Path(__file__).resolve().parents[3]
 def torchrun(num_ranks: int) -> list[str]:
     """Python's words before a script that start it on so many ranks of this machine."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def words_of(flags: Mapping[str, object]) -> list[str]:
+    """The words of a command line by flag without its dashes; a switch has the value None."""
+    words = ((f"--{flag}", value) for flag, value in flags.items())
+    return [str(word) for pair in words for word in pair if word is not None]
 
 
 def order_of_round(names: Sequence[str], index: int) -> list[str]:
