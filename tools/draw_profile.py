@@ -13,6 +13,7 @@ from typing import Any, NotRequired, TypedDict
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about
 from paro.planning.step.simulation import Activity
 from paro.report.log import print_line
@@ -21,7 +22,7 @@ from paro.untrusted.schema import Count, conform, read_json
 from tools.planning.pictures import draw_timeline
 from tools.profiles.device import DeviceProfile, Event, device_profile, is_of_device
 from tools.profiles.device_report import device_figures, device_text, draw_streams
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 from tools.shared.picture import check_can_draw
 
@@ -182,12 +183,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    return status_of("draw_profile.py", lambda: run(args))
-
-
-def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         check_can_draw(args.plot)
     profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
@@ -216,4 +213,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("draw_profile.py", main)

@@ -23,6 +23,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
         sys.exit(2)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.distributed.user_errors import run_script
 from paro.report.log import print_line
 from paro.text import align
 from tools.cluster.counters import Traffic, reset_traffic, traffic
@@ -31,7 +32,7 @@ from tools.cluster.lifecycle import down, up
 from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel
@@ -125,7 +126,7 @@ def as_json(measured: Traffic) -> str:
     )
 
 
-def execute(args: argparse.Namespace) -> int:
+def execute(args: argparse.Namespace) -> None:
     check_system()
     if args.command == "up":
         sizes = {name: value for name, value in vars(args).items() if name != "command"}
@@ -133,7 +134,7 @@ def execute(args: argparse.Namespace) -> int:
         print_line(f"cluster {made.spec.name!r} is up: {made.spec.describe()}")
     elif args.command == "run":
         argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
-        return run(open_cluster(args.name), argv)
+        sys.exit(run(open_cluster(args.name), argv))
     elif args.command == "bytes":
         opened = open_cluster(args.name)
         measured = traffic(opened)
@@ -144,16 +145,15 @@ def execute(args: argparse.Namespace) -> int:
         for namespace in down(args.name):
             print_line(f"left alone: {namespace}, which this tool did not make", stream=sys.stderr)
         print_line(f"cluster {args.name!r} is down")
-    return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     try:
-        return status_of("emulated_cluster.py", lambda: execute(args))
+        execute(args)
     except KeyboardInterrupt:
-        return 130
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("emulated_cluster.py", main)

@@ -13,9 +13,10 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report.log import print_line
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import output_file
 
 # Tests are excluded because they are repetitive, site-packages because it differs by machine.
@@ -84,11 +85,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    sizes = {"min_bytes": args.min_bytes, "seed": args.seed}
-    return status_of("gather_text.py", lambda: print_line(gather(args.output, **sizes)))
+    print_line(gather(args.output, min_bytes=args.min_bytes, seed=args.seed))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("gather_text.py", main)

@@ -12,9 +12,10 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 
 
 def prefixes_in(folder: Path) -> list[Path]:
@@ -88,12 +89,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    return status_of(
-        "merge_datasets.py", lambda: print_line(merge(prefixes_in(args.input), args.output_prefix))
-    )
+    print_line(merge(prefixes_in(args.input), args.output_prefix))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("merge_datasets.py", main)

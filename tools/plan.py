@@ -12,6 +12,7 @@ from typing import Any
 if not __package__:  # run as a script: the repository's packages are next to tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
@@ -44,18 +45,13 @@ from tools.planning.tables import (
     title,
 )
 from tools.planning.workload import case_of, machine_of, make_parser, with_context
-from tools.shared.command_line import status_of
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     args = make_parser().parse_args(words)
-    return status_of("plan.py", lambda: run(args, words))
-
-
-def run(args: Namespace, words: Sequence[str]) -> None:
     check_outputs(
         args, "--json", "--trace", "--machine-file", pictures=["--plot", "--timeline", "--scaling"]
     )
@@ -208,4 +204,4 @@ def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("plan.py", main)

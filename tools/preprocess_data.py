@@ -25,6 +25,7 @@ from data.fingerprint import fingerprint_of
 from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
 from data.sources import Piece, share_out
 from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report.log import print_line
 from tools.preprocessing.encode import (
@@ -40,7 +41,7 @@ from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.partitions import MOST_PARTITIONS, Partitions
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.workers import Workers, worker_processes
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 
 MOST = {
     "workers": MOST_WORKERS,
@@ -372,15 +373,15 @@ def run(args: argparse.Namespace) -> None:
     print_line(*lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     try:
-        return status_of("preprocess_data.py", lambda: run(args))
+        run(args)
     except KeyboardInterrupt:
         print_line(
             "preprocess_data.py: stopped; with --partitions it can be resumed", stream=sys.stderr
         )
-        return 130
+        sys.exit(130)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
@@ -389,4 +390,4 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _stop)
-    sys.exit(main())
+    run_script("preprocess_data.py", main)

@@ -11,12 +11,13 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report.log import print_line
 from tools.run_report.charts import as_png, charts_of
 from tools.run_report.page import page
 from tools.run_report.runs import read_runs
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import output_file, write_text
 
 DESCRIPTION = """\
@@ -39,7 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    options = make_parser().parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("this needs matplotlib: pip install -r requirements.txt")
     runs = read_runs(options.metrics, options.names)
@@ -53,10 +55,5 @@ def run(options: argparse.Namespace) -> None:
             print_line(f"wrote {place}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = make_parser().parse_args(argv)
-    return status_of("report.py", lambda: run(options))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("report.py", main)

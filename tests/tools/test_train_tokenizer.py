@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from data.sources import find_pieces
 from data.tokenizer import SentencePieceTokenizer
+from paro.errors import UserError
+from tests.helpers.refusals import refused
 from tools.train_tokenizer import main, sampled_chunks
 
 SOURCES = [Path(json.__file__).with_name(name) for name in ("decoder.py", "encoder.py")]
@@ -31,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
     prefix = tmp_path_factory.mktemp("model") / "spm"
     flags = ["--input", str(corpus), "--output-prefix", str(prefix), "--vocab-size", "500"]
-    assert main(flags) == 0
+    main(flags)
     return SentencePieceTokenizer(f"{prefix}.model")
 
 
@@ -63,7 +65,7 @@ def test_digits_are_split(tokenizer: SentencePieceTokenizer) -> None:
 def test_training_again_gives_the_same_model(corpus: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         flags = ["--output-prefix", str(tmp_path / name), "--vocab-size", "400"]
-        assert main(["--input", str(corpus), "--sample-bytes", "20000", *flags]) == 0
+        main(["--input", str(corpus), "--sample-bytes", "20000", *flags])
     assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
 
 
@@ -91,7 +93,7 @@ def test_progress_is_a_line_per_phase(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--output-prefix", str(tmp_path / "x"), "--vocab-size", "400"]
-    assert main(["--input", str(corpus), *flags]) == 0
+    main(["--input", str(corpus), *flags])
     out, err = capfd.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["wrote"]
     assert [line.split()[0] for line in err.splitlines()] == ["Processed", "training"]
@@ -117,16 +119,14 @@ def test_mistakes_are_one_line_and_leave_nothing(
     flags: list[str],
     message: str,
 ) -> None:
-    assert main(["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), *flags]) == 2
-    *_, last = lines = capfd.readouterr().err.splitlines()
-    assert last.startswith("train_tokenizer.py: ")
-    assert message in last
-    assert not [line for line in lines[:-1] if not re.match("Processed|training", line)]
+    with pytest.raises(UserError, match=re.escape(message)):
+        main(["--input", str(corpus), "--output-prefix", str(tmp_path / "x"), *flags])
+    lines = capfd.readouterr().err.splitlines()
+    assert not [line for line in lines if not re.match("Processed|training", line)]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_corpus_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     flags = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "x")]
-    assert main(flags) == 2
-    assert "holds no text" in capsys.readouterr().err
+    refused(lambda: main(flags), "holds no text")

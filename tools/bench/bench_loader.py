@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -41,9 +41,10 @@ from data.indexed_dataset import (
     sequence_pointers,
 )
 from data.loader import MicroBatches
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from tools.bench.shared.turns import median_ratio
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 
 VOCAB_SIZE = 60_000
@@ -165,7 +166,17 @@ def measure_opening(prefix: Path, rounds: int) -> dict[str, Any]:
     return {"documents": indexed.num_documents, "seconds": statistics.median(seconds)}
 
 
-def run(options: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
+    add("--gigabytes", type=float, default=2.0, help="of the corpus; default 2")
+    add("--seq-length", type=int, default=2048)
+    add("--micro-batch-size", type=int, default=4)
+    add("--samples", type=int, default=2000, help="of a turn; default 2000")
+    add("--rounds", type=int, default=5, help="turns of each contender; default 5")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args(argv)
     if min(options.rounds, num_batches(options)) < 1:
         raise UserError("--rounds and --samples must be at least 1, the latter a micro-batch")
     rows = []
@@ -182,19 +193,5 @@ def run(options: argparse.Namespace) -> None:
         write_json(options.json, {"reading": rows, "opening": opening})
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
-    add("--gigabytes", type=float, default=2.0, help="of the corpus; default 2")
-    add("--seq-length", type=int, default=2048)
-    add("--micro-batch-size", type=int, default=4)
-    add("--samples", type=int, default=2000, help="of a turn; default 2000")
-    add("--rounds", type=int, default=5, help="turns of each contender; default 5")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
-    options = parser.parse_args(argv)
-    return status_of("bench_loader.py", lambda: run(options))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_loader.py", main)

@@ -39,6 +39,7 @@ from model.flops import flops_per_token
 from model.units import num_parameters
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
@@ -52,7 +53,7 @@ from tools.bench.model_speed.contenders import (
 )
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
 from tools.bench.shared.turns import words_of
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
@@ -192,8 +193,9 @@ def report(task: Task, result: Result, peak: float | None) -> list[tuple[Row, st
     return rows
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Races, prints and writes the files that `args` name; the status."""
+def main(argv: Sequence[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = make_parser().parse_args(given)
     counts = ("rounds", "steps", "threads", "micro_batch_size", "num_micro_batches")
     check_least(1, **{flag: getattr(args, flag) for flag in (*counts, "seq_length", "vocab_size")})
     if not args.clip_grad >= 0.0:
@@ -223,7 +225,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         result = race_in_own_processes(
             task,
             names,
-            argv,
+            given,
             rounds=args.rounds,
             steps=args.steps,
             ended=write,
@@ -236,14 +238,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     for _, line in report(task, result, peak):
         print_line(line)
     write(result)
-    return 1 if result.failures else 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else list(argv)
-    args = make_parser().parse_args(given)
-    return status_of("bench_model.py", lambda: run(args, given))
+    if result.failures:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_model.py", main)

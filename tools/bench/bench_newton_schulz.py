@@ -19,13 +19,14 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.distributed.timers import time_of
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
 from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
 from paro.optim.matrices import orthogonal
 from paro.optim.muon_config import MuonConfig
 from paro.report.log import print_line
 from tools.bench.shared.turns import median_ratio
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
@@ -104,7 +105,21 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
     }
 
 
-def execute(args: argparse.Namespace) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="bench_newton_schulz.py", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--shapes", default=SHAPES, metavar="ROWSxCOLUMNS,...", help=f"default {SHAPES}")
+    add("--batch", type=int, default=1, metavar="N", help="equal matrices; default 1")
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:1; default: a GPU if there is one")
+    add("--threads", type=int, default=2, help="on a CPU; default 2")
+    add("--rounds", type=int, default=9, help="default 9")
+    add("--peak-tflops", type=float, help="of the device; on known GPUs from a table")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     check_least(1, rounds=args.rounds, batch=args.batch, threads=args.threads)
     shapes = shapes_of(args.shapes)
     check_outputs(args, "--json")
@@ -127,26 +142,7 @@ def execute(args: argparse.Namespace) -> int:
         rows.append(row)
     if args.json is not None:
         write_json(args.json, {"batch": args.batch, "rows": rows})
-    return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="bench_newton_schulz.py", description=DESCRIPTION)
-    add = parser.add_argument
-    add("--shapes", default=SHAPES, metavar="ROWSxCOLUMNS,...", help=f"default {SHAPES}")
-    add("--batch", type=int, default=1, metavar="N", help="equal matrices; default 1")
-    add("--device", metavar="NAME", help="cpu, cuda or cuda:1; default: a GPU if there is one")
-    add("--threads", type=int, default=2, help="on a CPU; default 2")
-    add("--rounds", type=int, default=9, help="default 9")
-    add("--peak-tflops", type=float, help="of the device; on known GPUs from a table")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    return status_of("bench_newton_schulz.py", lambda: execute(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_newton_schulz.py", main)

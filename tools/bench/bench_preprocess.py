@@ -27,11 +27,12 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.corpus import read_batches, texts_of
 from data.sources import Piece
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from tools import preprocess_data
 from tools.preprocessing.encode import EncodingPlan, tokenizer_of
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 
 SCRIPT = Path(preprocess_data.__file__)
@@ -149,7 +150,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(own: argparse.Namespace, words: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    own, words = make_parser().parse_known_args(argv)
     check_least(1, rounds=own.rounds)
     args = preprocess_data.make_parser().parse_args([*words, "--output-prefix", "unused"])
     job = preprocess_data.job_of(args)
@@ -167,10 +169,5 @@ def run(own: argparse.Namespace, words: Sequence[str]) -> None:
         write_json(own.json, figures)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    own, words = make_parser().parse_known_args(argv)
-    return status_of("bench_preprocess.py", lambda: run(own, words))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("bench_preprocess.py", main)

@@ -16,6 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from model.config import FP8_CAPABILITY
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from paro.text import count_text
@@ -23,7 +24,7 @@ from tools.bench.gpu_check import measures, suites
 from tools.bench.gpu_check.page import PAGE, read_results, write_results
 from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
 from tools.bench.shared.turns import ROOT
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 
 DESCRIPTION = """\
 Runs the parts, each at most 8 minutes, and writes a page, a JSON file and pictures to a folder.
@@ -115,7 +116,7 @@ def check_machine(found: Found, args: argparse.Namespace) -> None:
         raise UserError(f"{found.name} has compute capability {major}.{minor}: 8.0 is needed")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     letters = parts_of(args)
     found = ask_torch()
     check_machine(found, args)
@@ -146,7 +147,8 @@ def run(args: argparse.Namespace) -> int:
             print_line(f"   {line}")
         print_line(f"   {'passed' if outcome.passed else 'FAILED'}")
     print_line(f"written: {args.out / PAGE}")
-    return 0 if all(results[letter]["passed"] for letter in letters) else 1
+    if not all(results[letter]["passed"] for letter in letters):
+        raise SystemExit(1)
 
 
 def ask_torch() -> Found:
@@ -164,14 +166,14 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     try:
-        return status_of("check_gpu.py", lambda: run(args))
+        run(args)
     except KeyboardInterrupt:
         print_line("check_gpu.py: stopped; finished parts are written", stream=sys.stderr)
-        return 130
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("check_gpu.py", main)

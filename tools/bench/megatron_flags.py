@@ -9,7 +9,6 @@ rest on the ranks that are left for data parallelism. Needs no GPU and runs no M
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 import shlex
@@ -30,9 +29,10 @@ from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
 from paro.arguments.parser import build_parser, parse_args, parse_known
 from paro.arguments.words import by_flag
 from paro.config.run import RunConfig, take_world
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.training.dry_run import run_dry
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import write_text
 
 HEAD = """\
@@ -286,7 +286,11 @@ def _union(flags: Mapping[str, set[str]]) -> set[str]:
     return set().union(*flags.values())
 
 
-def run(options: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__)
+    parser.add_argument("checkout", type=Path, metavar="MEGATRON_CHECKOUT")
+    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the page there")
+    options = parser.parse_args(argv)
     configurations = read_configurations(options.checkout)
     commit, date = commit_of(options.checkout)
     trials = [try_configuration(name, words) for name, words in configurations.items()]
@@ -295,13 +299,5 @@ def run(options: argparse.Namespace) -> None:
     print("\n".join(counts(trials)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("checkout", type=Path, metavar="MEGATRON_CHECKOUT")
-    parser.add_argument("--output", type=Path, metavar="FILE.md", help="write the page there")
-    options = parser.parse_args(argv)
-    return status_of("megatron_flags.py", lambda: run(options))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("megatron_flags.py", main)

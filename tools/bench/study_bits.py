@@ -17,10 +17,11 @@ from statistics import mean
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from tools.bench.shared.trainings import Found, Losses, run_missing
 from tools.bench.shared.turns import ROOT
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -180,7 +181,19 @@ def _above(own: dict[int, float], base: dict[int, float]) -> tuple[list[int], li
     return list(own), [own[at] - base[at] for at in own]
 
 
-def execute(args: argparse.Namespace) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="study_bits.py", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of trainings; is emptied")
+    add("--data", type=Path, default=ROOT / "runs/quickstart", metavar="DIR", help="quickstart's")
+    add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
+    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     if not (args.data / "corpus_text_document.bin").is_file():
         raise UserError(f"--data {args.data} holds no corpus: run make quickstart first")
     if args.plot is not None:
@@ -195,24 +208,7 @@ def execute(args: argparse.Namespace) -> int:
     print(table(found))
     if args.plot is not None:
         plot(found, args.plot)
-    return 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="study_bits.py", description=DESCRIPTION)
-    add = parser.add_argument
-    add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
-    add("--folder", type=Path, required=True, metavar="DIR", help="of trainings; is emptied")
-    add("--data", type=Path, default=ROOT / "runs/quickstart", metavar="DIR", help="quickstart's")
-    add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
-    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    return status_of("study_bits.py", lambda: execute(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("study_bits.py", main)

@@ -19,11 +19,12 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.tokenizer_config import TOKENIZER_TYPES
+from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from tools.bench.shared.trainings import Found, Losses, read_found, run_missing
 from tools.bench.shared.turns import ROOT
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw, drawing
 
@@ -225,41 +226,6 @@ def plot(found: Found, path: Path) -> None:
             panel.legend(fontsize="small")
 
 
-def execute(args: argparse.Namespace) -> int:
-    check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
-    check_least(1, at_once=args.at_once)
-    if not Path(f"{args.data_path}.bin").is_file():
-        raise UserError(
-            f"--data-path {args.data_path}: there is no .bin: run make quickstart first"
-        )
-    picture = args.folder / "curves.png"
-    check_can_draw(picture, "--folder")
-    data = ["--data-path", os.path.abspath(args.data_path), "--tokenizer-type", args.tokenizer_type]
-    data += ["--tokenizer-model", os.path.abspath(args.tokenizer_model)]
-    file, deadline = args.folder / "runs.json", time.monotonic() + 60.0 * args.minutes
-    found = read_found(file)
-    while True:
-        jobs = jobs_for(found)
-        flags = {
-            job.name: [*job.flags(args.train_iters, args.eval_interval), *data] for job in jobs
-        }
-        found = run_missing(
-            (sys.executable, "pretrain_llama.py"),
-            flags,
-            file,
-            args.folder,
-            at_once=args.at_once,
-            deadline=deadline,
-        )
-        if time.monotonic() > deadline or all(job.name in found for job in jobs_for(found)):
-            break
-    text = report(found)
-    write_text(args.folder / "report.md", text)
-    plot(found, picture)
-    print_line(text)
-    return 0
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="study_optimizers.py", description=DESCRIPTION)
     add = parser.add_argument
@@ -291,10 +257,40 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    return status_of("study_optimizers.py", lambda: execute(args))
+    check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
+    check_least(1, at_once=args.at_once)
+    if not Path(f"{args.data_path}.bin").is_file():
+        raise UserError(
+            f"--data-path {args.data_path}: there is no .bin: run make quickstart first"
+        )
+    picture = args.folder / "curves.png"
+    check_can_draw(picture, "--folder")
+    data = ["--data-path", os.path.abspath(args.data_path), "--tokenizer-type", args.tokenizer_type]
+    data += ["--tokenizer-model", os.path.abspath(args.tokenizer_model)]
+    file, deadline = args.folder / "runs.json", time.monotonic() + 60.0 * args.minutes
+    found = read_found(file)
+    while True:
+        jobs = jobs_for(found)
+        flags = {
+            job.name: [*job.flags(args.train_iters, args.eval_interval), *data] for job in jobs
+        }
+        found = run_missing(
+            (sys.executable, "pretrain_llama.py"),
+            flags,
+            file,
+            args.folder,
+            at_once=args.at_once,
+            deadline=deadline,
+        )
+        if time.monotonic() > deadline or all(job.name in found for job in jobs_for(found)):
+            break
+    text = report(found)
+    write_text(args.folder / "report.md", text)
+    plot(found, picture)
+    print_line(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("study_optimizers.py", main)

@@ -18,6 +18,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
+from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import UserError, about
 from paro.planning.machine.collective_time import speed_of
@@ -36,7 +37,7 @@ from tools.cluster.lifecycle import cluster
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.collective_timing.training import training_config
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw
 
@@ -351,11 +352,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    command = measure if args.command == "measure" else report
-    return status_of("study_plan.py", lambda: command(args))
+    (measure if args.command == "measure" else report)(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("study_plan.py", main)

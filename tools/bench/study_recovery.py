@@ -21,12 +21,13 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from paro.distributed.user_errors import run_script
 from tools.bench.recovery.cases import CASES, ITERATIONS, Case
 from tools.bench.recovery.failures import Failure, Study, plot, tables
 from tools.bench.recovery.steady import measure
 from tools.bench.recovery.watched import Watched
 from tools.cluster.lifecycle import cluster
-from tools.shared.command_line import Parser, status_of
+from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw
 
 DESCRIPTION = """\
@@ -207,7 +208,20 @@ def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None
             training.agents.end()
 
 
-def execute(args: argparse.Namespace) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="study_recovery.py", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
+    add("--folder", type=Path, required=True, metavar="DIR", help="of the trainings; is emptied")
+    add("--cases", metavar="NAMES", help="only these, with commas between them")
+    add("--steady", action="store_true", help="also measure what copies cost; on a quiet machine")
+    add("--plot", type=Path, metavar="FILE", help="draw the figures (png, svg, pdf)")
+    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     if args.plot is not None:
         check_can_draw(args.plot)
     study, draw = Study(args.json), random.Random(time.time_ns())
@@ -226,25 +240,9 @@ def execute(args: argparse.Namespace) -> int:
     print(f"{study.num_compared:,} losses compared; complaints: {study.complaints or 'none'}")
     if args.plot is not None:
         plot(study, args.plot)
-    return 1 if study.complaints else 0
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="study_recovery.py", description=DESCRIPTION)
-    add = parser.add_argument
-    add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
-    add("--folder", type=Path, required=True, metavar="DIR", help="of the trainings; is emptied")
-    add("--cases", metavar="NAMES", help="only these, with commas between them")
-    add("--steady", action="store_true", help="also measure what copies cost; on a quiet machine")
-    add("--plot", type=Path, metavar="FILE", help="draw the figures (png, svg, pdf)")
-    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
-    return status_of("study_recovery.py", lambda: execute(args))
+    if study.complaints:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script("study_recovery.py", main)

@@ -1,16 +1,14 @@
-"""Flag parsing and exit status of tools that start without torch: an error is one line."""
+"""Flag parsing of tools: a mistake is one line."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paro.errors import RunError, UserError, describe, is_memory_failure, is_storage_failure
-from paro.report.log import print_line
+from paro.errors import UserError
 from paro.text import one_line
 
 _PATH_KINDS = (
@@ -74,18 +72,3 @@ def _as_path(text: str) -> Path:
 
 def _is_too_long(path: bytes) -> bool:
     return len(path) > _MAX_PATH_BYTES or max(map(len, path.split(b"/"))) > _MAX_NAME_BYTES
-
-
-def status_of(name: str, run: Callable[[], int | None]) -> int:
-    """What `run` returns, or 2 after a user's mistake and 1 if the machine fails, in one line."""
-    try:
-        return run() or 0
-    except UserError as error:
-        print_line(f"{name}: error: {error}", stream=sys.stderr)
-        return 2
-    except Exception as error:
-        known = isinstance(error, RunError) or is_storage_failure(error) or is_memory_failure(error)
-        if not known:
-            raise
-        print_line(f"{name}: error: {describe(error)}", stream=sys.stderr)
-        return 1

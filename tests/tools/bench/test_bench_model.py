@@ -56,7 +56,7 @@ def test_all_contenders_start_from_the_same_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
-    assert main([*TINY, "--json", str(file)]) == 0
+    main([*TINY, "--json", str(file)])
     printed = capsys.readouterr().out
     written = json.loads(file.read_text())
     check_rows(written)
@@ -70,7 +70,7 @@ def test_all_contenders_start_from_the_same_loss(
 def test_what_a_model_may_be_is_the_same_for_all(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     more = ["--num-query-groups", "1", "--tie-embeddings-and-output-weights", "--recompute"]
-    assert main([*TINY, *more, "--clock", "cpu", "--json", str(file)]) == 0
+    main([*TINY, *more, "--clock", "cpu", "--json", str(file)])
     written = json.loads(file.read_text())
     check_rows(written)
     assert written["clock"] == "cpu"
@@ -83,7 +83,7 @@ def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
     """The mean loss of equal micro-batches is that of one; tokens, and the peak's share, count."""
     file = tmp_path / "figures.json"
     more = ["--contenders", "ours,trainer", "--num-micro-batches", "3", "--peak-tflops", "0.5"]
-    assert main([*TINY, *more, "--json", str(file)]) == 0
+    main([*TINY, *more, "--json", str(file)])
     ours, trainer = json.loads(file.read_text())["rows"]
     assert ours["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
     assert trainer["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-6)

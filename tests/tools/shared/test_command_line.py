@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from paro.errors import RunError, UserError
+from paro.errors import UserError
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
-from tools.shared.command_line import Parser, RankParser, status_of
+from tools.shared.command_line import Parser, RankParser
 
 
 def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,29 +55,6 @@ def test_flags_are_whole_and_a_description_keeps_its_lines(
 def test_a_rank_raises_a_mistake() -> None:
     with pytest.raises(UserError, match="--round"):
         RankParser().parse_args(["--round", "3"])
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (UserError("--seed 1 is odd"), 2),
-        (OSError(errno.ENOSPC, "--seed 1 is odd"), 1),
-        (RunError("--seed 1 is odd"), 1),
-    ],
-)
-def test_an_error_is_one_line_and_a_status(
-    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of("tool.py", Mock(side_effect=error)) == status
-    assert capsys.readouterr().err == "tool.py: error: --seed 1 is odd\n"
-
-
-@pytest.mark.parametrize("bug", [ValueError("a bug"), FileNotFoundError(errno.ENOENT, "a bug")])
-def test_a_bug_is_raised(bug: Exception) -> None:
-    with pytest.raises(type(bug), match="a bug"):
-        status_of("tool.py", Mock(side_effect=bug))
-    assert status_of("tool.py", Mock(return_value=None)) == 0
-    assert status_of("tool.py", Mock(return_value=3)) == 3
 
 
 @pytest.mark.parametrize("path", [f"a/{'x' * 256}", "a/" * 2100, f"{'ä' * 128}/b"])
