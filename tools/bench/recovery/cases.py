@@ -39,9 +39,9 @@ class Case:
     """A training; in `kinds` "rank" and "node" are killed, "stop" is SIGSTOP."""
 
     name: str
-    nodes: int
-    ranks_per_node: int
-    strategy: str
+    nodes: int = 2
+    ranks_per_node: int = 4
+    strategy: str = "III"
     own_flags: str = "--paro-survive 1"
     save_interval: int | None = 20
     least_nodes: int = 0  # to train with; by default all
@@ -89,15 +89,14 @@ class Case:
 
 _DISK = {"rank": 15, "node": 15}
 CASES = (
-    Case(name="III", nodes=2, ranks_per_node=4, strategy="III"),
-    Case(name="NII", nodes=2, ranks_per_node=4, strategy="NII"),
-    Case(name="NNI", nodes=2, ranks_per_node=4, strategy="NNI"),
+    Case(name="III"),
+    Case(name="NII", strategy="NII"),
+    Case(name="NNI", strategy="NNI"),
     Case(name="2,2,4", nodes=4, ranks_per_node=2, strategy="2,2,4"),
     Case(
         name="III, two of three nodes",
         nodes=3,
         ranks_per_node=2,
-        strategy="III",
         own_flags="--paro-survive 1 --paro-elastic",
         least_nodes=2,
         kinds={"rank": 5, "node": 15, "node in update": 5},
@@ -105,29 +104,11 @@ CASES = (
     ),
     Case(
         name="IIG",  # a lost node held what nobody else has
-        nodes=2,
-        ranks_per_node=4,
         strategy="IIG",
         own_flags="--non-persistent-ckpt-type local",
         save_interval=5,
         kinds={"rank": 8, "node": 6},
     ),
-    Case(
-        name="III, from disk",
-        nodes=2,
-        ranks_per_node=4,
-        strategy="III",
-        own_flags="",
-        save_interval=5,
-        kinds=_DISK,
-    ),
-    Case(
-        name="III, plain torchrun",
-        nodes=2,
-        ranks_per_node=4,
-        strategy="III",
-        own_flags="",
-        save_interval=None,
-        kinds=_DISK,
-    ),
+    Case(name="III, from disk", own_flags="", save_interval=5, kinds=_DISK),
+    Case(name="III, plain torchrun", own_flags="", save_interval=None, kinds=_DISK),
 )
