@@ -88,7 +88,8 @@ def describe(conversion: Conversion, source: Source) -> str:
     )
 
 
-def convert(args: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     conversion = Conversion(
         source_format=args.source_format,
         target_format=args.target_format,
@@ -111,11 +112,6 @@ def convert(args: argparse.Namespace) -> None:
     with writing(f"--output {conversion.target}"), bar:
         notes = conversion.write(source, bar.update)
     print_line(*notes, f"wrote {conversion.target} ({conversion.target_format})")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
-    convert(args)
 
 
 if __name__ == "__main__":

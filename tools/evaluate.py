@@ -65,7 +65,22 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--include-path {args.include_path} is no folder")
 
 
-def evaluate(args: argparse.Namespace) -> None:
+def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each figure of each task; the harness names them `metric,filter`."""
+    rows = [["task", "figure", "value", "standard error"]]
+    for task, figures in results.items():
+        for name, value in figures.items():
+            metric, comma, kept = name.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = figures.get(f"{metric}_stderr,{kept}")
+            shown = [f"{x:.4f}" if isinstance(x, float) else "-" for x in (value, error)]
+            rows.append([task, metric if kept == "none" else name, *shown])
+    return align(rows, left=(0, 1))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     check(args)
     # Imported here: it is no requirement, and takes seconds.
     from tools.evaluation import harness
@@ -94,24 +109,6 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.output is not None:
         kept = ("results", "groups", "versions", "n-shot", "n-samples", "samples")
         write_json(args.output, {name: results[name] for name in kept if name in results})
-
-
-def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each figure of each task; the harness names them `metric,filter`."""
-    rows = [["task", "figure", "value", "standard error"]]
-    for task, figures in results.items():
-        for name, value in figures.items():
-            metric, comma, kept = name.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            error = figures.get(f"{metric}_stderr,{kept}")
-            shown = [f"{x:.4f}" if isinstance(x, float) else "-" for x in (value, error)]
-            rows.append([task, metric if kept == "none" else name, *shown])
-    return align(rows, left=(0, 1))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    evaluate(make_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -275,7 +275,8 @@ def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]])
     return begun
 
 
-def generate(args: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
     sampling = Sampling(
         temperature=args.temperature, seed=args.seed, top_k=args.top_k, top_p=args.top_p
     )
@@ -304,11 +305,6 @@ def generate(args: argparse.Namespace) -> None:
             added[row].append(token)
     for prompt, ids, more in zip(prompts, texts, added, strict=True):
         print_line(prompt + "".join(text_of(tokenizer, ids, iter(more))), whole=True)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
-    generate(args)
 
 
 if __name__ == "__main__":
