@@ -132,12 +132,12 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     micro-batch size and the recomputation of the best candidate. A gain of at most 1% is none, as
     where the best is chosen.
     """
-    bought = []
-    for factor in (1.25, 1.5, 2.0):
-        best = found.with_memory(round(workload.choice_bytes * factor))
-        bought.append(_purchase(f"memory x {factor:g}", best))
+    bought = {
+        f"memory x {factor:g}": found.with_memory(round(workload.choice_bytes * factor))
+        for factor in (1.25, 1.5, 2.0)
+    }
     if workload.machine.measured or found.best is None:  # measured times ignore links
-        return _gains(bought, found)
+        return [_purchase(what, best, found.best) for what, best in bought.items()]
     candidate = found.best.candidate
     search_space = SearchSpace(
         micro_batch_sizes=(candidate.micro_batch_size,), recomputes=(candidate.recompute,)
@@ -150,32 +150,25 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
         faster["intra"] = replace(machine, intra=_doubled(machine.intra))
     for name, other in faster.items():
         enough = found.best.seconds / (1 + MEMORY_TIE)
-        best = best_that_fits(replace(workload, machine=other), search_space, enough)
-        bought.append(_purchase(f"{name} bandwidth x 2", best))
-    return _gains(bought, found)
+        better = best_that_fits(replace(workload, machine=other), search_space, enough)
+        bought[f"{name} bandwidth x 2"] = better
+    return [_purchase(what, best, found.best) for what, best in bought.items()]
 
 
 def _doubled(speed: LinkSpeed) -> LinkSpeed:
     return replace(speed, bits_per_second=2 * speed.bits_per_second)
 
 
-def _purchase(what: str, best: Estimate | None) -> dict[str, Any]:
+def _purchase(what: str, better: Estimate | None, best: Estimate | None) -> dict[str, Any]:
+    """The row of an upgrade, `best` the plan's own; without a speed-up it shows that one."""
+    if best is not None and (better is None or best.seconds / better.seconds <= 1 + MEMORY_TIE):
+        better = best
     return {
         "what": what,
-        "step_seconds": None if best is None else best.seconds,
-        "setting": None if best is None else best.candidate.describe(),
+        "step_seconds": None if better is None else better.seconds,
+        "setting": None if better is None else better.candidate.describe(),
+        "speedup": None if best is None or better is None else best.seconds / better.seconds,
     }
-
-
-def _gains(bought: list[dict[str, Any]], found: SearchResult) -> list[dict[str, Any]]:
-    """Adds the speed-up to each row; a row without one shows the plan's best candidate."""
-    best = found.best
-    for row in bought:
-        better = row["step_seconds"]
-        row["speedup"] = None if best is None or better is None else best.seconds / better
-        if best is not None and (better is None or row["speedup"] <= 1 + MEMORY_TIE):
-            row.update(_purchase(row["what"], best), speedup=1.0)
-    return bought
 
 
 def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from data.loader import Batch
 from paro.distributed.control import Control
 from tools.bench.peers.task import (
+    Contender,
     Outcome,
     Task,
     adamw_settings,
@@ -100,7 +101,7 @@ def zero_config(task: Task, mode: Mode) -> dict[str, Any]:
     }
 
 
-class Zero:
+class Zero(Contender):
     """A DeepSpeed engine around the whole model and torch's fused AdamW."""
 
     def __init__(self, task: Task, control: Control, *, mode: Mode) -> None:
@@ -143,9 +144,6 @@ class Zero:
         yield from _tensors(masters)
         yield from _tensors([master.grad for master in masters])
         yield from _tensors(dict(optimizer.optimizer.state))
-
-    def finish(self) -> None:
-        return
 
 
 def _tensors(held: object) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from data.loader import Batch
 from paro.distributed.control import Control
 from paro.errors import UserError
 from tools.bench.peers.task import (
+    Contender,
     Outcome,
     Task,
     adamw_settings,
@@ -47,7 +48,7 @@ MODES = {
 }
 
 
-class FullySharded:
+class FullySharded(Contender):
     """FSDP2 with embedding, blocks and head as units; its fp32 shards are the master parameters.
 
     Parameters are all-gathered in the compute type before forward and before backward, gradients
@@ -137,9 +138,6 @@ class FullySharded:
                     yield _local(tensor)
         for state in self.optimizer.state.values():
             yield from map(_local, state.values())
-
-    def finish(self) -> None:
-        return
 
 
 def _mesh(task: Task, control: Control, mode: Mode) -> DeviceMesh:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from data.loader import Batch
 from paro.distributed.control import Control
 from tools.bench.peers.task import (
+    Contender,
     Outcome,
     Task,
     adamw_settings,
@@ -66,7 +67,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 yield from state.values()
 
 
-class Replicated:
+class Replicated(Contender):
     """Whole parameters and gradients on every rank; optimizer state whole too, or by parameter.
 
     Gradients are views of the buckets and are all-reduced with the last micro-batch only. A bucket
@@ -120,6 +121,3 @@ class Replicated:
         yield from self.ddp.module.parameters()
         yield from (p.grad for p in self.parameters if p.grad is not None)
         yield from self.local.held()
-
-    def finish(self) -> None:
-        return
