@@ -52,7 +52,7 @@ from tools.bench.model_speed.contenders import (
     Task,
 )
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
-from tools.bench.shared.turns import words_of
+from tools.bench.shared.turns import given, words_of
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
@@ -130,7 +130,7 @@ def task_of(args: argparse.Namespace) -> Task:
 def trainer_flags(args: argparse.Namespace) -> list[str]:
     """The arguments of pretrain_llama.py for what all contenders train."""
     flags = {
-        **{name: getattr(args, name.replace("-", "_")) for name in SAME_IN_TRAINER},
+        **given(args, *SAME_IN_TRAINER),
         "distributed-backend": "nccl" if args.device == "cuda" else "gloo",
         "mock-data": None,
         "tokenizer-type": "NullTokenizer",
@@ -194,8 +194,8 @@ def report(task: Task, result: Result, peak: float | None) -> list[tuple[Row, st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = sys.argv[1:] if argv is None else list(argv)
-    args = make_parser().parse_args(given)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = make_parser().parse_args(words)
     counts = ("rounds", "steps", "threads", "micro_batch_size", "num_micro_batches")
     check_least(1, **{flag: getattr(args, flag) for flag in (*counts, "seq_length", "vocab_size")})
     if not args.clip_grad >= 0.0:
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = race_in_own_processes(
             task,
             names,
-            given,
+            words,
             rounds=args.rounds,
             steps=args.steps,
             ended=write,

@@ -59,7 +59,7 @@ from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import flags_of, is_own, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
-from tools.bench.shared.turns import order_of_round, words_of
+from tools.bench.shared.turns import given, order_of_round, words_of
 from tools.shared.command_line import RankParser
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
@@ -70,6 +70,10 @@ CONTENDERS = (
 )
 SHAPE = {"num-layers": 6, "hidden-size": 256, "num-attention-heads": 4, "ffn-hidden-size": 688}
 VOCAB_SIZE = 4096
+SAME_IN_TRAINER = (
+    *("llama-preset", "vocab-size", "seq-length", "micro-batch-size", "lr", "seed", "trainable"),
+    *("lora-rank", "lora-target-modules", "distributed-backend", "distributed-timeout-minutes"),
+)
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 
@@ -139,35 +143,21 @@ def samples_of_step(args: argparse.Namespace, world_size: int) -> int:
 
 def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
     """The arguments of pretrain_llama.py for the common training job, without a strategy."""
-    sizes = {} if args.llama_preset else dict(SHAPE)
-    sizes |= {flag: size for flag in SHAPE if (size := getattr(args, flag.replace("-", "_")))}
     flags: dict[str, object] = {
-        **sizes,
-        "distributed-backend": args.distributed_backend,
-        "distributed-timeout-minutes": args.distributed_timeout_minutes,
+        **({} if args.llama_preset else SHAPE | {"vocab-size": VOCAB_SIZE}),
+        **given(args, *SHAPE, *SAME_IN_TRAINER),
         "mock-data": None,
         "tokenizer-type": "NullTokenizer",
         "make-vocab-size-divisible-by": 1,
-        "seq-length": args.seq_length,
         "max-position-embeddings": args.seq_length,
-        "micro-batch-size": args.micro_batch_size,
         "global-batch-size": samples_of_step(args, world_size),
         "train-iters": args.warmup_steps + args.steps,
-        "lr": args.lr,
         "lr-decay-style": "constant",
-        "seed": args.seed,
     }
-    if args.llama_preset:
-        flags["llama-preset"] = args.llama_preset
-    if args.vocab_size or not args.llama_preset:
-        flags["vocab-size"] = args.vocab_size or VOCAB_SIZE
     if args.num_query_groups:
         flags |= {"group-query-attention": None, "num-query-groups": args.num_query_groups}
     if args.dtype == "bf16":
         flags["bf16"] = None
-    for flag in ("trainable", "lora-rank", "lora-target-modules"):
-        if (value := getattr(args, flag.replace("-", "_"))) is not None:
-            flags[flag] = value
     if args.recompute:
         flags["recompute-granularity"] = "full"
     return words_of(flags)

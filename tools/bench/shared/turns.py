@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -12,6 +13,12 @@ ROOT = Path(__file__).resolve().parents[3]
 def torchrun(num_ranks: int) -> list[str]:
     """Python's words before a script that start it on so many ranks of this machine."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def given(args: Namespace, *flags: str) -> dict[str, object]:
+    """What is given of some flags, by flag without its dashes."""
+    values = {flag: getattr(args, flag.replace("-", "_")) for flag in flags}
+    return {flag: value for flag, value in values.items() if value is not None}
 
 
 def words_of(flags: Mapping[str, object]) -> list[str]:
