@@ -194,18 +194,13 @@ def known_machine(args: argparse.Namespace, world_size: int, group_size: int) ->
         machine = replace(machine, nic=other.nic, intra=other.intra, inter=other.inter)
     if args.nic is not None:
         machine = replace(machine, nic=Nic(args.nic))
-    typed = {link: typed_rate(args, link) for link in Link}
-    intra, inter = (
-        machine.link(link) if bits is None else fit_link(machine, link, bits)
-        for link, bits in typed.items()
-    )
-    return replace(machine, intra=intra, inter=inter)
-
-
-def typed_rate(args: argparse.Namespace, link: Link) -> int | None:
-    text = getattr(args, f"{link.value}_bandwidth")
-    with about(f"--{link.value}-bandwidth: "):
-        return None if text is None else bits_per_second(text)
+    speeds = {}
+    for link in Link:
+        text = getattr(args, f"{link.value}_bandwidth")
+        with about(f"--{link.value}-bandwidth: "):
+            bits = None if text is None else bits_per_second(text)
+        speeds[link.value] = machine.link(link) if bits is None else fit_link(machine, link, bits)
+    return replace(machine, **speeds)
 
 
 def race_all(settings: Settings, control: Control) -> list[Outcome]:

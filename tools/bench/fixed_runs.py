@@ -25,7 +25,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.strategy import legal_letters
-from tools.bench.shared.turns import ROOT, torchrun
+from tools.bench.shared.turns import ROOT, rows_in, torchrun
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 
@@ -108,8 +108,7 @@ def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
     )
     if done.returncode != 0:
         raise UserError(f"run {run.name!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [{name: row[name] for name in FIELDS} for row in rows]
+    return [{name: row[name] for name in FIELDS} for row in rows_in(metrics)]
 
 
 def machine() -> dict[str, str]:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -18,9 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository root is not on sys.path
@@ -29,7 +28,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.checkpoint.directory import TRACKER
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
-from tools.bench.shared.turns import ROOT, torchrun
+from tools.bench.shared.turns import ROOT, rows_in, torchrun
 from tools.cluster.processes import children
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json, write_json
@@ -54,7 +53,7 @@ class Kill:
     inside_save: bool
     asynchronous: bool
     survivors_gone_seconds: float
-    trains_again_seconds: float | None  # None: the training did nothing after it
+    trains_again_seconds: float | None = None  # None: the training did nothing after it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +71,9 @@ class Launched:
     """A training under torchrun in its own folder, and what it has printed."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> None:
-        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.asynchronous = asynchronous
         self.checkpoints = folder / "ckpt"
         self.log = folder / "log"
         self.metrics = folder / "metrics.jsonl"
@@ -129,7 +130,7 @@ class Launched:
         except (OSError, ValueError):
             return 0
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -139,27 +140,9 @@ class Launched:
         self._file.close()
 
 
-@contextmanager
-def launched(folder: Path, args: argparse.Namespace, *, asynchronous: bool) -> Iterator[Launched]:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    training = Launched(folder, args, asynchronous=asynchronous)
-    try:
-        yield training
-    finally:
-        training.end()
-
-
 def losses(path: Path) -> list[tuple[int, float]]:
     """(iteration, loss) for every loss written; skips lines that a kill cut short."""
-    found = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        found.append((record["iteration"], record["lm_loss"]))
-    return found
+    return [(row["iteration"], row["lm_loss"]) for row in rows_in(path)]
 
 
 def wait_for_training(training: Launched, iterations: int, limit: float) -> bool:
@@ -192,8 +175,8 @@ def wait_for_the_moment(
 
 def kill_one(
     training: Launched, drawn: random.Random, args: argparse.Namespace, *, writing: int | None
-) -> tuple[int, bool, float] | None:
-    """Kills a random rank; returns it, whether a save was cut short, and the survivors' seconds."""
+) -> Kill | None:
+    """Kills a random rank and waits until the others are gone."""
     ranks = training.ranks()
     if len(ranks) != args.ranks or training.process.poll() is not None:
         return None
@@ -206,9 +189,13 @@ def kill_one(
             raise TimeoutError(f"ranks {ranks} stay after one was killed")
         time.sleep(0.01)
     gone = time.monotonic() - begin
-    inside = saving is not None and training.saved() < saving
     training.cut_short |= training.unfinished().keys()
-    return rank, inside, gone
+    return Kill(
+        rank=rank,
+        inside_save=saving is not None and training.saved() < saving,
+        asynchronous=training.asynchronous,
+        survivors_gone_seconds=gone,
+    )
 
 
 def _runs(pid: int) -> bool:
@@ -220,18 +207,13 @@ def _runs(pid: int) -> bool:
 
 
 def disturb(
-    training: Launched,
-    study: Study,
-    args: argparse.Namespace,
-    drawn: random.Random,
-    *,
-    asynchronous: bool,
+    training: Launched, study: Study, args: argparse.Namespace, drawn: random.Random
 ) -> None:
     """Kills until the training has ended or there were enough kills of both kinds."""
     limit = 60.0 * args.patience_minutes
     if not wait_for_training(training, 0, limit):
         return
-    while wanted := wanted_kinds(study, args, asynchronous=asynchronous):
+    while wanted := wanted_kinds(study, args, asynchronous=training.asynchronous):
         inside = drawn.choice(wanted)
         iterations = training.num_iterations()
         writing = wait_for_the_moment(
@@ -243,17 +225,11 @@ def disturb(
         begin = time.monotonic()
         iterations = max(iterations, training.num_iterations())
         again = wait_for_training(training, iterations, limit)
-        rank, was_inside, gone = killed
-        study.kills.append(
-            Kill(
-                rank=rank,
-                inside_save=was_inside,
-                asynchronous=asynchronous,
-                survivors_gone_seconds=gone,
-                trains_again_seconds=gone + time.monotonic() - begin if again else None,
-            )
-        )
-        print(f"kill {len(study.kills)}: {study.kills[-1]}", flush=True)
+        if again:
+            seconds = killed.survivors_gone_seconds + time.monotonic() - begin
+            killed = replace(killed, trains_again_seconds=seconds)
+        study.kills.append(killed)
+        print(f"kill {len(study.kills)}: {killed}", flush=True)
         if not again:
             return
 
@@ -310,14 +286,15 @@ def _command(entry: Path) -> str:
 
 def make_study(args: argparse.Namespace) -> Study:
     study, drawn = Study(), random.Random(args.seed)
-    with launched(args.folder / "undisturbed", args, asynchronous=False) as training:
+    with closing(Launched(args.folder / "undisturbed", args, asynchronous=False)) as training:
         if training.process.wait(600) != 0:
             raise RuntimeError(training.text()[-3000:])
         undisturbed = dict(losses(training.metrics))
     for asynchronous in (False, True):
         while wanted_kinds(study, args, asynchronous=asynchronous):
-            with launched(args.folder / "disturbed", args, asynchronous=asynchronous) as training:
-                disturb(training, study, args, drawn, asynchronous=asynchronous)
+            disturbed = Launched(args.folder / "disturbed", args, asynchronous=asynchronous)
+            with closing(disturbed) as training:
+                disturb(training, study, args, drawn)
                 judge(training, study, undisturbed)
     return study
 

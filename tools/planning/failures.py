@@ -11,7 +11,7 @@ from paro.errors import UserError
 from paro.optim.states import optimizer_bytes
 from paro.planning.cost_model import muon_stop
 from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
-from paro.planning.machine.machine import Machine, Nic
+from paro.planning.machine.machine import Nic
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
@@ -99,9 +99,12 @@ def _expected(setting: Estimate, survives: int, name: str, goodput: Goodput) -> 
 
 def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
     """To send a new node its ranks' states, each over its share of the links between nodes."""
-    rate = _inter_bytes_per_second(workload.machine)
+    machine = workload.machine
+    if machine.inter is None:
+        return 0.0
+    ranks = machine.group_size if machine.nic is Nic.SHARED else 1
     num_bytes = _trained_bytes(workload) / setting.candidate.strategy.optim
-    return 0.0 if rate is None else num_bytes / rate
+    return num_bytes / (machine.inter.bits_per_second / 8 / ranks)
 
 
 def _trained_bytes(workload: Workload) -> int:
@@ -117,14 +120,6 @@ def _trained_bytes(workload: Workload) -> int:
         )
         for unit in workload.units
     )
-
-
-def _inter_bytes_per_second(machine: Machine) -> float | None:
-    """Of one rank; None if the machine has no such link."""
-    if machine.inter is None:
-        return None
-    ranks = machine.group_size if machine.nic is Nic.SHARED else 1
-    return machine.inter.bits_per_second / 8 / ranks
 
 
 def failures_table(failures: Failures, rows: Sequence[Expected]) -> list[str]:

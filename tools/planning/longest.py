@@ -40,9 +40,9 @@ def longest_table(args: Namespace) -> str:
             ]
             if found:
                 way, length = max(found, key=lambda one: one[1])
-                rows.append(
-                    (name, *_cells(way, length, _estimated(workload, way, strategy, length)))
-                )
+                own = _at(workload, way, length)
+                estimate = Estimator(own).estimate(own.candidate(strategy))
+                rows.append((name, *_cells(way, length, estimate)))
     return align(rows, left=(0, 2, 3))
 
 
@@ -103,13 +103,6 @@ def _at(workload: Workload, way: ContextParallelConfig, length: int) -> Workload
         seq_length=length,
         global_batch_size=workload.world_size // way.context_parallel_size,
     )
-
-
-def _estimated(
-    workload: Workload, way: ContextParallelConfig, strategy: Strategy, length: int
-) -> Estimate:
-    own = _at(workload, way, length)
-    return Estimator(own).estimate(own.candidate(strategy))
 
 
 def _cells(way: ContextParallelConfig, length: int, estimate: Estimate) -> tuple[str, ...]:

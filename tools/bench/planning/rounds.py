@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from paro.planning.machine.machine import LinkSpeed, Machine, Measured
-from tools.bench.shared.turns import median_known
+from tools.bench.shared.turns import median_known, rows_in
 
 NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row
 NODES, RANKS_PER_NODE = 2, 4  # of the clusters of study_plan.py
@@ -27,13 +26,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     A truncated line is skipped.
     """
     path = folder / "steps.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found: dict[tuple[object, ...], dict[str, Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in rows_in(path) if path.exists() else ():
         if _busy_elsewhere(row) <= MOST_ELSEWHERE:
             found[tuple(row[name] for name in NAMES)] = row
     return list(found.values())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from statistics import median
 
 from tools.bench.recovery.cases import ITERATIONS, Case
-from tools.bench.shared.turns import ROOT
+from tools.bench.shared.turns import ROOT, rows_in
 from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
@@ -44,7 +43,6 @@ def _train(made: Cluster, case: Case, folder: Path, copies: str | None) -> tuple
     reset_traffic(made)
     if run(made, [str(ROOT / "pretrain_llama.py"), *flags]) != 0:
         raise RuntimeError(f"{case.name}: the training failed")
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    times = [record["iteration_time_ms"] for record in records if "iteration_time_ms" in record]
+    times = [row["iteration_time_ms"] for row in rows_in(metrics) if "iteration_time_ms" in row]
     assert len(times) == ITERATIONS, f"{len(times)} iterations"
     return times, traffic(made).sent

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,6 +28,13 @@ def words_of(flags: Mapping[str, object]) -> list[str]:
     """The words of a command line by flag without its dashes; a switch has the value None."""
     words = ((f"--{flag}", value) for flag, value in flags.items())
     return [str(word) for pair in words for word in pair if word is not None]
+
+
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; one that a kill cut short is passed over."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def order_of_round(names: Sequence[str], index: int) -> list[str]:
