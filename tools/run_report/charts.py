@@ -142,33 +142,38 @@ def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
 
 
 _FIRST_KIND = 3  # the first colours are those of the runs
-Part = tuple[str, Sequence[float | None]]
+Parts = Mapping[str, float | None]
 
 
-def _stacked(axis: Any, runs: Sequence[Run], parts: Sequence[Part], palette: Palette) -> None:
+def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
     """A bar per run, made of parts; the first run on top."""
-    places = range(len(runs))
-    left = [0.0] * len(runs)
-    for index, (label, values) in enumerate(parts):
-        widths = [value or 0.0 for value in values]
-        colour = palette.of(index + _FIRST_KIND)
-        axis.barh(places, widths, left=left, height=0.6, color=colour, label=label)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    for place, total in zip(places, left, strict=True):
-        axis.annotate(
-            f"{total:.4g}",
-            (total, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            color=palette.ink,
-            fontsize=9,
-        )
-    axis.set_yticks(list(places), [run.name for run in runs])
-    axis.invert_yaxis()
-    axis.margins(x=0.16)
-    axis.grid(axis="y", visible=False)
-    _legend(axis, palette)
+
+    def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+        places, left = range(len(runs)), [0.0] * len(runs)
+        of_runs = [parts_of(run) for run in runs]
+        for index, part in enumerate(dict.fromkeys(name for parts in of_runs for name in parts)):
+            widths = [parts.get(part) or 0.0 for parts in of_runs]
+            colour = palette.of(index + _FIRST_KIND)
+            axis.barh(places, widths, left=left, height=0.6, color=colour, label=part)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        for place, total in zip(places, left, strict=True):
+            axis.annotate(
+                f"{total:.4g}",
+                (total, place),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                color=palette.ink,
+                fontsize=9,
+            )
+        axis.set_yticks(list(places), [run.name for run in runs])
+        axis.invert_yaxis()
+        axis.margins(x=0.16)
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel(label)
+        _legend(axis, palette)
+
+    return draw
 
 
 def _legend(axis: Any, palette: Palette) -> None:
@@ -191,41 +196,25 @@ def _legend(axis: Any, palette: Palette) -> None:
     )
 
 
-def _draw_memory(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    predicted = [run.facts.get("predicted") or {} for run in runs]
-    kinds = [
-        kind for kind in dict.fromkeys(k for each in predicted for k in each) if kind != "total"
-    ]
-    parts: list[Part] = [
-        (kind.replace("-", " "), [bytes_by_kind.get(kind, 0) / 1e6 for bytes_by_kind in predicted])
-        for kind in kinds
-    ]
-    _stacked(axis, runs, parts, palette)
-    axis.set_xlabel("MB on a rank, predicted at the peak")
+def _predicted_memory(run: Run) -> Parts:
+    predicted = run.facts.get("predicted") or {}
+    return {
+        kind.replace("-", " "): num_bytes / 1e6
+        for kind, num_bytes in predicted.items()
+        if kind != "total"
+    }
 
 
-def _medians(label: str, parts: Mapping[str, str], *, scale: float = 1.0) -> Draw:
-    """A bar for each run, made of medians of fields by the parts' names."""
-
-    def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-        found: list[Part] = [
-            (part, [run.typical(field, scale=scale) for run in runs])
-            for part, field in parts.items()
-        ]
-        _stacked(axis, runs, found, palette)
-        axis.set_xlabel(label)
-
-    return draw
+def _medians(fields: Mapping[str, str], *, scale: float = 1.0) -> Callable[[Run], Parts]:
+    """Medians of fields by the parts' names."""
+    return lambda run: {part: run.typical(name, scale=scale) for part, name in fields.items()}
 
 
-def _draw_iteration(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    exposed = [run.exposed_ms() or 0.0 for run in runs]
-    data = [run.typical("data_wait_ms") or 0.0 for run in runs]
-    whole = [run.typical("iteration_time_ms") or 0.0 for run in runs]
-    rest = [max(0.0, t - e - d) for t, e, d in zip(whole, exposed, data, strict=True)]
-    parts = ("computing", rest), ("communication", exposed), ("data", data)
-    _stacked(axis, runs, parts, palette)
-    axis.set_xlabel("ms per iteration")
+def _iteration(run: Run) -> Parts:
+    exposed, data = run.exposed_ms() or 0.0, run.typical("data_wait_ms") or 0.0
+    whole = run.typical("iteration_time_ms") or 0.0
+    computing = max(0.0, whole - exposed - data)
+    return {"computing": computing, "communication": exposed, "data": data}
 
 
 BITS = "bits_per_byte"
@@ -267,37 +256,38 @@ CHARTS = (
         "iteration",
         "Where an iteration goes",
         "Medians: waiting for communication and for batches, and the rest, which is computing.",
-        _draw_iteration,
+        _bars("ms per iteration", _iteration),
     ),
     Chart(
         "exposed",
         "Exposed communication",
         "By what was waited for; medians.",
-        _medians(
+        _bars(
             "ms of an iteration in which computing waits",
-            {
-                "gathers": "exposed_gather_ms",
-                "reductions": "exposed_reduce_ms",
-                "publishing": "exposed_publish_ms",
-                "attention": "exposed_context_ms",
-            },
+            _medians(
+                {
+                    "gathers": "exposed_gather_ms",
+                    "reductions": "exposed_reduce_ms",
+                    "publishing": "exposed_publish_ms",
+                    "attention": "exposed_context_ms",
+                }
+            ),
         ),
     ),
     Chart(
         "bytes",
         "Bytes sent",
         "Exact, counted where they are sent; medians.",
-        _medians(
+        _bars(
             "MB sent by a rank in an iteration",
-            {"inside groups": "intra_bytes", "between groups": "inter_bytes"},
-            scale=1e-6,
+            _medians({"inside groups": "intra_bytes", "between groups": "inter_bytes"}, scale=1e-6),
         ),
     ),
     Chart(
         "memory",
         "Memory",
         "By formula, at the moment of a step that needs most; measured peaks are in the table.",
-        _draw_memory,
+        _bars("MB on a rank, predicted at the peak", _predicted_memory),
     ),
 )
 
