@@ -17,14 +17,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, reading
 from paro.report.log import print_line
 from paro.text import align
-from tools.generate import (
-    add_model_args,
-    dtype_of,
-    load_model,
-    load_tokenizer,
-    open_model,
-    prefix_of,
-)
+from tools import generate
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of
 from tools.shared.output import write_json
@@ -43,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
             "--bf16; tasks of your own: --include-path DIR, a folder with lm-eval's YAML files"
         ),
     )
-    add_model_args(parser)
+    generate.add_model_args(parser)
     add = parser.add_argument
     add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks or groups of lm-eval")
     add("--include-path", metavar="DIR", help="more tasks, as lm-eval's YAML files")
@@ -88,12 +81,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     tasks = harness.task_manager(args.tasks, args.include_path)
     device = device_of(args.device)
     with reading(f"--load {args.load}"):
-        source = open_model(args.load, args.ckpt_step, args.base)
-    tokenizer = load_tokenizer(source, args.tokenizer_model)
+        source = generate.open_model(args.load, args.ckpt_step, args.base)
+    tokenizer = generate.load_tokenizer(source, args.tokenizer_model)
     model = harness.HarnessModel(
-        load_model(source, device, dtype_of(args)),
+        generate.load_model(source, device, generate.dtype_of(args)),
         tokenizer,
-        prefix=prefix_of(source, tokenizer),
+        prefix=generate.prefix_of(source, tokenizer),
         max_length=args.seq_length or source.config.max_position_embeddings,
         batch_size=args.batch_size,
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: the repository's packages are next to tools/
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +19,6 @@ from paro.planning.machine.made import described
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (
-    SearchResult,
     best_first,
     best_that_fits,
     letter_rows,
@@ -30,20 +28,11 @@ from paro.planning.search.planner import (
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.report.log import print_line
-from tools.planning.failures import as_fields, expected, failures_of, failures_table
+from tools.planning import tables
+from tools.planning.failures import expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not
 from tools.planning.longest import longest_table
 from tools.planning.pictures import chrome_trace, draw_front, draw_scaling, draw_timeline
-from tools.planning.tables import (
-    as_json,
-    front_table,
-    misfits,
-    nothing_fits,
-    purchase_lines,
-    purchases,
-    rows_table,
-    title,
-)
 from tools.planning.workload import case_of, machine_of, make_parser, with_context
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
@@ -71,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
     """Prints the plan and writes the files; `UserError` at the end if nothing fits."""
-    print_line(title(workload), "")
+    print_line(tables.title(workload), "")
     if args.gpu is not None:
         print_line(described(workload.machine), "")
     if args.machine_file is not None:
@@ -79,30 +68,30 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
     if any(row.fits for row in rows):
-        print_line(rows_table(workload, rows), *misfits(workload, rows), "")
+        print_line(tables.rows_table(workload, rows), *tables.misfits(workload, rows), "")
     else:
-        print_line(*nothing_fits(workload, rows), "")
+        print_line(*tables.nothing_fits(workload, rows), "")
     found = plan(workload)
     print_line(*describe(found))
     if args.why_not is not None:
         print_line("", *why_not(workload, found, args.why_not))
-    bought = purchases(workload, found)
+    bought = tables.purchases(workload, found)
     if found.best is not None:
-        print_line("", "memory against time, all candidates:", front_table(found), "")
-        print_line("what more would buy:", *purchase_lines(bought))
+        print_line("", "memory against time, all candidates:", tables.front_table(found), "")
+        print_line("what more would buy:", *tables.purchase_lines(bought))
     failing: dict[str, object] | None = None
     if args.mtbf_hours is not None:
         failures = failures_of(args, workload)
         expectation = expected(workload, found, failures)
         print_line("", *failures_table(failures, expectation))
-        failing = as_fields(failures, expectation)
+        failing = {**asdict(failures), "settings": [*map(asdict, expectation)]}
     curves = {}
     if args.scaling is not None:
         print_line("", "the best that fits at the same batch a rank:")
         curves = scaling(workload, machine_of(args), args.paro_group_size)
     launch = [] if found.best is None else [*launch_lines(args, workload, found.best, words)]
     if args.json is not None:
-        fields = fields_of(workload, rows, found, bought, curves) | {
+        fields = tables.fields_of(workload, rows, found, bought, curves) | {
             "failures": failing,
             "launch": launch,
         }
@@ -119,33 +108,6 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
         given = given if gigabytes is None else f"--device-memory-gb {gigabytes:g}"
         raise UserError(f"{given}: {why_nothing_fits(workload, found)}")
     print_line("", *launch)
-
-
-def fields_of(
-    workload: Workload,
-    rows: Sequence[Estimate],
-    found: SearchResult,
-    bought: Sequence[dict[str, Any]],
-    curves: dict[str, list[tuple[int, float]]],
-) -> dict[str, Any]:
-    """The contents of --json; rows and candidates are sorted best first."""
-    weighed = (found.best, found.runner_up, *found.front, found.least)
-    candidates = {id(estimate): estimate for estimate in weighed if estimate}
-    return {
-        "case": title(workload),
-        "machine": workload.machine.name,
-        "world_size": workload.world_size,
-        "memory_limit_bytes": workload.device_bytes,
-        "rows": [as_json(workload, row) for row in rows if not row.candidate.materialize.rotates],
-        "rotated": [as_json(workload, row) for row in rows if row.candidate.materialize.rotates],
-        "candidates": [as_json(workload, estimate) for estimate in best_first(candidates.values())],
-        "best": None if found.best is None else as_json(workload, found.best),
-        "runner_up": None if found.runner_up is None else as_json(workload, found.runner_up),
-        "least": as_json(workload, found.least),
-        "num_settings": found.num_candidates,
-        "more": list(bought),
-        "scaling": curves,
-    }
 
 
 def scaling(

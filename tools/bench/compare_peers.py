@@ -43,18 +43,10 @@ from paro.errors import UserError, about, check_least
 from paro.report.record import PlannedStep
 from paro.text import ranks_text
 from paro.training.planned_time import planned_step
+from tools.bench.peers import figures
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed
-from tools.bench.peers.figures import (
-    Rounds,
-    Turn,
-    check_agreement,
-    compare,
-    prediction_table,
-    ratio_table,
-    summarize,
-    summary_table,
-)
+from tools.bench.peers.figures import Rounds, Turn
 from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import flags_of, is_own, reason_to_leave_out
 from tools.bench.peers.task import Task
@@ -235,7 +227,7 @@ def race(args: argparse.Namespace, plan: Comparison, world: World) -> Rounds:
                     f"{' '.join(f'{loss:.4f}' for loss in turn.losses)}",
                     flush=True,
                 )
-                check_agreement(reference, turn, tolerance)
+                figures.check_agreement(reference, turn, tolerance)
             rounds[name].append(turn)
     return rounds
 
@@ -271,15 +263,15 @@ def report(
     title, tokens = title_of(args, plan, world), samples_of_step(args, world.size) * args.seq_length
     run = next(iter(plan.tasks.values())).run
     flops = flops_per_token(run.model, args.seq_length, run.trained, causal=True)
-    summaries = summarize(rounds, tokens, tokens * flops / world.size)
-    ratios = {baseline: compare(rounds, baseline) for baseline in plan.baselines}
-    print("", summary_table(summaries), sep="\n")
+    summaries = figures.summarize(rounds, tokens, tokens * flops / world.size)
+    ratios = {baseline: figures.compare(rounds, baseline) for baseline in plan.baselines}
+    print("", figures.summary_table(summaries), sep="\n")
     if planned or any(task.run.context.context_parallel_size > 1 for task in plan.tasks.values()):
-        print("", prediction_table(summaries, planned), sep="\n")
+        print("", figures.prediction_table(summaries, planned), sep="\n")
     for rows in ratios.values():
-        print("", ratio_table(rows), sep="\n")
+        print("", figures.ratio_table(rows), sep="\n")
     if args.json is not None:
-        figures: dict[str, Any] = {
+        content: dict[str, Any] = {
             "task": title,
             "arguments": {name: str(value) for name, value in vars(args).items()},
             "left_out": plan.left_out,
@@ -288,7 +280,7 @@ def report(
             "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
             "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
         }
-        write_json(args.json, figures)
+        write_json(args.json, content)
     if args.plot is not None:
         plot(args.plot, title, summaries, rounds)
 

@@ -238,9 +238,11 @@ def chapters_of(folder: Path) -> list[Chapter]:
         raise UserError(f"--folder {folder}: there are no rows: measure first")
     found = []
     for part in parts():
-        by_key: dict[Key, list[list[dict[str, Any]]]] = {}
-        for rounds in _rounds_of(part, rows):
-            by_key.setdefault(Key.of(rounds[0]), []).append(rounds)
+        by_key: dict[Key, dict[str, list[dict[str, Any]]]] = {}  # and by candidate
+        for row in rows:
+            if (row["nic"], row["shape"]) == (part.nic, part.shape):
+                candidates = by_key.setdefault(Key.of(row), {})
+                candidates.setdefault(row["setting"], []).append(row)
         if not by_key:
             continue
         machines = [read_machine(path) for path in part.machine_files(folder)]
@@ -259,7 +261,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
                     cluster=cluster_name,
                     collective=f"{collective}, rotated" if rotates else collective,
                     micro_batches=count,
-                    compared=compare(workload, settings),
+                    compared=compare(workload, [*settings.values()]),
                 )
             )
     return found
@@ -276,15 +278,6 @@ class Key(NamedTuple):
     def of(cls, row: dict[str, Any]) -> Key:
         named = parse_setting(row["setting"])
         return cls(named.collective, row["micro_batches"], named.rotates)
-
-
-def _rounds_of(part: StudyPart, rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """A part's rows, one list per candidate with all its rounds."""
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        if (row["nic"], row["shape"]) == (part.nic, part.shape):
-            found.setdefault((row["setting"], row["micro_batches"]), []).append(row)
-    return list(found.values())
 
 
 def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> Workload:

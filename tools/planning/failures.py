@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from paro.errors import UserError
 from paro.optim.states import optimizer_bytes
@@ -141,8 +141,3 @@ def failures_table(failures: Failures, rows: Sequence[Expected]) -> list[str]:
 
 def _time_text(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
-
-
-def as_fields(failures: Failures, rows: Sequence[Expected]) -> dict[str, object]:
-    """The same for --json."""
-    return {**asdict(failures), "settings": [asdict(row) for row in rows]}

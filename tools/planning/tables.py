@@ -11,7 +11,7 @@ from model.units import num_parameters
 from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
-from paro.planning.search.planner import MEMORY_TIE, SearchResult, best_that_fits
+from paro.planning.search.planner import MEMORY_TIE, SearchResult, best_first, best_that_fits
 from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import align, count_text, ranks_text
@@ -220,4 +220,31 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "inter_param_bits": estimate.precision.inter_param_bits,
         "packing_seconds": estimate.coding_seconds,
         "muon_seconds": estimate.muon_seconds,
+    }
+
+
+def fields_of(
+    workload: Workload,
+    rows: Sequence[Estimate],
+    found: SearchResult,
+    bought: Sequence[dict[str, Any]],
+    curves: dict[str, list[tuple[int, float]]],
+) -> dict[str, Any]:
+    """The contents of --json; rows and candidates are sorted best first."""
+    weighed = (found.best, found.runner_up, *found.front, found.least)
+    candidates = {id(estimate): estimate for estimate in weighed if estimate}
+    return {
+        "case": title(workload),
+        "machine": workload.machine.name,
+        "world_size": workload.world_size,
+        "memory_limit_bytes": workload.device_bytes,
+        "rows": [as_json(workload, row) for row in rows if not row.candidate.materialize.rotates],
+        "rotated": [as_json(workload, row) for row in rows if row.candidate.materialize.rotates],
+        "candidates": [as_json(workload, estimate) for estimate in best_first(candidates.values())],
+        "best": found.best and as_json(workload, found.best),
+        "runner_up": found.runner_up and as_json(workload, found.runner_up),
+        "least": as_json(workload, found.least),
+        "num_settings": found.num_candidates,
+        "more": list(bought),
+        "scaling": curves,
     }
