@@ -194,7 +194,7 @@ def known_machine(args: argparse.Namespace, world_size: int, group_size: int) ->
         machine = replace(machine, nic=other.nic, intra=other.intra, inter=other.inter)
     if args.nic is not None:
         machine = replace(machine, nic=Nic(args.nic))
-    speeds = {}
+    speeds: dict[str, Any] = {}
     for link in Link:
         text = getattr(args, f"{link.value}_bandwidth")
         with about(f"--{link.value}-bandwidth: "):

@@ -17,7 +17,7 @@ from tests.helpers.processes import lives
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.helpers.refusals import refused
 from tools.cluster import network, state
-from tools.cluster.counters import nic_bytes, reset_traffic, traffic
+from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster, down, up
 from tools.cluster.processes import processes_in
@@ -226,7 +226,7 @@ def test_gloo_gathers_over_the_nics(two_nodes: Cluster, tmp_path: Path) -> None:
     assert run(two_nodes, [str(script)]) == 0
     # A ring: three shards of 1 MB leave each node.
     for node in (0, 1):
-        sent = sum(size for (sender, _), size in nic_bytes(two_nodes).items() if sender == node)
+        sent = sum(nic.sent for nic in traffic(two_nodes).nics if nic.node == node)
         assert 3_000_000 * 1.03 < sent < 3_000_000 * 1.15
 
 

@@ -57,11 +57,6 @@ def traffic(cluster: Cluster) -> Traffic:
     return Traffic(nics=nics, inside=inside)
 
 
-def nic_bytes(cluster: Cluster) -> dict[tuple[int, int], int]:
-    """The bytes that each NIC sent, by node and NIC; see `traffic` for what is counted."""
-    return {(nic.node, nic.nic): nic.sent for nic in traffic(cluster).nics}
-
-
 def reset_traffic(cluster: Cluster) -> None:
     """Sets the counters to zero."""
     current = state.open_cluster(cluster.spec.name)
