@@ -47,40 +47,26 @@ SHORT, SEEDS = 240, (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Bits of gradients and of updates, what the codes are without or with, and fp8's format."""
+    """Bits of gradients and of updates, and what else differs, as flags or as another script."""
 
-    grads: int
-    params: int
-    without: str = ""
-    fp8: str = ""
-    feedback: bool = False
+    name: str
+    flags: str
+    script: str = "pretrain_llama.py"
 
-    @property
-    def name(self) -> str:
-        name = f"{self.grads}/{self.params}"
-        if self.fp8:
-            name += f" in fp8 ({self.fp8})"
-        if self.feedback:
-            name += " with error feedback"
-        return name + (f" without {self.without}" if self.without else "")
 
-    @property
-    def flags(self) -> list[str]:
-        bits = {"grad": self.grads, "param": self.params}
-        flags = [word for what, n in bits.items() for word in (f"--paro-inter-{what}-bits", str(n))]
-        flags += ["--paro-inter-grad-error-feedback"] if self.feedback else []
-        return [*flags, "--fp8-format", self.fp8] if self.fp8 else flags
+def _bits(grads: int, params: int) -> str:
+    return f"--paro-inter-grad-bits {grads} --paro-inter-param-bits {params}"
 
 
 VARIANTS = (
-    Variant(16, 16),
-    Variant(8, 8),
-    Variant(4, 8),
-    Variant(4, 4),
-    Variant(4, 4, "transform"),
-    Variant(4, 4, "transform+blocks"),
-    Variant(4, 4, feedback=True),
-    Variant(16, 16, fp8="hybrid"),
+    Variant("16/16", _bits(16, 16)),
+    Variant("8/8", _bits(8, 8)),
+    Variant("4/8", _bits(4, 8)),
+    Variant("4/4", _bits(4, 4)),
+    Variant("4/4 without transform", _bits(4, 4), f"{ABLATED} transform"),
+    Variant("4/4 without transform+blocks", _bits(4, 4), f"{ABLATED} transform+blocks"),
+    Variant("4/4 with error feedback", f"{_bits(4, 4)} --paro-inter-grad-error-feedback"),
+    Variant("16/16 in fp8 (hybrid)", f"{_bits(16, 16)} --fp8-format hybrid"),
 )
 # Variant, iterations, seed.
 Job = tuple[Variant, int, int]
@@ -98,9 +84,8 @@ def key_of(job: Job) -> str:
 def flags_of(job: Job, data: Path) -> list[str]:
     """The script of a training, and its flags."""
     variant, iterations, seed = job
-    script = [ABLATED, variant.without] if variant.without else ["pretrain_llama.py"]
     return [
-        *(*script, *FLAGS.split(), *variant.flags, "--seed", str(seed)),
+        *f"{variant.script} {FLAGS} {variant.flags} --seed {seed}".split(),
         *("--train-iters", str(iterations), "--eval-interval", str(iterations // 4)),
         *("--data-path", str(data / "corpus_text_document")),
         *("--tokenizer-model", str(data / "tokenizer.model")),
