@@ -105,7 +105,7 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
     }
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="bench_newton_schulz.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--shapes", default=SHAPES, metavar="ROWSxCOLUMNS,...", help=f"default {SHAPES}")
@@ -115,11 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=9, help="default 9")
     add("--peak-tflops", type=float, help="of the device; on known GPUs from a table")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     check_least(1, rounds=args.rounds, batch=args.batch, threads=args.threads)
     shapes = shapes_of(args.shapes)
     check_outputs(args, "--json")

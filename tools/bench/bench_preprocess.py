@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -137,7 +136,7 @@ def race(
     return rows
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         description=(
             "Times preprocess_data.py against the bare tokenizer. All flags of preprocess_data.py "
@@ -147,11 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=3, help="pairs to time (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    own, words = make_parser().parse_known_args(argv)
+    own, words = parser.parse_known_args(argv)
     check_least(1, rounds=own.rounds)
     args = preprocess_data.make_parser().parse_args([*words, "--output-prefix", "unused"])
     job = preprocess_data.job_of(args)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -166,7 +165,7 @@ def _above(own: dict[int, float], base: dict[int, float]) -> tuple[list[int], li
     return list(own), [own[at] - base[at] for at in own]
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="study_bits.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
@@ -174,11 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, default=ROOT / "runs/quickstart", metavar="DIR", help="quickstart's")
     add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if not (args.data / "corpus_text_document.bin").is_file():
         raise UserError(f"--data {args.data} holds no corpus: run make quickstart first")
     if args.plot is not None:

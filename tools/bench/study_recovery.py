@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -208,7 +207,7 @@ def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None
             training.agents.end()
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="study_recovery.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
@@ -217,11 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--steady", action="store_true", help="also measure what copies cost; on a quiet machine")
     add("--plot", type=Path, metavar="FILE", help="draw the figures (png, svg, pdf)")
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.plot is not None:
         check_can_draw(args.plot)
     study, draw = Study(args.json), random.Random(time.time_ns())

@@ -206,7 +206,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main() -> None:
     parser = RankParser(description=__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="a JSON line is added per row")
@@ -220,11 +220,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--turns", type=int, required=True, help="of every setting")
     add("--seconds", type=float, default=1e9, help="begin no turn after so many")
     add("--train", required=True, metavar="FLAGS", help="of pretrain_llama.py")
-    return parser
-
-
-def main() -> None:
-    in_own_process(partial(time_settings, make_parser().parse_args(), read_world()))
+    in_own_process(partial(time_settings, parser.parse_args(), read_world()))
 
 
 if __name__ == "__main__":
