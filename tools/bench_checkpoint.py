@@ -251,8 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = measure(args, control)
         if world.rank == 0:
             shutil.rmtree(args.folder)
-            if args.json:
-                write_json(args.json, figures)
+            write_json(args.json, figures)
             print_json(figures, indent=1)
 
 

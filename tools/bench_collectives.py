@@ -292,9 +292,8 @@ def write(
     world = axes_of(settings.topology.axes).value
     rows = [row_of(outcome, settings) for outcome in outcomes]
     of_world = [row for row in rows if row["axes"] == world]
-    if settings.json is not None:
-        alone = [row for row in rows if row["axes"] != world]
-        write_json(settings.json, {**facts, "rows": of_world, "axis_rows": alone})
+    alone = [row for row in rows if row["axes"] != world]
+    write_json(settings.json, {**facts, "rows": of_world, "axis_rows": alone})
     if settings.machine_file is not None:
         source = f"measured by tools/bench_collectives.py: {describe(facts)}"
         machine = with_measured(settings.machine, outcomes, device, source=source)

@@ -131,13 +131,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = read_runs(options.metrics, options.names)
     distances = [distance_of(run, runs[0]) for run in runs[1:]]
     print_line(table(distances, runs[0]))
-    if options.json is not None:
-        figures = {
-            "reference": runs[0].name,
-            "distances": [asdict(row) for row in distances],
-            "losses": {run.name: losses_of(run) for run in runs},
-        }
-        write_json(options.json, figures)
+    figures = {
+        "reference": runs[0].name,
+        "distances": [asdict(row) for row in distances],
+        "losses": {run.name: losses_of(run) for run in runs},
+    }
+    write_json(options.json, figures)
     if options.plot is not None:
         draw(options.plot, runs)
 

@@ -199,10 +199,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_line(*"\n".join(map(device_text, on_gpu)).splitlines())
     else:
         print_line(table(on_cpu))
-    if args.json is not None:
-        ranks = [*map(figures, on_cpu), *map(device_figures, on_gpu)]
-        content = {"device": "cuda" if on_gpu else "cpu", "ranks": ranks}
-        write_json(args.json, content)
+    ranks = [*map(figures, on_cpu), *map(device_figures, on_gpu)]
+    write_json(args.json, {"device": "cuda" if on_gpu else "cpu", "ranks": ranks})
     if args.plot is not None:
         if on_gpu:
             draw_streams(args.plot, on_gpu, title)

@@ -99,9 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         log_samples=args.output is not None,
     )
     print_line(table_of(results["results"]), whole=True)
-    if args.output is not None:
-        kept = ("results", "groups", "versions", "n-shot", "n-samples", "samples")
-        write_json(args.output, {name: results[name] for name in kept if name in results})
+    kept = ("results", "groups", "versions", "n-shot", "n-samples", "samples")
+    write_json(args.output, {name: results[name] for name in kept if name in results})
 
 
 if __name__ == "__main__":

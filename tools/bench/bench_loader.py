@@ -189,8 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     opening = measure_opening(options.folder / "corpus", options.rounds)
     print(f"opened in {1e3 * opening['seconds']:.1f} ms: {opening['documents']:,} documents")
-    if options.json is not None:
-        write_json(options.json, {"reading": rows, "opening": opening})
+    write_json(options.json, {"reading": rows, "opening": opening})
 
 
 if __name__ == "__main__":

@@ -217,9 +217,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.run.model)}
 
     def write(result: Result) -> None:
-        if args.json is not None:
-            rows = [row for row, _ in report(task, result, peak)]
-            write_json(args.json, {**shape, "rows": rows})
+        rows = [row for row, _ in report(task, result, peak)]
+        write_json(args.json, {**shape, "rows": rows})
 
     if args.own_process:
         result = race_in_own_processes(

@@ -136,8 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             line += f"; {args.batch} as a batch {row['apart_over_batched']:.2f} times as fast"
         print_line(line)
         rows.append(row)
-    if args.json is not None:
-        write_json(args.json, {"batch": args.batch, "rows": rows})
+    write_json(args.json, {"batch": args.batch, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -158,10 +158,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{job.num_bytes / 1e6:.1f} MB, {args.workers} workers: {speed:.2f} MB/s, {ratio:.3f} of "
         f"the bare tokenizer's speed (median of {own.rounds}), {cpu_ratio:.3f} by processor time"
     )
-    if own.json is not None:
-        figures = {"bytes": job.num_bytes, "workers": args.workers, "ratio": ratio, "rounds": rows}
-        figures["cpu_ratio"] = cpu_ratio
-        write_json(own.json, figures)
+    figures = {"bytes": job.num_bytes, "workers": args.workers, "ratio": ratio, "rounds": rows}
+    write_json(own.json, figures | {"cpu_ratio": cpu_ratio})
 
 
 if __name__ == "__main__":

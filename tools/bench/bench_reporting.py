@@ -177,8 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"and the view {median(cost.reported) * 1000:.1f} ms: {100 * cost.part:+.2f}%; "
             f"spent in the report: {100 * cost.part_in_report:.2f}%"
         )
-    if options.json is not None:
-        write_json(options.json, [asdict(cost) | {"part": cost.part} for cost in found])
+    write_json(options.json, [asdict(cost) | {"part": cost.part} for cost in found])
 
 
 if __name__ == "__main__":

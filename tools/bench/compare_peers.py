@@ -28,7 +28,6 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -270,17 +269,16 @@ def report(
         print("", figures.prediction_table(summaries, planned), sep="\n")
     for rows in ratios.values():
         print("", figures.ratio_table(rows), sep="\n")
-    if args.json is not None:
-        content: dict[str, Any] = {
-            "task": title,
-            "arguments": {name: str(value) for name, value in vars(args).items()},
-            "left_out": plan.left_out,
-            "rows": [dataclasses.asdict(row) for row in summaries],
-            "planned": {name: dict(step.seconds) for name, step in planned.items()},
-            "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
-            "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
-        }
-        write_json(args.json, content)
+    content = {
+        "task": title,
+        "arguments": {name: str(value) for name, value in vars(args).items()},
+        "left_out": plan.left_out,
+        "rows": [dataclasses.asdict(row) for row in summaries],
+        "planned": {name: dict(step.seconds) for name, step in planned.items()},
+        "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
+        "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
+    }
+    write_json(args.json, content)
     if args.plot is not None:
         plot(args.plot, title, summaries, rounds)
 

@@ -340,8 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     study = make_study(args)
     figures = describe(study, args)
-    if args.json:
-        write_json(args.json, figures)
+    write_json(args.json, figures)
     print_json({name: value for name, value in figures.items() if name != "each"}, indent=1)
     if study.complaints:
         raise SystemExit(1)

@@ -27,8 +27,10 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
+def write_json(path: Path | None, value: Any) -> None:
+    """Writes a value as JSON; nothing without a path, as of a flag that is not given."""
+    if path is not None:
+        write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def print_json(value: Any, *, indent: int | None = None) -> None:
