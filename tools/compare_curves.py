@@ -126,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(argv)
     if len(options.metrics) < 2:
         raise UserError("there is nothing to compare: give two metrics files or more")
-    if options.plot is not None:
-        check_can_draw(options.plot)
+    check_can_draw(options.plot)
     runs = read_runs(options.metrics, options.names)
     distances = [distance_of(run, runs[0]) for run in runs[1:]]
     print_line(table(distances, runs[0]))

@@ -185,8 +185,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    if args.plot is not None:
-        check_can_draw(args.plot)
+    check_can_draw(args.plot)
     profiles = sorted(map(read_profile, args.traces), key=lambda profile: profile.rank)
     if len({profile.rank for profile in profiles}) < len(profiles):
         raise UserError("two traces are of one rank: give those of one run")

@@ -170,8 +170,7 @@ def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, sequences: range) 
 def inspect(own: Namespace, args: Namespace) -> None:
     if own.documents < 0:
         raise UserError(f"--documents {own.documents} must be 0 or more")
-    if own.histogram is not None:
-        check_can_draw(own.histogram, "--histogram")
+    check_can_draw(own.histogram, "--histogram")
     prefixes = prefixes_of(args)
     tokenizer, fingerprint = tokenizer_of(args)
     by_name = {}

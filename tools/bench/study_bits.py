@@ -176,8 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not (args.data / "corpus_text_document.bin").is_file():
         raise UserError(f"--data {args.data} holds no corpus: run make quickstart first")
-    if args.plot is not None:
-        check_can_draw(args.plot)
+    check_can_draw(args.plot)
     found = run_missing(
         ("bash", "examples/one_machine.sh", "--nproc-per-node", "4"),
         {key_of(job): flags_of(job, args.data.resolve()) for job in JOBS},

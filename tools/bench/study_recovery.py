@@ -217,8 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the figures (png, svg, pdf)")
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     args = parser.parse_args(argv)
-    if args.plot is not None:
-        check_can_draw(args.plot)
+    check_can_draw(args.plot)
     study, draw = Study(args.json), random.Random(time.time_ns())
     cases = [case for case in CASES if args.cases is None or case.name in args.cases.split(",")]
     deadline = time.monotonic() + 60.0 * args.minutes

@@ -16,8 +16,10 @@ from tools.shared.output import output_file
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def check_can_draw(path: Path, flag: str = "--plot") -> None:
+def check_can_draw(path: Path | None, flag: str = "--plot") -> None:
     """Raises `UserError` early for what would otherwise fail after everything was measured."""
+    if path is None:
+        return
     if path.suffix not in FORMATS:
         raise UserError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -30,7 +32,7 @@ def check_outputs(args: Namespace, *flags: str, pictures: Sequence[str] = ()) ->
         path: Path | None = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise UserError(f"{flag} {path} cannot be written: is its folder there?")
-        if path is not None and flag in pictures:
+        if flag in pictures:
             check_can_draw(path, flag)
 
 
