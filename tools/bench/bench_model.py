@@ -52,7 +52,7 @@ from tools.bench.model_speed.contenders import (
     Task,
 )
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
-from tools.bench.shared.turns import given, words_of
+from tools.bench.shared.turns import training_flags
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
@@ -117,7 +117,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def task_of(args: argparse.Namespace) -> Task:
-    device, flags = device_of(args.device), trainer_flags(args)
+    device = device_of(args.device)
+    flags = training_flags(
+        args,
+        *SAME_IN_TRAINER,
+        distributed_backend="nccl" if args.device == "cuda" else "gloo",
+        global_batch_size=args.micro_batch_size * args.num_micro_batches,
+        train_iters=10**6,
+        lr=LEARNING_RATE,
+        seed=SEED,
+    )
+    if args.tie_embeddings_and_output_weights:
+        flags.append("--tie-embeddings-and-output-weights")
     size = (args.micro_batch_size, args.seq_length + 1)
     text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
@@ -125,32 +136,6 @@ def task_of(args: argparse.Namespace) -> Task:
     batch = Batch(tokens_BS, labels_BS, mask_BS, mask_sum=mask_BS.numel()).to(device)
     run = RunConfig.from_args(parse_args(flags), World())
     return Task(flags=tuple(flags), run=run, device=device, batch=batch)
-
-
-def trainer_flags(args: argparse.Namespace) -> list[str]:
-    """The arguments of pretrain_llama.py for what all contenders train."""
-    flags = {
-        **given(args, *SAME_IN_TRAINER),
-        "distributed-backend": "nccl" if args.device == "cuda" else "gloo",
-        "mock-data": None,
-        "tokenizer-type": "NullTokenizer",
-        "make-vocab-size-divisible-by": 1,
-        "group-query-attention": None,
-        "num-query-groups": args.num_query_groups or args.num_attention_heads,
-        "max-position-embeddings": args.seq_length,
-        "global-batch-size": args.micro_batch_size * args.num_micro_batches,
-        "train-iters": 10**6,
-        "lr": LEARNING_RATE,
-        "lr-decay-style": "constant",
-        "seed": SEED,
-    }
-    if args.tie_embeddings_and_output_weights:
-        flags["tie-embeddings-and-output-weights"] = None
-    if args.recompute:
-        flags["recompute-granularity"] = "full"
-    if args.dtype == "bf16":
-        flags["bf16"] = None
-    return words_of(flags)
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:

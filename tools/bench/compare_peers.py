@@ -50,7 +50,7 @@ from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import flags_of, is_own, reason_to_leave_out
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
-from tools.bench.shared.turns import given, order_of_round, words_of
+from tools.bench.shared.turns import order_of_round, training_flags
 from tools.shared.command_line import RankParser
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
@@ -134,24 +134,14 @@ def samples_of_step(args: argparse.Namespace, world_size: int) -> int:
 
 def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
     """The arguments of pretrain_llama.py for the common training job, without a strategy."""
-    flags: dict[str, object] = {
-        **({} if args.llama_preset else SHAPE | {"vocab-size": VOCAB_SIZE}),
-        **given(args, *SHAPE, *SAME_IN_TRAINER),
-        "mock-data": None,
-        "tokenizer-type": "NullTokenizer",
-        "make-vocab-size-divisible-by": 1,
-        "max-position-embeddings": args.seq_length,
-        "global-batch-size": samples_of_step(args, world_size),
-        "train-iters": args.warmup_steps + args.steps,
-        "lr-decay-style": "constant",
-    }
-    if args.num_query_groups:
-        flags |= {"group-query-attention": None, "num-query-groups": args.num_query_groups}
-    if args.dtype == "bf16":
-        flags["bf16"] = None
-    if args.recompute:
-        flags["recompute-granularity"] = "full"
-    return words_of(flags)
+    sizes = {} if args.llama_preset else {"vocab-size": VOCAB_SIZE, **SHAPE}
+    return training_flags(
+        args,
+        *(*SHAPE, *SAME_IN_TRAINER),
+        global_batch_size=samples_of_step(args, world_size),
+        train_iters=args.warmup_steps + args.steps,
+        **{flag.replace("-", "_"): size for flag, size in sizes.items()},
+    )
 
 
 def task_of(args: argparse.Namespace, name: str, world: World) -> Task:

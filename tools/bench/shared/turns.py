@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -18,15 +18,28 @@ def torchrun(num_ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
 
 
-def given(args: Namespace, *flags: str) -> dict[str, object]:
-    """What is given of some flags, by flag without its dashes."""
-    values = {flag: getattr(args, flag.replace("-", "_")) for flag in flags}
-    return {flag: value for flag, value in values.items() if value is not None}
+def training_flags(args: Namespace, *same: str, **others: object) -> list[str]:
+    """The flags of pretrain_llama.py for what a comparison trains, on mock data.
 
-
-def words_of(flags: Mapping[str, object]) -> list[str]:
-    """The words of a command line by flag without its dashes; a switch has the value None."""
-    words = ((f"--{flag}", value) for flag, value in flags.items())
+    `same` are flags of `args` that the trainer has too, `others` those that `args` does not give.
+    """
+    flags: dict[str, object] = {
+        "mock_data": None,
+        "tokenizer_type": "NullTokenizer",
+        "make_vocab_size_divisible_by": 1,
+        "max_position_embeddings": args.seq_length,
+        "lr_decay_style": "constant",
+        **others,
+    }
+    names = [flag.replace("-", "_") for flag in same]
+    flags |= {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.num_query_groups:
+        flags |= {"group_query_attention": None, "num_query_groups": args.num_query_groups}
+    if args.dtype == "bf16":
+        flags["bf16"] = None
+    if args.recompute:
+        flags["recompute_granularity"] = "full"
+    words = ((f"--{name.replace('_', '-')}", value) for name, value in flags.items())
     return [str(word) for pair in words for word in pair if word is not None]
 
 
