@@ -33,7 +33,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from tools.bench.peers.figures import Turn
 from tools.bench.peers.registry import build
-from tools.bench.peers.task import Contender, Outcome, Task, state_bytes
+from tools.bench.peers.task import Outcome, Task, state_bytes
 from tools.shared.meters import (
     MemoryMeter,
     add_up_sent,
@@ -85,13 +85,24 @@ def take_turn(task: Task, name: str, *, number: int) -> Turn:
         memory = MemoryMeter(device)
         contender = build(task, name, control)
         memory.start()
-        trial = _Trial(task, contender, batches, device)
-        states = trial.warm_up()
+        states = 0  # the most bytes after any micro-batch of the warm-up
+
+        def count() -> None:
+            nonlocal states
+            states = max(states, state_bytes(contender.held()))
+
+        outcomes = [contender.step(batches, count) for _ in range(task.warmup_steps)]
         memory.end_of_warmup()
-        measured = trial.measure()
+        # The clock runs from the end of the last warm-up step to the end of the last step, without
+        # a barrier: each step ends with a reduction of all ranks' gradients, and work that a
+        # contender leaves to the next step (the all-gather of updated parameters under its forward)
+        # is inherited at the start and left over at the end.
+        begin = _now(device)
+        outcomes += [contender.step(batches, lambda: None) for _ in range(task.steps)]
+        measured = _now(device).since(begin, task.steps)
         contender.finish()
         held = states, memory.peak()
-        return _agree(control, name, trial.outcomes, measured, held, task.warmup_steps)
+        return _agree(control, name, outcomes, measured, held, task.warmup_steps)
 
 
 @contextmanager
@@ -150,64 +161,31 @@ def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """What one rank measured over the timed steps, per step."""
+    """What the meters of one rank show, or what they measured per step."""
 
     seconds: float
     cpu_seconds: float
     node: str
     sent: dict[str, int]  # by interface
 
-
-class _Trial:
-    """The steps of one turn.
-
-    The clock runs from the end of the last warm-up step to the end of the last step, without a
-    barrier: each step ends with a reduction of all ranks' gradients, and work that a contender
-    leaves to the next step (the all-gather of updated parameters under its forward) is inherited at
-    the start and left over at the end.
-    """
-
-    def __init__(
-        self, task: Task, contender: Contender, batches: Iterator[Batch], device: torch.device
-    ) -> None:
-        self.task = task
-        self.contender = contender
-        self.batches = batches
-        self.device = device
-        self.outcomes: list[Outcome] = []
-        self._interfaces = watched_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))
-
-    def warm_up(self) -> int:
-        """Runs the warm-up steps; returns the peak model-state bytes after any micro-batch."""
-        most = 0
-
-        def count() -> None:
-            nonlocal most
-            most = max(most, state_bytes(self.contender.held()))
-
-        for _ in range(self.task.warmup_steps):
-            self._step(count)
-        return most
-
-    def measure(self) -> _Measured:
-        begin = self._now()
-        for _ in range(self.task.steps):
-            self._step(lambda: None)
-        end = self._now()
-        steps = self.task.steps
+    def since(self, begin: _Measured, steps: int) -> _Measured:
+        """The same per step."""
         return _Measured(
-            seconds=(end[0] - begin[0]) / steps,
-            cpu_seconds=(end[1] - begin[1]) / steps,
-            node=node_name(),
-            sent={name: round((end[2][name] - sent) / steps) for name, sent in begin[2].items()},
+            seconds=(self.seconds - begin.seconds) / steps,
+            cpu_seconds=(self.cpu_seconds - begin.cpu_seconds) / steps,
+            node=self.node,
+            sent={name: round((self.sent[name] - n) / steps) for name, n in begin.sent.items()},
         )
 
-    def _step(self, observe: Callable[[], None]) -> None:
-        self.outcomes.append(self.contender.step(self.batches, observe))
 
-    def _now(self) -> tuple[float, float, dict[str, int]]:
-        synchronize(self.device)
-        return time.perf_counter(), time.process_time(), sent_bytes(self._interfaces)
+def _now(device: torch.device) -> _Measured:
+    synchronize(device)
+    return _Measured(
+        seconds=time.perf_counter(),
+        cpu_seconds=time.process_time(),
+        node=node_name(),
+        sent=sent_bytes(watched_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))),
+    )
 
 
 def _agree(
