@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from paro.config.plan import RankDevice, Task
 from paro.config.plan import case_of as workload_of
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.context_parallel.layout import ContextLimits
-from paro.distributed.world import World
+from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
@@ -215,7 +214,9 @@ def case_of(args: Namespace) -> Workload:
         global_batch_size=args.micro_batch_size * world_size // size if batch is None else batch,
         data_parallel_size=world_size // size,
     )
-    device = RankDevice(kind, _memory_gb(args))
+    gigabytes = args.device_memory_gb
+    launch = LaunchConfig(dry_run=True, world_size=world_size, device_memory_gb=gigabytes)
+    device = RankDevice(kind, launch.device_memory_gb)
     task = Task(model, Trainable.of_flag(args.trainable), precision, args.seq_length, device)
     workload = workload_of(task, batches, replace(sharding, inter_bits=bits))
     return replace(workload, memory_margin=args.memory_margin)
@@ -290,10 +291,3 @@ def vocab_size_of(args: Namespace) -> int:
             return int(args.padded_vocab_size)
         raise UserError("--vocab-size is missing; --llama-preset gives it too")
     return LLAMA_PRESETS[args.llama_preset].vocab_size
-
-
-def _memory_gb(args: Namespace) -> float | None:
-    gigabytes: float | None = args.device_memory_gb
-    if gigabytes is not None and not 0 < gigabytes < math.inf:
-        raise UserError(f"--device-memory-gb {gigabytes} must be positive")
-    return gigabytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,7 @@ def device_figures(profile: DeviceProfile) -> dict[str, Any]:
         "compute_stream": profile.compute_stream,
         "idle_seconds": sum(gap.seconds for gap in gaps),
         "num_gaps": len(gaps),
-        "gaps": [
-            {"start": g.start, "seconds": g.seconds, "before": g.before, "after": g.after}
-            for g in gaps[:_TOP_GAPS]
-        ],
+        "gaps": [asdict(gap) for gap in gaps[:_TOP_GAPS]],
         "nccl_seconds": profile.nccl,
         "exposed_nccl_seconds": profile.exposed,
         "class_seconds": profile.by_class,
