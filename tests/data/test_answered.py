@@ -188,7 +188,7 @@ def test_corpora_of_conversations_are_joined_and_not_with_others(tmp_path: Path)
     write_conversations(folder / "a", first)
     write_conversations(folder / "b", second)
     words = ["--input", str(folder), "--output-prefix", str(tmp_path / "all")]
-    assert merge(words) == 0
+    merge(words)
     write_conversations(tmp_path / "once", first + second)
     for suffix in (".bin", ".answered", ".answered.crc"):
         found, wanted = (Path(f"{tmp_path}/{name}{suffix}") for name in ("all", "once"))

@@ -127,7 +127,7 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     (tmp_path / "text.txt").write_text(TEXT * 9)
     flags = ["--append-eod", "--workers", "1", "--tokenizer-type", "SentencePieceTokenizer"]
     flags += ["--input", str(tmp_path / "text.txt"), "--output-prefix", str(tmp_path / "x")]
-    assert preprocess([*flags, "--tokenizer-model", str(pieces), "--partitions", "2"]) == 0
+    preprocess([*flags, "--tokenizer-model", str(pieces), "--partitions", "2"])
     prefix = str(tmp_path / "x_text_document")
     config = config_of("SentencePieceTokenizer", pieces)
     assert read_fingerprint(prefix) == fingerprint_of(config, with_bytes=True)

@@ -43,7 +43,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.write_text("some words to make pieces of, and some more of them\n" * 20, encoding="utf-8")
     prefix = str(folder / "pieces")
     args = ["--input", str(text), "--output-prefix", prefix, "--vocab-size", "290"]
-    assert train_tokenizer(args) == 0
+    train_tokenizer(args)
     return Path(f"{prefix}.model")
 
 

@@ -261,7 +261,7 @@ def prepared(scratch: Path) -> Path:
     (scratch / "text.txt").write_text(text * 40, encoding="utf-8")
     pieces = scratch / "pieces"
     flags = ["--input", str(scratch / "text.txt"), "--output-prefix", str(pieces)]
-    assert train_tokenizer([*flags, "--vocab-size", "300"]) == 0
+    train_tokenizer([*flags, "--vocab-size", "300"])
     shutil.copy(f"{pieces}.model", scratch / "TOKENIZER_MODEL")
     assert write_tokenizer_json(Path(f"{pieces}.model"), scratch)
 

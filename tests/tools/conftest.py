@@ -19,7 +19,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     given = ["--input", str(folder / "text.txt"), "--output-prefix", str(folder / "pieces")]
-    assert train_tokenizer([*given, "--vocab-size", "300"]) == 0
+    train_tokenizer([*given, "--vocab-size", "300"])
     return folder / "pieces.model"
 
 

@@ -221,7 +221,7 @@ def test_another_models_tokenizer_is_refused(
     prefix = str(tmp_path / "larger")
     # Fewer than the model's 320 rows, of which 20 are padding.
     larger = ["--input", str(text), "--output-prefix", prefix, "--vocab-size", "310"]
-    assert train_tokenizer(larger) == 0
+    train_tokenizer(larger)
     words = ("--load", saved, "--prompt", "a", "--tokenizer-model", f"{prefix}.model")
     refused(lambda: main([*map(str, words)]), "310", "300")
 

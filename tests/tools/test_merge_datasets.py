@@ -34,8 +34,8 @@ def test_joined_is_as_if_written_at_once(
     assert corpus_bytes(folder / "sub" / "all") == corpus_bytes(folder / "once")
 
 
-def merged(source: Path, target: Path) -> int:
-    return main(["--input", str(source), "--output-prefix", str(target)])
+def merged(source: Path, target: Path) -> None:
+    main(["--input", str(source), "--output-prefix", str(target)])
 
 
 def test_sequences_in_another_order_are_refused(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_damaged_part_is_refused_and_a_part_without_checksums_gets_them(tmp_pa
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["in", "x.bin", "x.bin.crc", "x.idx"]
     (folder / "b.bin.crc").unlink()
-    assert merged(folder, tmp_path / "x") == 0
+    merged(folder, tmp_path / "x")
     assert read_corpus(tmp_path / "x") == [[[1, 2, 3]], [[5, 5]]]
     assert IndexedDataset(tmp_path / "x").has_checksums
 
@@ -114,11 +114,11 @@ def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(
     folder, target = tmp_path / "in", tmp_path / "all"
     made(folder / "a", "one")
     made(folder / "b", "one", "0 3")
-    assert merged(folder, target) == 0
+    merged(folder, target)
     assert "made with Llama2Tokenizer one.model (2 ids" in capsys.readouterr().out
     assert read_fingerprint(target) == read_fingerprint(folder / "b") is not None
     made(folder / "c", None)
-    assert merged(folder, target) == 0
+    merged(folder, target)
     assert "an unknown tokenizer: not all of them say" in capsys.readouterr().out
     assert read_fingerprint(target) is None
     made(folder / "d", "two")

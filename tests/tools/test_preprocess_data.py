@@ -26,17 +26,17 @@ def write_lines(path: Path, *entries: object) -> Path:
     return path
 
 
-def preprocess(source: object, *flags: str, workers: int = 1) -> int:
+def preprocess(source: object, *flags: str, workers: int = 1) -> None:
     """Into the prefix `out` beside the source, unless `flags` name another."""
     out = ["--output-prefix", str(Path(str(source)).with_name("out"))]
-    return main(["--input", str(source), *out, "--workers", str(workers), *NULL, *flags])
+    main(["--input", str(source), *out, "--workers", str(workers), *NULL, *flags])
 
 
 def test_documents_in_order_with_their_ends(tmp_path: Path) -> None:
     entries = [{"text": "1 2 3"}, {"text": ""}, {"text": ["4", "", "5 6"]}]
     path = write_lines(tmp_path / "a.jsonl", *entries)
     for flags, end in (((), []), (("--append-eod",), [EOD])):
-        assert preprocess(path, *flags) == 0
+        preprocess(path, *flags)
         expected = [[[1, 2, 3, *end]], [], [[4], [5, 6, *end]]]
         assert read_corpus(tmp_path / "out_text_document") == expected
 
@@ -45,7 +45,7 @@ def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> Non
     path = write_lines(tmp_path / "a.jsonl", {"title": "1", "body": "2 3"})
     (tmp_path / "b.txt").write_text("4\n5\n")
     more = [str(path), str(tmp_path / "b.txt")]
-    assert preprocess(path, "--input", *more, "--json-keys", "title", "body") == 0
+    preprocess(path, "--input", *more, "--json-keys", "title", "body")
     assert read_corpus(tmp_path / "out_title_document") == [[[1]], [[4, 5]]]
     assert read_corpus(tmp_path / "out_body_document") == [[[2, 3]], [[4, 5]]]
 
@@ -95,7 +95,7 @@ def test_a_worker_names_the_bad_line_too(tmp_path: Path) -> None:
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     good = write_lines(tmp_path / "a.jsonl", {"text": "1 2"})
-    assert preprocess(good) == 0
+    preprocess(good)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     good.write_bytes(good.read_bytes() + b"{\n")
     refused(lambda: preprocess(good), f"{good}, line 2")
@@ -204,7 +204,7 @@ def test_a_long_text_is_one_sequence_with_one_end(
     (tmp_path / "b.txt").write_text("3 4")
     for blanks in ("", " " * 500):
         (tmp_path / "a.txt").write_text("".join(f"{i}\n" for i in range(200)) + blanks)
-        assert preprocess(f"{tmp_path}/*.txt", "--append-eod") == 0
+        preprocess(f"{tmp_path}/*.txt", "--append-eod")
         expected = [[[*range(200), EOD]], [[3, 4, EOD]]]
         assert read_corpus(tmp_path / "out_text_document") == expected
 
@@ -214,7 +214,7 @@ def test_malformed_lines_are_counted_and_left_out(
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "1"}\n{\n{"text": "2"}\n{"body": ""}\n\xff\n[]\n{"text": "3"}')
-    assert preprocess(path, "--skip-malformed") == 0
+    preprocess(path, "--skip-malformed")
     assert read_corpus(tmp_path / "out_text_document") == [[[1]], [[2]], [[3]]]
     out = capsys.readouterr().out
     assert f"skipped 4 malformed documents: {path}, line 2 is not valid JSON" in out

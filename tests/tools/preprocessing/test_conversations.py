@@ -63,10 +63,10 @@ def lines(path: Path, *entries: Any) -> Path:
     return path
 
 
-def preprocess(source: Path, tokenizer: Path, *more: str) -> int:
+def preprocess(source: Path, tokenizer: Path, *more: str) -> None:
     words = ["--input", str(source), "--output-prefix", str(source.parent / "out"), "--workers"]
     kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
-    return main([*words, "1", "--apply-chat-template", *kind, *more])
+    main([*words, "1", "--apply-chat-template", *kind, *more])
 
 
 def written(prefix: Path, tokenizer: Path) -> list[tuple[str, str]]:
@@ -83,13 +83,13 @@ def written(prefix: Path, tokenizer: Path) -> list[tuple[str, str]]:
 def test_answers_are_what_the_template_says(tmp_path: Path, template: str, after: str) -> None:
     tokenizer = folder_with(tmp_path, template)
     source = lines(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK[1:3], "id": 5})
-    assert preprocess(source, tokenizer, "--partitions", "2") == 0
+    preprocess(source, tokenizer, "--partitions", "2")
     turns = [f"{BEGIN}{m['role']}\n{m['content']}{END}\n" for m in TALK]
     assert written(tmp_path / "out_messages_document", tokenizer) == [
         ("".join(turns), f"return x{END}{after}f(x){END}{after}"),
         ("".join(turns[1:3]), f"return x{END}{after}"),
     ]
-    assert preprocess(source, tokenizer / "tokenizer.json", "--append-eod") == 0
+    preprocess(source, tokenizer / "tokenizer.json", "--append-eod")
     texts = written(tmp_path / "out_messages_document", tokenizer)
     assert texts[1] == ("".join(turns[1:3]) + END, f"return x{END}{after}{END}")
 
@@ -98,9 +98,7 @@ def test_answers_are_what_the_template_says(tmp_path: Path, template: str, after
 def test_of_a_prompt_nothing_is_answered(tmp_path: Path, template: str) -> None:
     tokenizer = folder_with(tmp_path, template)
     entries = [{"p": "x?", "c": "return x"}, {"p": TALK[:4], "c": TALK[4:]}]
-    assert (
-        preprocess(lines(tmp_path / "a.jsonl", *entries), tokenizer, "--json-keys", "p", "c") == 0
-    )
+    preprocess(lines(tmp_path / "a.jsonl", *entries), tokenizer, "--json-keys", "p", "c")
     (one, other) = written(tmp_path / "out_p_c_document", tokenizer)
     assert one[0] == f"{BEGIN}user\nx?{END}\n{BEGIN}assistant\nreturn x{END}\n"
     assert [one[1].strip(), other[1].strip()] == [f"return x{END}", f"f(x){END}"]
@@ -113,7 +111,7 @@ def test_columns_of_rows_are_conversations_too(tmp_path: Path) -> None:
     tokenizer = folder_with(tmp_path, PLAIN)
     rows = [{**TALK[1], "name": None}, {**TALK[2], "name": "a"}]
     parquet.write_table(pyarrow.table({"messages": [rows]}), tmp_path / "a.parquet")
-    assert preprocess(tmp_path / "a.parquet", tokenizer) == 0
+    preprocess(tmp_path / "a.parquet", tokenizer)
     ((_, answered),) = written(tmp_path / "out_messages_document", tokenizer)
     assert answered == f"return x{END}\n"
 
@@ -142,7 +140,7 @@ def test_a_bad_conversation_is_named_or_left_out(
     refused(lambda: preprocess(bad, tokenizer), f"{bad}, {line} ... {told}")
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "tokenizer"}
     if line == "line 2":
-        assert preprocess(bad, tokenizer, "--skip-malformed") == 0
+        preprocess(bad, tokenizer, "--skip-malformed")
         assert f"skipped 1 malformed documents: {bad}, line 2" in capsys.readouterr().out
         assert len(written(tmp_path / "out_messages_document", tokenizer)) == 1
 
