@@ -36,10 +36,6 @@ def written(
     return place
 
 
-def test_there_are_sets() -> None:
-    assert SETS
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_resumes(written: Path, name: str) -> None:
     metrics = Path(f"{name}/metrics.jsonl")

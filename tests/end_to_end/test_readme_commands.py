@@ -212,14 +212,6 @@ def test_what_looks_like_a_command_is_fenced_as_one() -> None:
             assert found is None or section == "Files", f"{section}: {found} is not in ```bash"
 
 
-def test_a_new_command_would_be_noticed() -> None:
-    text = TEXT + "\n## New\n\n```bash\npython tools/new.py \\\n    --flag 1  # why\nmake x\n```\n"
-    assert commands(text)[-2:] == [
-        Command("New", "python tools/new.py \\\n    --flag 1"),
-        Command("New", "make x"),
-    ]
-
-
 def test_what_ci_runs_needs_the_other_targets() -> None:
     assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.M)
     makefile = (ROOT / "Makefile").read_text()

@@ -14,7 +14,7 @@ from paro.checkpoint import lease
 from paro.checkpoint.claim import claimed
 from paro.checkpoint.directory import read_common
 from paro.checkpoint.owner import Owner
-from tests.end_to_end.test_checkpoint_flags import iterations
+from tests.end_to_end.test_checkpoint_flags import at_the_disk, iterations
 from tests.end_to_end.test_training import launch
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import control_here
@@ -43,17 +43,8 @@ def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run takes the folder over while this one writes iteration 4."""
-    fsync = os.fsync
-
-    def take_over(descriptor: int) -> None:
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        fsync(descriptor)
-        if "/iter_0000004." in name and name.endswith(".distcp"):
-            monkeypatch.setattr(os, "fsync", fsync)
-            other = replace(Owner.this_process(), host="node7")
-            assert lease._create(tmp_path, 2, other)
-
-    monkeypatch.setattr(os, "fsync", take_over)
+    other = replace(Owner.this_process(), host="node7")
+    at_the_disk(monkeypatch, 4, lambda: lease._create(tmp_path, 2, other))
     words = f"--mock-data --train-iters 8 --save {tmp_path} --save-interval 2 {how}"
     retain = "--save-retain-interval 8 --on-save-failure continue"
     told = f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7"

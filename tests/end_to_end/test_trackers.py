@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,41 +62,6 @@ def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
         tag: {event.step: event.value for event in events.Scalars(tag)}
         for tag in events.Tags()["scalars"]
     }
-
-
-def read_wandb(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
-    """Values by step of every tag, for each run by its id, from the offline files."""
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    runs: dict[str, dict[str, dict[int, float]]] = {}
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        values = runs.setdefault(path.stem.removeprefix("run-"), {})
-        for data in logged(path.read_bytes()):
-            record = messages.Record()
-            record.ParseFromString(data)
-            items = record.history.item
-            row = {item.key or "/".join(item.nested_key): item.value_json for item in items}
-            for tag, value in row.items():
-                number = json.loads(value)
-                if isinstance(number, int | float):
-                    values.setdefault(tag, {})[int(row["_step"])] = float(number)
-    return runs
-
-
-def logged(content: bytes) -> Iterator[bytes]:
-    """The messages of a file in LevelDB's log format, after wandb's header of 7 bytes."""
-    whole, last, block = {1}, {1, 4}, 32768
-    message, at = b"", 7
-    while at + 7 <= len(content):
-        if block - at % block < 7:  # too short for a chunk's header: zeros
-            at += block - at % block
-            continue
-        size, kind = struct.unpack_from("<HB", content, at + 4)
-        part = content[at + 7 : at + 7 + size]
-        message = part if kind in whole else message + part
-        at += 7 + size
-        if kind in last:
-            yield message
-            message = b""
 
 
 def descendants(process: int) -> list[int]:

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,10 @@ import pytest
 
 import pretrain_llama
 from paro.errors import RunError, UserError
-from paro.planning.machine.files import machine_to_json
 from tests.helpers.corpora import write_corpus
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
-from tests.paro.planning.cases import DEVICE, machine
 
 SCRIPT = "pretrain_llama.py"
 MODEL = [
@@ -116,31 +114,6 @@ def test_learns_logs_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert (resumed[-1]["intra_bytes"], resumed[-1]["inter_bytes"]) == steady[0]
 
 
-@pytest.mark.ranks
-def test_ranks_choose_alike_how_they_share_samples_and_keep_to_it(tmp_path: Path) -> None:
-    """With memory for a quarter of a sample all four share it, and later with more memory too."""
-    own = machine(world_size=4, group_size=2, device=replace(DEVICE, memory_bytes=1_200_000))
-    (tmp_path / "own.json").write_text(machine_to_json(own))
-    auto: list[object] = [
-        *RUN,
-        "--context-parallel-size",
-        "auto",
-        "--cp-comm-type",
-        "auto",
-        "--train-iters",
-    ]
-    auto += ["4", "--seq-length", "512", "--max-position-embeddings", "512"]
-    auto += ["--paro-group-size", "2", "--save", tmp_path, "--load", tmp_path, "--paro-machine"]
-    begun = on_ranks([*auto, tmp_path / "own.json", "--exit-interval", "2"], 4)
-    (chosen,) = re.findall(r"--context-parallel-size auto: (\d) ranks share a sample", begun)
-    assert chosen == "4"
-    assert f"over {chosen} neighbouring ranks" in begun
-    (tmp_path / "large.json").write_text(machine_to_json(replace(own, device=DEVICE)))
-    continued = on_ranks([*auto, tmp_path / "large.json"], 4)
-    assert "--context-parallel-size auto: as in --load" in continued
-    assert f"over {chosen} neighbouring ranks" in continued
-
-
 def evaluations(printed: str) -> dict[str, float]:
     """The loss of every data set evaluated after training."""
     found = re.findall(r"on (\w+) set \| lm loss value: (\S+) \|", printed)
@@ -173,19 +146,12 @@ def test_skip_train_evaluates_what_was_saved_and_writes_nothing(tmp_path: Path) 
 @pytest.mark.parametrize("sender", ["IIG", "IIG --paro-materialize rotate"])
 def test_skip_train_evaluates_what_was_computed_with(tmp_path: Path, sender: str) -> None:
     """Updates that are sent as codes leave a part of the masters behind."""
-    flags: list[object] = [
-        *RUN,
-        "--train-iters",
-        "4",
-        "--eval-iters",
-        "2",
-        "--eval-interval",
-        "4",
-        "--bf16",
-    ]
-    flags += ["--hidden-size", "64", "--ffn-hidden-size", "152", "--paro-group-size", "2"]
-    flags += ["--paro-inter-param-bits", "4", "--paro-inter-bits-warmup-iters", "0"]
-    flags += ["--paro-strategy", *sender.split(), "--load", tmp_path]
+    words = (
+        "--train-iters 4 --eval-iters 2 --eval-interval 4 --bf16 --hidden-size 64 "
+        "--ffn-hidden-size 152 --paro-group-size 2 --paro-inter-param-bits 4 "
+        f"--paro-inter-bits-warmup-iters 0 --paro-strategy {sender} --load {tmp_path}"
+    )
+    flags = [*RUN, *words.split()]
     trained = on_ranks([*flags, "--save", tmp_path], 4)
     skipped = on_ranks([*flags, "--skip-train"], 4)
     (on_the_way,) = re.findall(r"validation loss at iteration 4 \| lm loss value: (\S+)", trained)
@@ -227,14 +193,6 @@ def test_data_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     refused(lambda: launch(train, tmp_path / "long", skip), "--split 1,0,0")
     os.truncate(tmp_path / "long.bin", 1000)
     refused(lambda: launch(train, tmp_path / "long"), "long.bin")
-
-
-@pytest.mark.process
-def test_without_a_launcher_a_mistake_is_one_line_too(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    done = run_script([*RUN, "--train-iters", "2", "--save", tmp_path / "file" / "below"])
-    refused(done, "--save")
-    assert (tmp_path / "file").read_text() == "not a folder"
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path: Path) -> None:
