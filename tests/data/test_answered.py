@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from data.batch import Batch, Fetch
 from data.config import DataConfig
 from data.loader import Datasets, MicroBatches, SplitCounts, build_datasets
+from tests.data.test_block_checksums import flip
 from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.refusals import refused
 from tools.merge_datasets import main as merge
@@ -138,22 +140,12 @@ def swap(one: Path, other: Path) -> None:
         Path(f"{one}{suffix}").write_bytes(Path(f"{other}{suffix}").read_bytes())
 
 
-def flip(one: Path, _: Path) -> None:
-    content = bytearray(Path(f"{one}.answered").read_bytes())
-    content[3] ^= 1
-    Path(f"{one}.answered").write_bytes(content)
-
-
-def shorten(one: Path, _: Path) -> None:
-    Path(f"{one}.answered").write_bytes(Path(f"{one}.answered").read_bytes()[:-1])
-
-
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
         (swap, "x.answered does not belong to"),
-        (flip, "x.answered is damaged in bytes 0 to"),
-        (shorten, "x.answered.crc ... x.answered"),
+        (lambda one, _: flip(Path(f"{one}.answered"), 3), "x.answered is damaged in bytes 0 to"),
+        (lambda one, _: os.truncate(f"{one}.answered", 9), "x.answered.crc ... x.answered"),
         (lambda one, _: Path(f"{one}.answered.crc").unlink(), "x.answered.crc"),
     ],
 )

@@ -16,24 +16,20 @@ from data.blend import (
 from tests.helpers.refusals import refused
 
 
-def test_one_path() -> None:
-    assert parse_blend(["x"], "--f") == Blend(flag="--f", prefixes=("x",))
-
-
-def test_paths_without_weights() -> None:
-    assert parse_blend(["x", "y", "z"], "--f").weights is None
-    assert parse_blend(["x", "y"], "--f").prefixes == ("x", "y")
-
-
-def test_weights_come_before_their_paths() -> None:
-    blend = parse_blend(["30", "x", "70", "y"], "--f")
-    assert (blend.prefixes, blend.weights) == (("x", "y"), (30.0, 70.0))
-    assert blend.shares() == [0.3, 0.7]
-
-
-def test_a_weight_of_zero_is_none() -> None:
-    blend = parse_blend(["1", "x", "0", "y", "3", "z"], "--f")
-    assert (blend.prefixes, blend.weights) == (("x", "z"), (1.0, 3.0))
+@pytest.mark.parametrize(
+    ("words", "prefixes", "weights"),
+    [
+        ("x", "x", None),
+        ("x y z", "xyz", None),
+        ("30 x 70 y", "xy", (30.0, 70.0)),
+        ("1 x 0 y 3 z", "xz", (1.0, 3.0)),
+    ],
+)
+def test_weights_come_before_their_paths_and_zero_is_no_corpus(
+    words: str, prefixes: str, weights: tuple[float, ...] | None
+) -> None:
+    blend = parse_blend(words.split(), "--f")
+    assert blend == Blend(flag="--f", prefixes=tuple(prefixes), weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -48,15 +44,12 @@ def test_a_weight_that_is_no_share_is_refused(weight: str) -> None:
     refused(lambda: parse_blend([weight, "x", "1", "y"], "--f"), "--f the weight ... is no share")
 
 
-def test_weights_of_zero_alone_are_refused() -> None:
-    refused(lambda: parse_blend(["0", "x"], "--f"), "all weights are 0")
-
-
 def test_a_file_of_words(tmp_path: Path) -> None:
     (tmp_path / "blend").write_text("0.5 x\n0.25 y\n0.25 z\n")
     blend = read_blend(str(tmp_path / "blend"), "--f")
-    assert (blend.prefixes, blend.weights) == (("x", "y", "z"), (0.5, 0.25, 0.25))
+    assert (blend.prefixes, blend.shares()) == (("x", "y", "z"), [0.5, 0.25, 0.25])
     assert blend.flag == f"--f {tmp_path / 'blend'}:"
+    refused(lambda: read_blend(str(tmp_path / "none"), "--f"), f"--f {tmp_path / 'none'}")
 
 
 @pytest.mark.parametrize(
@@ -89,16 +82,13 @@ def test_nested_lists(
         ("[]", "names no corpus"),
         ("", "names no corpus"),
         ("1 x 2", "do not match"),
+        ("0 x", "all weights are 0"),
     ],
 )
 def test_a_senseless_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "blend"
     path.write_text(content)
     refused(lambda: read_blend(str(path), "--f"), message, f"--f {path}")
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    refused(lambda: read_blend(str(tmp_path / "none"), "--f"), f"--f {tmp_path / 'none'}")
 
 
 def test_a_blend_for_each_split(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The order of a blend: its rule sample by sample, shares, sums."""
+"""The order of a blend: its rule sample by sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import blend_order
-from data.blend import Blend, members_of
 from data.blend_order import BlendIndices, blend_by_share, blend_exhaustively
 
 
@@ -78,24 +77,6 @@ def test_a_wrong_beginning_is_run_again() -> None:
     ):
         found = as_pairs(blend_by_share(shares, 200))
     assert found == sample_by_sample(shares, [np.inf] * 3, 200)
-
-
-@settings(deadline=None)
-@given(
-    weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
-    num_samples=st.integers(0, 300),
-)
-def test_every_corpus_has_its_share_at_any_time(weights: list[float], num_samples: int) -> None:
-    blend = Blend(flag="--f", prefixes=tuple("abcdef"[: len(weights)]), weights=tuple(weights))
-    shares = blend.shares()
-    indices = blend_by_share(shares, num_samples)
-    for member, share in enumerate(shares):
-        taken = np.cumsum(indices.dataset_index == member)
-        ideal = share * np.arange(1, num_samples + 1)
-        assert np.all(np.abs(taken - ideal) <= len(shares))
-        mine = indices.dataset_sample_index[indices.dataset_index == member]
-        assert mine.tolist() == list(range(len(mine)))
-    assert sum(members_of(shares, num_samples)) >= num_samples
 
 
 @pytest.mark.filterwarnings("error")

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.blend import Blend
-from data.blended_dataset import build_samples
 from data.config import DataConfig
-from data.gpt_dataset import SplitRequest
 from data.loader import Datasets, SplitCounts, build_datasets
 from tests.data.megatron import megatron_datasets, megatron_splits, text_of
 from tests.helpers.corpora import write_corpus
@@ -44,7 +41,7 @@ def write_corpora(folder: Path, seed: int) -> Corpora:
     return Corpora(prefixes, weights)
 
 
-def ours(counts: Sequence[int], **source: object) -> Datasets:
+def ours(counts: Sequence[int | None], **source: object) -> Datasets:
     config = DataConfig(seq_length=SEQ, seed=31, **source)  # type: ignore[arg-type]
     train, valid, test = counts
     return build_datasets(config, SplitCounts(train=train, valid=valid, test=test), VOCAB)
@@ -120,15 +117,8 @@ def test_one_corpus_with_a_weight_is_a_blend(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_sample_once(tmp_path: Path, seed: int) -> None:
     corpora = write_corpora(tmp_path, seed)
-    mine = build_samples(
-        Blend(flag="--valid-data-path", prefixes=tuple(corpora.prefixes)),
-        SplitRequest(
-            split_name="valid",
-            config=DataConfig(train_data_path=tuple(corpora.prefixes), seq_length=SEQ, seed=31),
-            num_samples=None,
-            vocab_size=VOCAB,
-        ),
-    )
-    own = [None, (corpora.prefixes, None), None]
-    theirs = megatrons((0, None, 0), blend_per_split=own)
+    prefixes = tuple(corpora.prefixes)
+    own = {"train_data_path": prefixes, "valid_data_path": prefixes, "full_validation": True}
+    mine = ours((1, None, 0), **own).valid
+    theirs = megatrons((0, None, 0), blend_per_split=[None, (corpora.prefixes, None), None])
     assert_equal(mine, theirs[1], num_samples=len(mine))

@@ -66,9 +66,3 @@ def test_a_sample_begins_a_document_whatever_came_before() -> None:
     bounds = bounds_of(tokens, rules)
     assert bounds.document_lengths == (2, 2, 4, 1, 1, 2)
     assert bounds.positions_BS.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 0, 0, 1]]
-
-
-def test_without_rules_nothing_is_masked() -> None:
-    bounds = bounds_of(np.full((2, 3), EOD), None)
-    assert bounds.loss_mask_BS.tolist() == [[1.0] * 3] * 2
-    assert bounds[1:] == (None, None)

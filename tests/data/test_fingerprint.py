@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,14 +23,13 @@ from data.indexed_dataset import bin_path
 from data.loader import SplitCounts, build_datasets
 from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
-from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
-from paro.distributed.world import World
 from paro.training.assembly import build_data
 from paro.training.dry_run import run_dry
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.data.test_tokenizer import TEXT, train_sentencepiece
 from tests.helpers.corpora import write_corpus
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tools.preprocess_data import main as preprocess
 
@@ -132,16 +130,13 @@ def test_training_with_another_tokenizer_is_refused(pieces: Path, tmp_path: Path
     config = config_of("SentencePieceTokenizer", pieces)
     assert read_fingerprint(prefix) == fingerprint_of(config, with_bytes=True)
 
-    def args_with(model: Path) -> Namespace:
+    def run_with(model: Path) -> RunConfig:
         words = (
             "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 8 --split 1,0,0 "
             "--micro-batch-size 1 --train-iters 1 --lr 1 --distributed-backend gloo --num-workers 0"
         )
         named = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(model)]
-        return parse_args([*words.split(), *named, "--data-path", prefix])
-
-    def run_with(model: Path) -> RunConfig:
-        return RunConfig.from_args(args_with(model), World())
+        return configured([*words.split(), *named, "--data-path", prefix])
 
     build_data(run_with(pieces))
     refused(

@@ -43,7 +43,7 @@ def byte_of() -> dict[str, int]:
     return dict(zip(letters, (*shown, *hidden), strict=True))
 
 
-def test_ids_are_those_of_another_library(files: tuple[Path, Path]) -> None:
+def test_ids_are_those_of_another_library_and_texts_come_back(files: tuple[Path, Path]) -> None:
     own, letters = build(files), byte_of()
     vocabulary = json.loads(files[0].read_text(encoding="utf-8"))
     end = vocabulary.pop(END)
@@ -53,23 +53,18 @@ def test_ids_are_those_of_another_library(files: tuple[Path, Path]) -> None:
     )
     for text in (*TEXTS, f"a {END} b{END}"):
         assert own.encode(text) == other.encode(text, allowed_special="all"), text
+    for text in TEXTS:
+        assert own.decode([*own.encode(text), own.eod]) == text
     assert own.encode_batch(TEXTS) == [own.encode(text) for text in TEXTS]
     assert own.encode_batch([]) == []
     assert (own.vocab_size, own.eod, own.bos, own.text_prefix) == (301, 300, 300, ())
 
 
-def test_texts_come_back(files: tuple[Path, Path]) -> None:
-    tokenizer = build(files)
-    for text in TEXTS:
-        assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eod]) == text
-
-
 def test_the_tokenizer_json_gives_the_same_ids(files: tuple[Path, Path], tmp_path: Path) -> None:
     write_gpt2_tokenizer_json(*files, tmp_path)
     path = str(tmp_path / "tokenizer.json")
-    other = build_tokenizer(
-        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
-    )
+    config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path)
+    other = build_tokenizer(config)
     own = build(files)
     assert (other.vocab_size, other.eod) == (own.vocab_size, own.eod)
     assert other.encode_batch(TEXTS) == own.encode_batch(TEXTS)

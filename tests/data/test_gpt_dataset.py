@@ -68,24 +68,6 @@ def cache_files(dataset: GPTDataset) -> list[Path]:
     return sorted((Path(dataset.indexed.prefix) / "cache" / "GPTDataset_indices").iterdir())
 
 
-def test_samples_are_cut_from_the_shuffled_documents_joined(corpus: IndexedDataset) -> None:
-    dataset = build(corpus, num_samples=200)
-    row = [token for entry in dataset.order.document_index for token in corpus[entry].tolist()]
-    for i, sample in enumerate(all_samples(dataset)):
-        begin = int(dataset.order.shuffle_index[i]) * 8
-        assert sample == row[begin : begin + 9]
-    assert len(dataset) >= 200
-    assert dataset[0].dtype == np.int64
-
-
-def test_splits_share_no_document(corpus: IndexedDataset) -> None:
-    train, valid = build(corpus), build(corpus, "valid", num_samples=3)
-    seen = set(train.order.document_index[:].tolist())
-    held_out = set(valid.order.document_index[:].tolist())
-    assert seen == set(range(24))
-    assert held_out == set(range(24, 30))
-
-
 def test_the_cache_has_megatrons_place_and_names(corpus: IndexedDataset) -> None:
     dataset = build(corpus)
     names = [path.name for path in cache_files(dataset)]
@@ -287,10 +269,13 @@ def test_a_builder_that_dies_holds_nobody_back(corpus: IndexedDataset) -> None:
         assert "written" in waiting.result(timeout=HANGS_AFTER).source
 
 
-def test_a_sequence_longer_than_the_training_data_is_refused(corpus: IndexedDataset) -> None:
+def test_a_split_without_a_sample_is_refused(corpus: IndexedDataset) -> None:
     config = replace(CONFIG, seq_length=corpus.num_tokens)
     flags = ("--seq-length", "--split", f"--data-path {corpus.prefix}")
     refused(lambda: build(corpus, config=config), *flags)
+    refused(lambda: build(corpus, config=replace(CONFIG, split="0,1,0")), "leaves 0 tokens")
+    with pytest.raises(TooFewTokensError, match=r"leaves 0 tokens .* for test and one sample"):
+        build(corpus, "test", replace(CONFIG, split="1000,1,1"))
 
 
 def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
@@ -304,11 +289,6 @@ def test_the_shortest_data_that_make_a_sample(tmp_path: Path) -> None:
     refused(lambda: build(IndexedDataset(tmp_path / "x"), config=longer), "leaves 9 tokens")
 
 
-def test_a_held_out_split_without_a_sample_is_named(corpus: IndexedDataset) -> None:
-    with pytest.raises(TooFewTokensError, match=r"leaves 0 tokens .* for test and one sample"):
-        build(corpus, "test", replace(CONFIG, split="1000,1,1"))
-
-
 def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
     config = replace(CONFIG, split=None, data_path=(), train_data_path=("corpus",))
     dataset = build(corpus, "valid", config, num_samples=5)
@@ -316,17 +296,6 @@ def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
     longer = replace(config, seq_length=corpus.num_tokens)
     request = replace(requested("valid", longer, 5), flag="--valid-data-path")
     refused(lambda: build_gpt_dataset(corpus, request), "--valid-data-path ... validation")
-
-
-def test_without_a_number_of_samples_there_is_one_epoch(corpus: IndexedDataset) -> None:
-    dataset = build(corpus, num_samples=None)
-    assert dataset.plan.num_epochs == 1
-    assert len(dataset) == (dataset.plan.tokens_per_epoch - 1) // 8
-    assert dataset.describe().startswith(f"{len(dataset)} samples, ")
-
-
-def test_a_training_split_without_documents_is_refused(corpus: IndexedDataset) -> None:
-    refused(lambda: build(corpus, config=replace(CONFIG, split="0,1,0")), "leaves 0 tokens")
 
 
 @pytest.mark.parametrize("scan_bytes", [2**20, 64 * 8])

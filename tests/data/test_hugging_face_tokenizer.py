@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from data.hugging_face_tokenizer import hugging_face_tokenizer
 from data.token_bytes import bytes_of_pieces
-from tests.helpers.ranks import ROOT
+from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
 
 TEXT = "def f(x):\n    return x  # naïve\n"
 TEXTS = (
-    TEXT,
-    "",
-    "  two  <tool></s> \n<|im_end|>",
-    "a<s> <pad><mask>",
-    "x" * 300,
-    "Ein Satz <new>.",
+    *(TEXT, "", "  two  <tool></s> \n<|im_end|>", "a<s> <pad><mask>"),
+    *("x" * 300, "Ein Satz <new>."),
 )
 
 
@@ -171,13 +165,7 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
         "import sys; from data.hugging_face_tokenizer import hugging_face_tokenizer as Tokenizer; "
         f"Tokenizer({str(tmp_path)!r}); sys.exit('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), "tokenizer.json ... transformers")
-    refused(lambda: hugging_face_tokenizer("an-owner/a-model"), "hf download an-owner/a-model")
+    python_apart(program)
 
 
 @pytest.mark.parametrize(
@@ -189,21 +177,16 @@ def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     refused(lambda: hugging_face_tokenizer(str(tmp_path)), f"{name} is not valid JSON")
 
 
+SAYS = "tokenizer_config.json"
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("tokenizer_config.json", {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
-        ("tokenizer_config.json", {"eos_token": {}}, "eos_token.content: is missing"),
-        (
-            "tokenizer_config.json",
-            {"added_tokens_decoder": {"x": {"content": ""}}},
-            "x: is no number",
-        ),
-        (
-            "special_tokens_map.json",
-            {"extra_special_tokens": [3]},
-            "tokens[0]: 3 is of the wrong type",
-        ),
+        (SAYS, {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
+        (SAYS, {"eos_token": {}}, "eos_token.content: is missing"),
+        (SAYS, {"added_tokens_decoder": {"x": {"content": ""}}}, "x: is no number"),
+        ("special_tokens_map.json", {"extra_special_tokens": [3]}, "[0]: 3 is of the wrong type"),
         ("added_tokens.json", {"<new>": "7"}, "<new>: '7' is of the wrong type"),
         ("config.json", {"eos_token_id": 10**6}, "ends documents with the id 1000000"),
         ("config.json", [], "config.json: [] is of the wrong type"),
@@ -242,7 +225,9 @@ def test_several_ends_are_none(fields: Any, tmp_path: Path) -> None:
     refused(lambda: hugging_face_tokenizer(str(tmp_path)), "which token ends a document")
 
 
-def test_a_pipe_in_a_folder_for_transformers_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:
+    refused(lambda: hugging_face_tokenizer(str(tmp_path)), "tokenizer.json ... transformers")
+    refused(lambda: hugging_face_tokenizer("an-owner/a-model"), "hf download an-owner/a-model")
     (tmp_path / "vocab.json").write_text("{}")
     os.mkfifo(tmp_path / "merges.txt")
     told = "--tokenizer-model ... merges.txt is no regular file"

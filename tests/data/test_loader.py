@@ -66,14 +66,15 @@ def samples_in(batch: Batch) -> list[int]:
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
 def test_order_is_megatrons(num_workers: int) -> None:
-    for rank in range(2):
-        place = {"data_parallel_rank": rank, "data_parallel_size": 2, "micro_batch_size": 3}
-        batches = batches_of(**place, consumed_samples=12, num_workers=num_workers)
+    for rank, size, consumed in ((0, 2, 12), (1, 2, 12), (2, 3, 7)):
+        place = {"data_parallel_rank": rank, "data_parallel_size": size, "micro_batch_size": 3}
+        batches = batches_of(**place, consumed_samples=consumed, num_workers=num_workers)
         drawn = [samples_in(batch) for batch in islice(batches, 4)]
-        assert drawn == [[12 + m * 6 + rank * 3 + i for i in range(3)] for m in range(4)]
+        begins = [consumed + (m * size + rank) * 3 for m in range(4)]
+        assert drawn == [[begin, begin + 1, begin + 2] for begin in begins]
 
 
-def test_labels_follow_tokens() -> None:
+def test_labels_follow_tokens_and_a_batch_moves_as_a_whole() -> None:
     batch = collate([np.arange(5), np.arange(10, 15)])
     assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
@@ -81,6 +82,10 @@ def test_labels_follow_tokens() -> None:
     assert (batch.tokens_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.float32)
     assert batch.tokens_BS.is_contiguous()
     assert batch.labels_BS.is_contiguous()
+    assert batch.documents() == {"positions_BS": None, "document_lengths": None}
+    moved = batch.to(torch.device("meta"))
+    parts = (moved.tokens_BS, moved.labels_BS, moved.loss_mask_BS)
+    assert {part.device.type for part in parts} == {"meta"}
 
 
 @pytest.mark.parametrize("num_workers", NUM_WORKERS)
@@ -114,11 +119,6 @@ def test_a_part_of_each_sample_keeps_what_whole_samples_say(num_workers: int) ->
     assert batch.positions_BS.tolist() == [[0, 3]]
     assert batch.documents()["document_lengths"] == (3, 1, 2, 2)
     assert (batch.ranges, batch.documents()["seq_length"]) == (ranges, 4)
-
-
-def test_batches_say_nothing_of_documents_unless_asked() -> None:
-    batch = next(batches_of(micro_batch_size=2))
-    assert batch.documents() == {"positions_BS": None, "document_lengths": None}
 
 
 @pytest.mark.process
@@ -159,13 +159,6 @@ def test_the_global_random_state_is_left_alone(num_workers: int) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_batch_moves_as_a_whole() -> None:
-    batch = collate([np.arange(5)]).to(torch.device("meta"))
-    assert {
-        part.device.type for part in (batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS)
-    } == {"meta"}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
@@ -179,8 +172,7 @@ def test_batches_come_in_page_locked_memory(num_workers: int) -> None:
 
 
 def test_mock_splits() -> None:
-    config = DataConfig(seq_length=8, mock_data=True, seed=3)
-    datasets = build_datasets(config, SplitCounts(train=20, valid=4), vocab_size=50)
+    datasets = built(counts=(20, 4), mock_data=True)
     assert len(datasets.train) == 20
     assert datasets.test is None
     assert datasets.train[0].shape == (9,)
@@ -197,13 +189,16 @@ def built(*words: str, counts: Sequence[int] = (10, 5, 5), **fields: Any) -> Dat
     return build_datasets(config, SplitCounts(**by_split), vocab_size=200)
 
 
-def test_corpus_splits(prefix: str) -> None:
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_corpus_splits(prefix: str, num_workers: int) -> None:
     datasets = built(prefix, split="90,10,0")
     assert len(datasets.train) >= 10
     assert datasets.valid is not None
     assert datasets.test is None
-    batch = next(batches_of(datasets.train, micro_batch_size=4))
+    batch = next(batches_of(datasets.train, micro_batch_size=4, num_workers=num_workers))
     assert batch.labels_BS[0].tolist() == datasets.train[0][1:].tolist()
+    evaluated = built(prefix, split="90,10,0", counts=(0, 5))
+    assert len(evaluated.valid) >= 5, "evaluation alone needs no training samples"
 
 
 @pytest.mark.parametrize(
@@ -251,19 +246,11 @@ def test_a_corpus_without_a_sample_is_left_out_of_a_held_out_blend(
     refused(lambda: built(train_data_path=words), told)
 
 
-def test_evaluation_alone_needs_no_training_samples(prefix: str) -> None:
-    datasets = built(prefix, split="90,10,0", counts=(0, 5))
-    assert len(datasets.valid) >= 5
-
-
-def test_a_vocabulary_smaller_than_the_ids_is_refused(prefix: str) -> None:
+def test_a_vocabulary_smaller_than_the_ids_or_a_missing_corpus_is_refused(prefix: str) -> None:
     config = DataConfig(seq_length=8, data_path=(prefix,))
     small = partial(build_datasets, config, SplitCounts(train=10), vocab_size=100)
     refused(small, "token id 118, ... 100 entries")
-
-
-def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
-    refused(lambda: built(str(tmp_path / "none")), "--data-path")
+    refused(lambda: built(f"{prefix}-none"), "--data-path")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +269,10 @@ def test_a_missing_corpus_is_refused(tmp_path: Path) -> None:
         ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
         ({"mock_data": True, "seed": -1}, "--seed -1"),
-        ({"mock_data": True, "split": "a"}, "--split 'a'"),
+        *(
+            ({"mock_data": True, "split": text}, f"--split '{text}'")
+            for text in ("a,b", "1,2,3,4", "0,0,0", "-1,2", "nan", "inf,1")
+        ),
     ],
 )
 def test_senseless_configurations_are_refused(fields: dict[str, object], message: str) -> None:

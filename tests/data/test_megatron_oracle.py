@@ -125,12 +125,3 @@ def test_indices_and_samples_are_megatrons(
         ]
         compared += len(our)
     assert compared > 0
-
-
-def test_the_cases_have_what_they_are_for() -> None:
-    """Empty documents, documents of one token, and both types of token ids."""
-    corpora = [documents_of(seed) for seed in range(40)]
-    assert sum(not document for documents, _ in corpora for document in documents) > 30
-    assert sum(document == [document[0]] and len(document[0]) == 1 for documents, _ in corpora
-               for document in documents if document) > 30  # fmt: skip
-    assert {dtype.name for _, dtype in corpora} == {"uint16", "int32"}

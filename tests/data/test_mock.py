@@ -28,6 +28,9 @@ def test_samples_have_one_token_more_and_lie_in_the_vocabulary() -> None:
     assert tokens.shape == (400, 33)
     assert tokens.dtype == np.int64
     assert set(np.unique(tokens)) == set(range(VOCAB))
+    assert len(mock(num_samples=3)) == 3
+    with pytest.raises(IndexError, match="sample 3 of 3"):
+        mock(num_samples=3)[3]
 
 
 def test_the_next_token_is_predictable_from_the_last_across_streams() -> None:
@@ -46,9 +49,3 @@ def test_frequencies_alone_tell_something() -> None:
     part = np.bincount(tokens, minlength=VOCAB) / len(tokens)
     entropy = -(part * np.log(part)).sum()
     assert entropy < np.log(VOCAB) - 0.1
-
-
-def test_there_is_an_end() -> None:
-    with pytest.raises(IndexError, match="sample 3 of 3"):
-        mock(num_samples=3)[3]
-    assert len(mock(num_samples=3)) == 3

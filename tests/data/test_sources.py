@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -83,10 +84,9 @@ def test_a_data_set_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_that_nobody_knows_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise ConnectionError("no way\nto the hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(
+        datasets, "load_dataset", Mock(side_effect=ConnectionError("no way\nto the hub"))
+    )
     refused(lambda: find_pieces(["nobody/nothing"]), "datasets does not find it: no way")
 
 

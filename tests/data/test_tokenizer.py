@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ import sentencepiece
 
 from data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from data.tokenizer_config import SENTENCEPIECE_TYPES, TokenizerConfig, saved_tokenizer
-from tests.data.test_hugging_face_tokenizer import modern
 from tests.helpers.refusals import refused
 
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -30,20 +30,25 @@ def build(tokenizer_type: str, model: Path | None = None, size: int | None = Non
     )
 
 
-def train_sentencepiece(path: Path, **options: object) -> Path:
+def sentencepiece_model(lines: Iterable[str] = (TEXT,) * 3, **options: object) -> bytes:
+    """A small model with the settings of LLaMA's, unless `options` are others."""
     model = io.BytesIO()
+    settings = {
+        "vocab_size": 280,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "minloglevel": 2,
+    }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 3),
-        model_writer=model,
-        vocab_size=280,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-        **options,
+        sentence_iterator=iter(lines), model_writer=model, **(settings | options)
     )
-    path.write_bytes(model.getvalue())
+    return model.getvalue()
+
+
+def train_sentencepiece(path: Path, **options: object) -> Path:
+    path.write_bytes(sentencepiece_model(**options))
     return path
 
 
@@ -83,18 +88,11 @@ def test_llama2_alone_begins_the_texts_of_a_corpus(spm_model: Path) -> None:
     }
 
 
-def test_llama2_needs_a_beginning(tmp_path: Path) -> None:
+def test_models_without_a_beginning_or_an_end(tmp_path: Path) -> None:
+    endless = train_sentencepiece(tmp_path / "endless.model", eos_id=-1)
+    refused(lambda: build("SentencePieceTokenizer", endless), "no end-of-sentence piece")
     model = train_sentencepiece(tmp_path / "x.model", bos_id=-1, eos_id=1)
     refused(lambda: build("Llama2Tokenizer", model), "no piece that begins a text")
-
-
-def test_sentencepiece_without_an_end_is_refused(tmp_path: Path) -> None:
-    model = train_sentencepiece(tmp_path / "x.model", eos_id=-1)
-    refused(lambda: build("SentencePieceTokenizer", model), "no end-of-sentence piece")
-
-
-def test_sentencepiece_without_a_beginning(tmp_path: Path) -> None:
-    model = train_sentencepiece(tmp_path / "x.model", bos_id=-1, eos_id=1)
     tokenizer = build("SentencePieceTokenizer", model)
     assert (tokenizer.bos, tokenizer.eod) == (None, 1)
 
@@ -120,14 +118,11 @@ def test_a_file_in_another_form_is_no_tiktoken_file(tik_model: Path, change: str
     refused(lambda: build("TikTokenizer", tik_model), "not a vocabulary in tiktoken's form")
 
 
-def test_a_batch_is_what_its_texts_are(spm_model: Path, tik_model: Path, tmp_path: Path) -> None:
+def test_a_batch_is_what_its_texts_are(spm_model: Path, tik_model: Path) -> None:
     texts = [TEXT, "", "x" * 50, "return x", TEXT * 2]
-    modern(tmp_path)
     for tokenizer in (
         build("SentencePieceTokenizer", spm_model),
         build("Llama2Tokenizer", spm_model),
-        build("HuggingFaceTokenizer", tmp_path / "tokenizer.json"),
-        build("HuggingFaceTokenizer", tmp_path),
         build("TikTokenizer", tik_model),
     ):
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
@@ -136,14 +131,11 @@ def test_a_batch_is_what_its_texts_are(spm_model: Path, tik_model: Path, tmp_pat
     assert numbers.encode_batch(["1 2", "", "3"]) == [[1, 2], [], [3]]
 
 
-def test_the_last_entry_of_a_null_tokenizer_ends_documents() -> None:
+def test_the_last_entry_of_a_null_tokenizer_ends_documents_unless_another_is_given() -> None:
     tokenizer = build("NullTokenizer", size=100)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (100, 99, None)
     assert tokenizer.encode("3 1\n99") == [3, 1, 99]
     assert tokenizer.decode([3, 1, 99]) == "3 1 99"
-
-
-def test_a_null_tokenizer_can_end_documents_with_another_id() -> None:
     config = TokenizerConfig(
         tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=2
     )
@@ -192,12 +184,10 @@ TYPES = ["SentencePieceTokenizer", "HuggingFaceTokenizer", "TikTokenizer"]
 
 
 @pytest.mark.parametrize("tokenizer_type", TYPES)
-def test_a_device_is_refused(tokenizer_type: str, tmp_path: Path) -> None:
+def test_a_device_or_a_file_beyond_the_limit_is_refused(
+    tokenizer_type: str, tmp_path: Path
+) -> None:
     refused(lambda: build(tokenizer_type, Path("/dev/zero")), "--tokenizer-model /dev/zero is")
-
-
-@pytest.mark.parametrize("tokenizer_type", TYPES)
-def test_a_file_beyond_the_limit_is_refused(tokenizer_type: str, tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:
         file.truncate(2**40)

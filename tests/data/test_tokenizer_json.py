@@ -10,48 +10,31 @@ import pytest
 from data.hugging_face_tokenizer import hugging_face_tokenizer
 from data.tokenizer import SentencePieceTokenizer
 from data.tokenizer_json import write_tokenizer_json
+from tests.data.test_tokenizer import train_sentencepiece
 
 LINES = ["def main() -> None:", "    print('naïve 雪 text')", "the quick  brown fox", "a b c"] * 20
 LLAMA: dict[str, Any] = {  # as LLaMA-1's, LLaMA-2's and this project's were trained
-    "model_type": "bpe",
-    "byte_fallback": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
+    "lines": LINES,
+    "vocab_size": 320,
+    "hard_vocab_limit": False,
     "allow_whitespace_only_pieces": True,
     "split_digits": True,
 }
-TEXTS = [
-    "def main() -> None:",
-    "  def  naïve(雪):\n\t",
-    "quick é brown 🙂 2025",
-    "a",
-    " a",
-    "\n",
-    "x" * 40,
-]
+TEXTS = ["def main() -> None:", "  def  naïve(雪):\n\t", "quick é brown 🙂 2025"]
+TEXTS += ["a", " a", "\n", "x" * 40]
 
 
-def train(folder: Path, **options: Any) -> Path:
-    from sentencepiece import SentencePieceTrainer
-
-    prefix = folder / "pieces"
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_prefix=str(prefix),
-        minloglevel=2,
-        hard_vocab_limit=False,
-        **{"vocab_size": 320, **options},
-    )
-    return prefix.with_suffix(".model")
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_ids_and_texts_are_the_same(prefix: bool, tmp_path: Path) -> None:
+def test_ids_and_texts_are_the_same(prefix: bool, out: Path) -> None:
     from transformers import AutoTokenizer
 
-    model = train(tmp_path, **LLAMA, add_dummy_prefix=prefix)
-    out = tmp_path / "out"
-    out.mkdir()
+    model = train_sentencepiece(out.with_name("x.model"), **LLAMA, add_dummy_prefix=prefix)
     assert write_tokenizer_json(model, out)
     own = SentencePieceTokenizer(str(model))
     file = hugging_face_tokenizer(str(out / "tokenizer.json"))
@@ -72,10 +55,8 @@ def test_ids_and_texts_are_the_same(prefix: bool, tmp_path: Path) -> None:
         {"model_type": "unigram", "byte_fallback": True},
     ],
 )
-def test_what_would_have_other_ids_is_not_written(options: dict[str, Any], tmp_path: Path) -> None:
-    model = train(tmp_path, **{**LLAMA, **options})
-    out = tmp_path / "out"
-    out.mkdir()
+def test_what_would_have_other_ids_is_not_written(options: dict[str, Any], out: Path) -> None:
+    model = train_sentencepiece(out.with_name("x.model"), **LLAMA, **options)
     assert not write_tokenizer_json(model, out)
     assert not list(out.iterdir())
 

@@ -13,10 +13,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -39,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tests.helpers.processes import python_apart
 from tests.helpers.ranks import ROOT
 
 GPU = torch.device("cuda", 0)
@@ -82,18 +81,9 @@ _CALL = "from tests.helpers.fake_cuda import answer; answer(*sys.argv[2:])"
 
 def run_apart(library: Path, module: str, function: str, argument: object) -> Any:
     """The function's result in a process with the library; argument and result go as JSON."""
-    words = [str(library), module, function, json.dumps(argument)]
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{_LOAD}; {_CALL}", *words],
-        cwd=ROOT,
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    words = (str(library), module, function, json.dumps(argument))
+    out = python_apart(f"{_LOAD}; {_CALL}", *words, CUDA_VISIBLE_DEVICES="")
+    return json.loads(out.splitlines()[-1])
 
 
 def answer(module: str, function: str, argument: str) -> None:

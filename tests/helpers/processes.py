@@ -1,12 +1,15 @@
-"""Processes of this machine: whether they live, their children, and waiting for what they do."""
+"""Processes of this machine: new ones, whether they live, their children, and waits for them."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.helpers.ranks import HANGS_AFTER
+from tests.helpers.ranks import HANGS_AFTER, ROOT
 
 
 def lives(pid: int) -> bool:
@@ -32,3 +35,18 @@ def wait_for(is_so: Callable[[], object], seconds: float = HANGS_AFTER) -> None:
     while not is_so():
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
+
+
+def python_apart(program: str, *words: str, **environment: str) -> str:
+    """What a program prints in a new Python, which succeeds and whose Triton does not interpret."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=ROOT,
+        env=own | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from model import fusion
 from paro.optim import adamw
 from paro.quantization import blocks
-from tests.helpers.ranks import ROOT
+from tests.helpers.processes import python_apart
 
 
 def skip_on_gpus() -> None:
@@ -146,15 +144,5 @@ print("called")
 
 def run_apart(modules: Sequence[str], function: str, folder: Path) -> None:
     """Calls a function of modules of tests in a process whose Triton never interpreted."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", _CALL_EACH, function, *modules],
-        cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(folder)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("called\n")
+    out = python_apart(_CALL_EACH, function, *modules, TRITON_CACHE_DIR=str(folder))
+    assert out.endswith("called\n")

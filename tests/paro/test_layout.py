@@ -11,6 +11,7 @@ from paro.layout import (
     Box,
     UnitLayout,
     make_layout,
+    make_sliced_layout,
     parameter_runs,
     rectangles,
     whole_box,
@@ -80,3 +81,20 @@ def test_rectangles_and_runs_name_the_elements_of_a_range_in_order(
 def test_a_range_takes_few_rectangles(case: tuple[Box, int, int]) -> None:
     box, low, high = case
     assert len(list(rectangles(box, low, high))) <= max(1, 2 * len(box.shape) - 1)
+
+
+def test_a_sliced_layout_holds_every_element_once() -> None:
+    shapes = {"wq": (12, 7), "bq": (12,), "wo": (7, 12), "w_up": (13, 3)}
+    cuts = {"wq": 0, "bq": 0, "wo": 1, "w_up": 0}
+    layout = make_sliced_layout(shapes, cuts=cuts, number=4, world_size=8)
+    assert layout.numel % (8 * 8) == 0
+    seen = {name: np.zeros(shape) for name, shape in shapes.items()}
+    for start in range(0, layout.numel, layout.numel // 4):
+        stop = start + layout.numel // 4
+        for piece in layout.pieces(start, stop):
+            box = piece.box
+            assert (piece.offset - start < layout.num_decayed(start, stop)) == (box.name != "bq")
+            assert (piece.low, piece.high) == (0, box.numel), "cut by the end of its slice"
+            where = tuple(slice(a, a + b) for a, b in zip(box.start, box.extent, strict=True))
+            seen[box.name][where] += 1
+    assert all((counts == 1).all() for counts in seen.values())
