@@ -11,6 +11,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paro.distributed.byte_counter import Sent
 from paro.strategy import is_legal
 
@@ -48,23 +51,17 @@ def letter_traffic(
     """Bytes a rank sends in one optimizer step, with one communication dtype for all states."""
     assert is_legal(letters), f"{letters} is not legal"
     params, grads, optim = tuple(letters)
-    gather = _scale(GATHER[params], num_micro_batches)
-    reduce = _scale(REDUCE[grads], num_micro_batches)
-    trained = _add(_add(reduce, FINISH[grads + optim]), PUBLISH[params + optim])
-    num_groups = world_size // group_size
+    times = num_micro_batches
+    gather = times * np.array(GATHER[params])
+    trained = times * np.array(REDUCE[grads]) + FINISH[grads + optim] + PUBLISH[params + optim]
 
-    def volume(multiples: Multiples, num_bytes: int) -> Multiples:
+    def sent(num_bytes: int) -> NDArray[np.int64]:
         assert num_bytes % world_size == 0, f"{num_bytes} bytes on {world_size} ranks"
-        x = num_bytes // group_size * (group_size - 1)
-        y = num_bytes // world_size * (num_groups - 1)
-        return multiples[0] * x, multiples[1] * y
+        num_groups = world_size // group_size
+        x, y = (
+            num_bytes // group_size * (group_size - 1),
+            num_bytes // world_size * (num_groups - 1),
+        )
+        return np.array((x, y))
 
-    return Sent(*_add(volume(gather, params_bytes), volume(trained, trained_bytes)))
-
-
-def _scale(multiples: Multiples, factor: int) -> Multiples:
-    return multiples[0] * factor, multiples[1] * factor
-
-
-def _add(left: Multiples, right: Multiples) -> Multiples:
-    return left[0] + right[0], left[1] + right[1]
+    return Sent(*map(int, gather * sent(params_bytes) + trained * sent(trained_bytes)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,20 +20,10 @@ from model.block_attention import (
     causal_grads,
     check_attention,
 )
-from model.config import AttentionBackend, LlamaConfig
+from model.config import AttentionBackend
 from tests.helpers.refusals import refused
-from tests.model.values import all_near, assert_near, normal
+from tests.model.values import SMALL, all_near, assert_near, attention_by_definition, normal
 
-CONFIG = LlamaConfig(
-    num_layers=1,
-    hidden_size=24,
-    ffn_hidden_size=8,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=6,
-    max_position_embeddings=16,
-    vocab_size=9,
-)
 LENGTHS = (5, 2, 7, 1, 6)
 CPU = torch.device("cpu")
 
@@ -43,23 +33,6 @@ def heads(num_heads: int, seed: int, dtype: torch.dtype, size: int) -> Tensor:
     return normal(3, 7, num_heads, size, seed=seed, dtype=dtype).requires_grad_()
 
 
-def defined(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: Sequence[int] | None
-) -> Tensor:
-    """Attention by its definition, in fp32; with documents of these lengths apart."""
-    repeats = q_BSNH.shape[2] // k_BSKH.shape[2]
-    q, k, v = (x.float().transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
-    k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    batch, _, seq, _ = q.shape
-    seen = torch.ones(seq, seq, dtype=torch.bool).tril()[None]
-    if lengths is not None:
-        number_BS = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        number_BS = number_BS.view(batch, seq)
-        seen = seen & (number_BS[:, :, None] == number_BS[:, None])
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    return (scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1) @ v).transpose(1, 2)
-
-
 def compare(
     run: Callable[[Tensor, Tensor, Tensor], Tensor],
     apart: bool,
@@ -67,8 +40,8 @@ def compare(
     groups: int,
     size: int = 6,
 ) -> None:
-    results = []
-    for function in (run, lambda *qkv: defined(*qkv, LENGTHS if apart else None)):
+    results, lengths = [], LENGTHS if apart else None
+    for function in (run, lambda *qkv: attention_by_definition(*qkv, lengths)[0]):
         leaves = tuple(heads(count, i, dtype, size) for i, count in enumerate((4, groups, groups)))
         out = function(*leaves)
         out.backward(heads(4, 4, out.dtype, size).detach())
@@ -171,12 +144,13 @@ def test_documents_in_one_call_on_a_gpu(groups: int) -> None:
     assert documents is not None
     assert documents.bounds_N is not None
     found = attend_keeping("auto", q, k, v, documents, None)
-    assert_near(found.cpu(), defined(q.cpu(), k.cpu(), v.cpu(), LENGTHS), within=2e-2)
+    wanted, _ = attention_by_definition(q.cpu(), k.cpu(), v.cpu(), LENGTHS)
+    assert_near(found.cpu(), wanted, within=2e-2)
 
 
 def test_the_kernel_is_tried_and_named() -> None:
-    assert check_attention(CONFIG, torch.float32, CPU) == "auto, for these heads FlashAttention"
-    math = replace(CONFIG, attention_backend="unfused")
+    assert check_attention(SMALL, torch.float32, CPU) == "auto, for these heads FlashAttention"
+    math = replace(SMALL, attention_backend="unfused")
     assert check_attention(math, torch.bfloat16, CPU) == "unfused, matrix products and a softmax"
-    fused = replace(CONFIG, attention_backend="fused")
+    fused = replace(SMALL, attention_backend="fused")
     refused(lambda: check_attention(fused, torch.float32, CPU), "--attention-backend fused")

@@ -14,7 +14,7 @@ from model.block_attention import (
     block_grads,
     causal_grads,
 )
-from tests.model.values import all_near, normal
+from tests.model.values import all_near, attention_by_definition, normal
 
 CPU = torch.device("cpu")
 GPU = pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)
@@ -32,20 +32,19 @@ def inputs(groups: int, dtype: torch.dtype, device: torch.device) -> list[Tensor
 
 
 def defined(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Output, log-sum-exp and gradients in fp64; `seen` [B or 1, queries, keys] is the mask."""
-    q, k, v = (part.double().requires_grad_() for part in (q, k, v))
-    many_k, many_v = (part.repeat_interleave(HEADS // k.shape[2], 2) for part in (k, v))
-    scores = torch.einsum("bsnh,btnh->bnst", q, many_k) * CHANNELS**-0.5
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    out = torch.einsum("bnst,btnh->bsnh", scores.softmax(-1), many_v)
-    grads = torch.autograd.grad(out, (q, k, v), grad.double())
-    return out, scores.logsumexp(-1).transpose(1, 2), grads
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    """Output, log-sum-exp and the gradients of q, k and v, in fp64."""
+    leaves = [part.double().requires_grad_() for part in (q, k, v)]
+    out, lse = attention_by_definition(*leaves, lengths)
+    return [out, lse, *torch.autograd.grad(out, leaves, grad.double())]
 
 
-def triangle(device: torch.device) -> Tensor:
-    return torch.ones(1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
+def of_last_queries(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """The same for the queries of the second block."""
+    late = torch.arange(TOKENS, device=grad.device) >= CUT
+    out, lse, dq, dk, dv = defined(q, k, v, grad * late[:, None, None])
+    return [out[:, CUT:], lse[:, CUT:], dq[:, CUT:], dk, dv]
 
 
 def margin(dtype: torch.dtype) -> float:
@@ -76,9 +75,7 @@ def test_merged_blocks_are_attention(dtype: torch.dtype, groups: int, device: to
         pytest.skip("FlashAttention is for 16 bits")
     q, k, v, grad = inputs(groups, dtype, device)
     found, grads = two_blocks(q, k, v, grad)
-    late = slice(CUT, None)
-    out, lse, wanted = defined(q[:, late], k, v, grad[:, late], triangle(device)[:, late])
-    all_near([*found, *grads], [out, lse, *wanted], within=margin(dtype))
+    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=margin(dtype))
     assert found.lse_BSN.dtype == torch.float32
 
 
@@ -92,21 +89,15 @@ def test_squares_keep_documents_apart(
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("FlashAttention is for 16 bits")
     q, k, v, grad = inputs(groups, dtype, device)
-    seen = triangle(device)
-    if lengths is not None:
-        number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        number = number.view(2, TOKENS).to(device)
-        seen = seen & (number[:, :, None] == number[:, None])
     documents = documents_of(lengths, 2, device)
     whole = attend_causally(q, k, v, documents)
     grads = causal_grads(grad, q, k, v, whole, documents)
-    out, lse, wanted = defined(q, k, v, grad, seen)
-    all_near([*whole, *grads], [out, lse, *wanted], within=margin(dtype))
+    wanted = defined(q, k, v, grad, lengths)
+    all_near([*whole, *grads], wanted, within=margin(dtype))
 
 
 def test_scores_far_apart_merge() -> None:
     """The exponential of a difference of scores may overflow."""
     q, k, v, grad = (part * 40 for part in inputs(HEADS, torch.float32, CPU))
     found, _ = two_blocks(q, k, v, grad)
-    out, lse, _ = defined(q[:, CUT:], k, v, grad[:, CUT:], triangle(CPU)[:, CUT:])
-    all_near(found, (out, lse), within=1e-5)
+    all_near(found, of_last_queries(q, k, v, grad)[:2], within=1e-5)

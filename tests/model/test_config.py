@@ -16,17 +16,7 @@ from model.initialization import initialize_whole
 from model.llama import Llama
 from model.units import num_parameters, parameter_shapes
 from tests.helpers.refusals import refused
-
-SMALL = LlamaConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=44,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=4,
-    max_position_embeddings=32,
-    vocab_size=50,
-)
+from tests.model.values import SMALL
 
 
 @pytest.mark.parametrize(
@@ -161,9 +151,8 @@ def flag_of(name: str) -> str:
     [
         *((name, 0) for name in ("num_layers", "ffn_hidden_size", "num_attention_heads")),
         *((name, 0) for name in ("num_query_groups", "kv_channels", "vocab_size")),
-        *((name, 0) for name in ("max_position_embeddings",)),
+        ("max_position_embeddings", 0),
         ("hidden_size", -1),
-        ("rotary_base", 0.0),
         ("rope_scaling_factor", -8.0),
         ("rotary_seq_len_interpolation_factor", 0.0),
         ("rope_scaling_original_max_position_embeddings", 0),

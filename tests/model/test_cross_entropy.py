@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +37,21 @@ def reference(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor) 
     return (losses * token_weights.flatten()).sum()
 
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def results(function: Callable[..., Tensor], given: Inputs) -> list[Tensor | None]:
+    """The loss, and the gradients of hidden states and weight."""
+    loss = function(*given)
+    loss.backward()
+    return [loss.detach(), given[0].grad, given[1].grad]
+
+
+def in_fp32(given: Inputs) -> Inputs:
+    x, weight = (part.detach().float().requires_grad_() for part in given[:2])
+    return x, weight, *given[2:]
+
+
 @pytest.fixture(params=[1, 3, 9, 10, 100])
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", request.param)
@@ -44,87 +60,62 @@ def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("tokens_per_chunk")
 def test_equals_torch() -> None:
-    x, weight, labels, token_weights = inputs()
-    loss = linear_cross_entropy(x, weight, labels, token_weights)
-    loss.backward()
-    their_x, their_weight, _, _ = inputs()
-    their_loss = reference(their_x, their_weight, labels, token_weights)
-    their_loss.backward()
-
-    assert loss.shape == ()
-    theirs = [their_loss, their_x.grad, their_weight.grad]
-    torch.testing.assert_close([loss, x.grad, weight.grad], theirs)
+    found = results(linear_cross_entropy, inputs())
+    assert found[0].shape == ()
+    torch.testing.assert_close(found, results(reference, inputs()))
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_sums_in_fp32(dtype: torch.dtype) -> None:
-    x, weight, labels, token_weights = inputs(dtype)
-    loss = linear_cross_entropy(x, weight, labels, token_weights)
-    loss.backward()
-    their_x, their_weight = (part.detach().float().requires_grad_() for part in (x, weight))
-    their_loss = reference(their_x, their_weight, labels, token_weights)
-    their_loss.backward()
-
+    loss, *grads = results(linear_cross_entropy, inputs(dtype))
+    their_loss, *theirs = results(reference, in_fp32(inputs(dtype)))
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, their_loss, rtol=torch.finfo(dtype).eps, atol=0.0)
-    assert_rounded([x.grad, weight.grad], [their_x.grad, their_weight.grad], dtype)
+    assert_rounded(grads, theirs, dtype)
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_a_token_without_weight_counts_nothing(bad: float) -> None:
-    x, weight, labels, token_weights = inputs()
-    with torch.no_grad():
-        x[0, 3] = bad
-    loss = linear_cross_entropy(x, weight, labels, token_weights)
-    loss.backward()
-    kept = torch.arange(T) != 3
-    their_x, their_weight, _, _ = inputs()
-    pieces = (part.flatten(0, 1)[kept] for part in (their_x, labels, token_weights))
-    part_x, part_labels, part_weights = pieces
-    their_loss = reference(part_x[None], their_weight, part_labels, part_weights)
-    their_loss.backward()
+    def of_others(x: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor) -> Tensor:
+        kept = torch.arange(T) != 3
+        parts = (part.flatten(0, 1)[kept][None] for part in (x, labels, token_weights))
+        x, labels, token_weights = parts
+        return reference(x, weight, labels, token_weights)
 
-    theirs = [their_loss, their_x.grad, their_weight.grad]
-    torch.testing.assert_close([loss, x.grad, weight.grad], theirs)
+    given = inputs()
+    with torch.no_grad():
+        given[0][0, 3] = bad
+    found = results(linear_cross_entropy, given)
+    torch.testing.assert_close(found, results(of_others, inputs()))
 
 
 def test_an_overflow_that_counts_is_seen() -> None:
-    x, weight, labels, token_weights = inputs()
+    given = inputs()
     with torch.no_grad():
-        x[1, 0] = torch.inf
-
-    assert not torch.isfinite(linear_cross_entropy(x, weight, labels, token_weights))
+        given[0][1, 0] = torch.inf
+    assert not torch.isfinite(linear_cross_entropy(*given))
 
 
 def test_nothing_counts() -> None:
-    x, weight, labels, token_weights = inputs()
-    loss = linear_cross_entropy(x, weight, labels, torch.zeros_like(token_weights))
-    loss.backward()
-
-    assert loss == 0.0
-    torch.testing.assert_close([x.grad, weight.grad], [torch.zeros_like(x), torch.zeros(V, D)])
+    *given, token_weights = inputs()
+    found = results(linear_cross_entropy, (*given, torch.zeros_like(token_weights)))
+    assert not any(part.any() for part in found)
 
 
 def test_large_logits_do_not_overflow() -> None:
-    x, weight, labels, token_weights = inputs()
+    x, weight, *others = inputs()
     x, weight = (part.detach().mul(1e3).requires_grad_() for part in (x, weight))
-
-    loss = linear_cross_entropy(x, weight, labels, token_weights)
-
-    torch.testing.assert_close(loss, reference(x, weight, labels, token_weights))
+    loss = linear_cross_entropy(x, weight, *others)
+    torch.testing.assert_close(loss, reference(x, weight, *others))
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
 def test_the_gradient_that_arrives_is_a_factor() -> None:
-    x, weight, labels, token_weights = inputs()
-    linear_cross_entropy(x, weight, labels, token_weights).backward()
-    other_x, other_weight, _, _ = inputs()
-    (linear_cross_entropy(other_x, other_weight, labels, token_weights) * -4.0).backward()
-
-    for once, scaled in ((x.grad, other_x.grad), (weight.grad, other_weight.grad)):
-        torch.testing.assert_close(once * -4.0, scaled)
+    once = results(linear_cross_entropy, inputs())
+    scaled = results(lambda *given: linear_cross_entropy(*given) * -4.0, inputs())
+    torch.testing.assert_close(scaled, [part * -4.0 for part in once])
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
@@ -138,8 +129,7 @@ def test_only_wanted_gradients_are_made(
     x, weight, labels, token_weights = inputs()
     x.requires_grad_(x_trained)
     weight.requires_grad_(weight_trained)
-    full_x, full_weight, _, _ = inputs()
-    linear_cross_entropy(full_x, full_weight, labels, token_weights).backward()
+    _, *full = results(linear_cross_entropy, inputs())
 
     with FlopCounterMode(display=False) as counter:
         loss = linear_cross_entropy(x, weight, labels, token_weights)
@@ -148,56 +138,40 @@ def test_only_wanted_gradients_are_made(
 
     assert counter.get_total_flops() == num_products * 2 * T * V * D
     assert loss.requires_grad == (x_trained or weight_trained)
-    for part, full, trained in (
-        (x, full_x, x_trained),
-        (weight, full_weight, weight_trained),
-    ):
-        if trained:
-            torch.testing.assert_close(part.grad, full.grad)
-        else:
-            assert part.grad is None
+    trained = (x_trained, weight_trained)
+    wanted = [grad if used else None for grad, used in zip(full, trained, strict=True)]
+    torch.testing.assert_close([x.grad, weight.grad], wanted)
 
 
 def test_no_grad_mode_makes_the_loss_alone() -> None:
-    x, weight, labels, token_weights = inputs()
-
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        loss = linear_cross_entropy(x, weight, labels, token_weights)
-
+        loss = linear_cross_entropy(*inputs())
     assert counter.get_total_flops() == 2 * T * V * D
-    torch.testing.assert_close(loss, reference(x, weight, labels, token_weights).detach())
+    torch.testing.assert_close(loss, reference(*inputs()).detach())
 
 
 @pytest.mark.usefixtures("tokens_per_chunk")
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ],
+    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
 )
-def test_a_sink_has_the_gradient_after_forward(
-    dtype: torch.dtype, kind: torch.dtype, adds: bool
-) -> None:
-    x, weight, labels, token_weights = inputs(dtype)
-    sink = Sink(torch.ones(V, D, dtype=kind), adds=adds)
+def test_a_sink_has_the_gradient_after_forward(dtype: str, kind: str, adds: bool) -> None:
+    x, weight, labels, token_weights = given = inputs(getattr(torch, dtype))
+    sink = Sink(torch.ones(V, D, dtype=getattr(torch, kind)), adds=adds)
     weight.grad_sink = sink  # type: ignore[attr-defined]
     loss = linear_cross_entropy(x, weight, labels, token_weights)
     assert sink.calls == ["open"]
     loss.backward()
     assert sink.calls == ["open", "close"]
-    plain_x, plain_weight, _, _ = inputs(dtype)
-    linear_cross_entropy(plain_x, plain_weight, labels, token_weights).backward()
-    their_x, their_weight = (part.detach().float().requires_grad_() for part in (x, weight))
-    reference(their_x, their_weight, labels, token_weights).backward()
+    _, x_grad, _ = results(linear_cross_entropy, inputs(x.dtype))
+    _, _, weight_grad = results(reference, in_fp32(given))
 
     assert weight.grad is None
-    torch.testing.assert_close(x.grad, plain_x.grad, rtol=0.0, atol=0.0)
-    expected = their_weight.grad + float(adds)
+    torch.testing.assert_close(x.grad, x_grad, rtol=0.0, atol=0.0)
+    expected = weight_grad + float(adds)
     error = torch.linalg.vector_norm(sink.buffer.float() - expected)
-    assert error < 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(expected)
+    assert error < 2 * torch.finfo(x.dtype).eps * torch.linalg.vector_norm(expected)
 
 
 def test_a_loss_with_a_sink_is_not_scaled_later() -> None:
@@ -233,19 +207,14 @@ class _Largest(TorchDispatchMode):
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", 7)
-    x, weight, labels, token_weights = inputs()
     assert 7 * V > V * D, "the weight's gradient is not the largest"
-
     with _Largest() as largest:
-        linear_cross_entropy(x, weight, labels, token_weights).backward()
-
+        results(linear_cross_entropy, inputs())
     assert largest.numel == 7 * V
 
 
 def test_a_second_backward_is_an_error() -> None:
-    x, weight, labels, token_weights = inputs()
-    loss = linear_cross_entropy(x, weight, labels, token_weights)
+    loss = linear_cross_entropy(*inputs())
     loss.backward(retain_graph=True)
-
     with pytest.raises(AssertionError, match="backward"):
         loss.backward()

@@ -10,6 +10,7 @@ from model.config import LlamaConfig
 from model.decoding import Decoder
 from model.llama import Llama
 from tests.model.test_llama import CONFIGS, build
+from tests.model.values import assert_near
 
 TEXTS = [[5, 3, 9, 1, 1, 7, 100], [4], [8, 8, 2, 60, 61, 62, 63, 64, 65, 66, 67], [9, 2]]
 
@@ -34,10 +35,8 @@ def test_every_token_has_the_logits_of_the_whole_model(config: LlamaConfig) -> N
             text.append(token)
         found.append(decoder.step(torch.tensor(tokens)))
     for row, text in enumerate(texts):
-        expected_SV = whole(model, text)[-len(found) :]
         given_SV = torch.stack([logits_BV[row] for logits_BV in found])
-        scale = float(expected_SV.abs().max())
-        torch.testing.assert_close(given_SV, expected_SV, rtol=0.0, atol=1e-5 * scale)
+        assert_near(given_SV, whole(model, text)[-len(found) :])
 
 
 def test_a_decoder_starts_again() -> None:
@@ -46,7 +45,7 @@ def test_a_decoder_starts_again() -> None:
     decoder.start(TEXTS)
     decoder.step(torch.tensor([1, 2, 3, 4]))
     again = decoder.start([[5, 6]])
-    torch.testing.assert_close(again[0], whole(model, [5, 6])[-1], rtol=1e-5, atol=1e-5)
+    assert_near(again[0], whole(model, [5, 6])[-1])
 
 
 def test_a_token_goes_through_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.config import LlamaConfig, RecomputeConfig
 from model.flops import flops_per_token
 from model.llama import Llama
-from tests.model.test_attention import defined
 from tests.model.test_llama import CONFIGS, build
+from tests.model.values import attention_by_definition
 
 LENGTHS = (5, 1, 10, 16, 7, 9)  # of three samples of 16 tokens
 SAMPLES = 3
@@ -73,7 +73,7 @@ def test_attention_alone_is_reset() -> None:
     """Positions continue if only the attention mask is reset."""
     model = build(CONFIGS["gqa of 2"])
     ours = model(*draw(), document_lengths=LENGTHS)
-    model.core = lambda q, k, v, _documents, _kept: defined(q, k, v, LENGTHS)
+    model.core = lambda q, k, v, *_: attention_by_definition(q, k, v, LENGTHS)[0].float()
     torch.testing.assert_close(ours, model(*draw()), rtol=1e-5, atol=0.0)
 
 
@@ -96,12 +96,6 @@ def test_positions_alone_are_reset() -> None:
     apart = {"document_lengths": LENGTHS}
     unseen = model(changed, labels, only_last, **apart)
     assert torch.equal(unseen, model(tokens, labels, only_last, **apart))
-
-
-def test_samples_that_are_one_document_each_take_the_plain_path() -> None:
-    model = build(CONFIGS["mha"])
-    plain = model(*draw())
-    assert torch.equal(model(*draw(), document_lengths=(S,) * SAMPLES), plain)
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa of 2", "odd ffn, wide heads"])

@@ -23,9 +23,16 @@ from paro.checkpoint.convert.hugging_face import TOKEN_IDS
 from tests.helpers.house import ROOT
 from tests.helpers.refusals import refused
 
+OTHER_SCALING = replace(
+    LLAMA_PRESETS["llama3.1-8B"],
+    rope_scaling_original_max_position_embeddings=4096,
+    rope_scaling_low_freq_factor=2.0,
+    rope_scaling_high_freq_factor=8.0,
+)
 
-@pytest.mark.parametrize("config", LLAMA_PRESETS.values(), ids=LLAMA_PRESETS.keys())
-def test_presets_come_back(config: LlamaConfig) -> None:
+
+@pytest.mark.parametrize("config", [*LLAMA_PRESETS.values(), OTHER_SCALING])
+def test_configurations_come_back(config: LlamaConfig) -> None:
     fields = hugging_face_config(config)
     assert llama_config(fields) == config
     rope = fields.pop("rope_parameters")  # as transformers 4 wrote it
@@ -186,13 +193,3 @@ def test_scaled_positions_are_those_of_transformers(
 
     torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0.0)
     assert theirs.attention_scaling == 1.0
-
-
-def test_any_original_length_and_factors_come_back() -> None:
-    config = replace(
-        LLAMA_PRESETS["llama3.1-8B"],
-        rope_scaling_original_max_position_embeddings=4096,
-        rope_scaling_low_freq_factor=2.0,
-        rope_scaling_high_freq_factor=8.0,
-    )
-    assert llama_config(hugging_face_config(config)) == config

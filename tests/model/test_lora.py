@@ -22,18 +22,9 @@ from model.lora_config import LoraConfig, down_name, is_adapter, targets_of, up_
 from model.norm import SharedInput
 from model.units import parameter_shapes
 from tests.helpers.refusals import refused
+from tests.model.values import SMALL
 
-PLAIN = LlamaConfig(
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=44,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=4,
-    max_position_embeddings=32,
-    vocab_size=48,
-    add_qkv_bias=True,
-)
+PLAIN = replace(SMALL, num_query_groups=2, vocab_size=48, add_qkv_bias=True)
 ALL = targets_of("all-linear")
 
 
@@ -121,25 +112,19 @@ def test_gradients_are_those_of_autograd_that_keeps_everything(
         assert grad.abs().sum() > 0
 
 
-def test_a_slice_of_the_columns_drops_what_the_whole_drops() -> None:
-    drops = DropKey(1, 2, (3, 5))
-    whole = keep_mask(torch.Size((2, 4, 12)), 0.4, drops, "w", torch.device("cpu"))
-    for first, last in ((0, 5), (5, 12)):
-        shape = torch.Size((2, 4, last - first))
-        part = keep_mask(shape, 0.4, drops, "w", torch.device("cpu"), Columns(first, 12))
-        assert torch.equal(part, whole[..., first:last])
-
-
-def test_a_part_of_the_tokens_drops_what_the_whole_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_tokens_and_columns_drops_what_the_whole_drops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("model.lora._AT_ONCE", 10)  # several runs in a range
     key, ranges = DropKey(1, 2, (3, 5)), (range(1, 3), range(6, 8))
     cpu = torch.device("cpu")
     whole = keep_mask(torch.Size((2, 8, 12)), 0.4, key, "w", cpu)
-    wanted = torch.cat([whole[:, own.start : own.stop] for own in ranges], dim=1)
-    for first, last, columns in ((0, 12, None), (5, 12, Columns(5, 12))):
-        shape = torch.Size((2, 4, last - first))
-        part = keep_mask(shape, 0.4, key._replace(ranges=ranges), "w", cpu, columns)
-        assert torch.equal(part, wanted[..., first:last])
+    some = torch.cat([whole[:, own.start : own.stop] for own in ranges], dim=1)
+    for first, last, columns in ((0, 12, None), (0, 5, Columns(0, 12)), (5, 12, Columns(5, 12))):
+        for own_key, all_columns in ((key, whole), (key._replace(ranges=ranges), some)):
+            wanted = all_columns[..., first:last]
+            found = keep_mask(wanted.shape, 0.4, own_key, "w", cpu, columns)
+            assert torch.equal(found, wanted)
 
 
 def test_frozen_weights_in_bf16_compute_what_their_values_do(tokens_BS: Tensor) -> None:

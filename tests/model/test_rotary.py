@@ -9,25 +9,10 @@ import torch
 from torch import Tensor
 
 from model.config import LLAMA_PRESETS, LlamaConfig
-from model.hugging_face import hugging_face_config
 from model.rotary import inverse_frequencies, rotate, rotations
-from tests.model.test_config import SMALL
+from tests.model.values import SMALL
 
 HEADS = replace(SMALL, kv_channels=8)
-
-
-@pytest.mark.parametrize("preset", ["7B", "llama3-8B", "llama3.1-8B", "llama3.2-1B"])
-def test_frequencies_are_those_of_transformers(preset: str) -> None:
-    from transformers import LlamaConfig as HuggingFaceConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = LLAMA_PRESETS[preset]
-    reference = LlamaRotaryEmbedding(HuggingFaceConfig(**hugging_face_config(config)))
-
-    frequencies = inverse_frequencies(config)
-
-    torch.testing.assert_close(frequencies, reference.inv_freq, rtol=1e-6, atol=0.0)
-    assert frequencies.shape == (config.kv_channels // 2,)
 
 
 @pytest.mark.parametrize("preset", ["7B", "llama3.1-8B"])

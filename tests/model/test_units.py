@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from model.config import LlamaConfig, RecomputeConfig
-from model.lora_config import LoraConfig
+from model.config import RecomputeConfig
 from model.units import (
-    cut_dims,
     first_trained_unit,
-    parameter_shapes,
     recomputed_groups,
     unit_specs,
 )
-from tests.model.test_llama import BOTH, CONFIGS, MHA
-
-ADAPTED = replace(BOTH, lora=LoraConfig(rank=2, targets=("wk", "w_down")))
+from tests.model.test_llama import CONFIGS, MHA
 
 
 def test_who_borrows_and_whose_backward_reads_weights() -> None:
@@ -27,21 +21,6 @@ def test_who_borrows_and_whose_backward_reads_weights() -> None:
     assert [unit.borrows for unit in untied] == [()] * 5
     assert [unit.borrows for unit in tied] == [(), (), (), (), ("embedding",)]
     assert [unit.backward_needs_weight for unit in untied] == [False, True, True, True, True]
-
-
-@pytest.mark.parametrize("config", [MHA, CONFIGS["tied"], BOTH, ADAPTED])
-def test_a_parameter_is_cut_or_replicated_in_one_part(config: LlamaConfig) -> None:
-    """A tied output weight is in two parts: that of the embedding and that of the head."""
-    units = unit_specs(config)
-    parts = [(unit, part) for unit in units for part in unit.parts]
-    cut = Counter(name for unit, part in parts for name in unit.cuts_of(part))
-    whole = Counter(f"{unit.name}.{name}" for unit, part in parts for name in part.replicated)
-
-    assert cut.keys() == cut_dims(config).keys()
-    assert not cut.keys() & whole.keys()
-    assert cut.keys() | whole.keys() == parameter_shapes(config).keys()
-    twice = {"embedding.weight"} if config.tie_embeddings_and_output_weights else set()
-    assert {name for name, count in (cut + whole).items() if count > 1} == twice
 
 
 def test_parts_are_called_by_who_holds_their_matrices() -> None:

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from model.config import LlamaConfig
+
+SMALL = LlamaConfig(
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=44,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=4,
+    max_position_embeddings=32,
+    vocab_size=50,
+)
+
+
+def attention_by_definition(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in fp64, causal, with documents of these lengths apart."""
+    batch, seq, heads, channels = q_BSNH.shape
+    repeats = heads // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (part.double().repeat_interleave(repeats, 2) for part in (k_BSKH, v_BSKH))
+    seen = torch.ones(1, seq, seq, dtype=torch.bool, device=q_BSNH.device).tril()
+    if lengths is not None:
+        number = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        number_BS = number.view(batch, seq).to(q_BSNH.device)
+        seen = seen & (number_BS[:, :, None] == number_BS[:, None])
+    scores = torch.einsum("bsnh,btnh->bnst", q_BSNH.double(), k_BSNH) * channels**-0.5
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    out = torch.einsum("bnst,btnh->bsnh", scores.softmax(-1), v_BSNH)
+    return out, scores.logsumexp(-1).transpose(1, 2)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
