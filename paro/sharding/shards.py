@@ -15,11 +15,11 @@ from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedBox, UnitLayout, whole_box
+from paro.precision import PrecisionConfig
 from paro.quantization.blocks import decode, encode
 from paro.quantization.encoded import split_encoded
-from paro.quantization.formats import FULL_BITS
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
-from paro.sharding.buffers import GRAD_ERRORS, FlatShard, Ledger
+from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
 from paro.strategy import CommPlan, Strategy
 from paro.topology import AxisSpan, Topology, nested_range, split_by_link
 
@@ -34,18 +34,16 @@ class ShardingContext:
     comm_plan: CommPlan
     collectives: Collectives
     device: torch.device
-    compute_dtype: torch.dtype
-    frozen_dtype: torch.dtype  # of frozen parameters, as they are held and gathered
-    reduce_dtype: torch.dtype
-    accumulate_dtype: torch.dtype
-    inter_param_bits: int = FULL_BITS  # of updated parameters that cross groups
-    inter_grad_bits: int = FULL_BITS  # of gradients that cross groups once a step
-    inter_grad_error_feedback: bool = False  # what their codes lose is added to later ones
+    precision: PrecisionConfig
     coded_reduction: CodedReduction | None = None  # if gradients have codes
     # If Muon updates matrices: by the number of ranks over which these are spread.
     matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
     exposure: Exposure
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return TORCH_TYPES[self.precision.wire]
 
 
 class UnitShards:
@@ -68,7 +66,7 @@ class UnitShards:
         )
         self.grad_shard = torch.zeros(
             numel // strategy.grads if trainable else 0,
-            dtype=context.accumulate_dtype,
+            dtype=TORCH_TYPES[context.precision.accumulate],
             device=device,
         )
         # Units with one step reduce-scatter and all-gather of updated parameters, and their shards.
@@ -87,12 +85,12 @@ class UnitShards:
         context, layout = self.context, self.layout
         codes = codes_along(
             context.comm_plan.gather_updated,
-            bits=context.inter_param_bits,
+            bits=context.precision.inter_param_bits,
             block=UPDATE_BLOCK,
             numel=layout.numel // context.strategy.optim,
             slice_numel=layout.numel // layout.num_slices,
             matrix_stop=layout.decayed_stop,
-            uncoded_bytes=context.compute_dtype.itemsize,
+            uncoded_bytes=TORCH_TYPES[context.precision.compute].itemsize,
         )
         return None if codes is None else CodedUpdate(codes, self.param_shard, self.param_start)
 
@@ -100,7 +98,7 @@ class UnitShards:
         context, layout, comm_plan = self.context, self.layout, self.context.comm_plan
         return codes_along(
             (*comm_plan.step_reduce, *comm_plan.replicas),
-            bits=context.inter_grad_bits,
+            bits=context.precision.inter_grad_bits,
             block=GRADIENT_BLOCK,
             numel=layout.numel // context.topology.world_size,
             slice_numel=layout.numel // layout.num_slices,
@@ -111,7 +109,7 @@ class UnitShards:
     def _grad_errors(self) -> Tensor | None:
         """What codes of gradients have lost: for every owner of a piece a row of bytes."""
         context, codes = self.context, self._grad_codes
-        if codes is None or not context.inter_grad_error_feedback:
+        if codes is None or not context.precision.inter_grad_error_feedback:
             return None
         assert context.coded_reduction is not None, f"{self.name} has codes"
         num_pieces = context.coded_reduction.num_pieces()
@@ -271,7 +269,8 @@ class UnitShards:
 
 def param_dtype(context: ShardingContext, trainable: bool) -> torch.dtype:
     """The type in which parameters that train, or frozen ones, are held and gathered."""
-    return context.compute_dtype if trainable else context.frozen_dtype
+    precision = context.precision
+    return TORCH_TYPES[precision.compute if trainable else precision.frozen]
 
 
 class CodedUpdate:

@@ -121,7 +121,7 @@ def _spread(
 
 def _sharding_context(config: RunConfig, control: Control, links: Links) -> ShardingContext:
     strategy, rank, device = config.strategy, control.world.rank, control.device
-    topology, precision = config.world.topology(*strategy.degrees), config.precision
+    topology = config.world.topology(*strategy.degrees)
     collectives = make_collectives(
         _algorithm(config, control),
         topology=topology,
@@ -136,13 +136,7 @@ def _sharding_context(config: RunConfig, control: Control, links: Links) -> Shar
         comm_plan=make_comm_plan(strategy, topology),
         collectives=collectives,
         device=device,
-        compute_dtype=TORCH_TYPES[precision.compute],
-        frozen_dtype=TORCH_TYPES[precision.frozen],
-        reduce_dtype=TORCH_TYPES[precision.wire],
-        accumulate_dtype=TORCH_TYPES[precision.accumulate],
-        inter_param_bits=precision.inter_param_bits,
-        inter_grad_bits=precision.inter_grad_bits,
-        inter_grad_error_feedback=precision.inter_grad_error_feedback,
+        precision=config.precision,
         coded_reduction=_coded_reduction(config, topology, rank, links),
         matrix_exchanges=_matrix_exchanges(config, topology, rank, links),
         ledger=Ledger(),
