@@ -218,12 +218,7 @@ def test_groups_may_be_several_nodes() -> None:
     ("flags", "ranks", "per_node", "told"),
     [
         ("--paro-group-size 4", 12, 4, "groups of 8, which do not divide the 12 ranks"),
-        (
-            "--paro-group-size 12",
-            48,
-            8,
-            "groups of 8 ranks ... --paro-group-size is 12: take a divisor or a multiple of 8",
-        ),
+        ("--paro-group-size 12", 48, 8, "groups of 8 ... 12: take a divisor or a multiple of 8"),
         ("", 48, 4, "dgx-h100 has groups of 8 ranks ... has 4 ... give --paro-group-size 8"),
     ],
 )

@@ -24,6 +24,8 @@ PRESET = "--mock-data --micro-batch-size 1 --seq-length 512 --train-iters 10 --l
 NO_BATCH = SMALL.replace("--global-batch-size 32 ", "")
 SELECTIVE = RecomputeConfig(granularity="selective")
 FULL, EACH = "--recompute-granularity full", RecomputeConfig(granularity="full")
+BLOCKS, KEPT = replace(EACH, method="block", num_layers=2), replace(EACH, keeps_core=True)
+SOME = "--recompute-granularity selective --recompute-modules"
 ZERO_1 = "--use-distributed-optimizer"
 TWO_BY_TWO = World(size=4, ranks_per_node=2)
 
@@ -52,22 +54,13 @@ FOLLOWS: list[tuple[str, dict[str, object]]] = [
     ("--recompute-activations", {"model.recompute": SELECTIVE}),
     ("--recompute-granularity selective", {"model.recompute": SELECTIVE}),
     (FULL, {"model.recompute": replace(EACH, method="uniform", num_layers=1)}),
-    (
-        f"{FULL} --recompute-method block --recompute-num-layers 2",
-        {"model.recompute": replace(EACH, method="block", num_layers=2)},
-    ),
-    (
-        f"{FULL} --paro-recompute-keep core_attn --bf16",
-        {"model.recompute": replace(EACH, keeps_core=True)},
-    ),
+    (f"{FULL} --recompute-method block --recompute-num-layers 2", {"model.recompute": BLOCKS}),
+    (f"{FULL} --paro-recompute-keep core_attn --bf16", {"model.recompute": KEPT}),
     ("--recompute-activations --recompute-modules core_attn", {"model.recompute": SELECTIVE}),
-    (
-        "--recompute-granularity selective --recompute-modules layernorm core_attn",
-        {"model.recompute": SELECTIVE},
-    ),
+    (f"{SOME} layernorm core_attn", {"model.recompute": SELECTIVE}),
     # Norms are always recomputed.
     ("--recompute-activations --recompute-modules layernorm", {"model.recompute": None}),
-    ("--recompute-granularity selective --recompute-modules layernorm", {"model.recompute": None}),
+    (f"{SOME} layernorm", {"model.recompute": None}),
     ("--paro-group-size 4", {"strategy.name": "IIG", "strategy.degrees": (4, 4, 4)}),
     ("--paro-strategy zero1", {"strategy.name": "NNG", "strategy.degrees": (1, 1, 4)}),
     ("--paro-strategy 1,2,4", {"strategy.name": "1,2,4", "strategy.degrees": (1, 2, 4)}),
@@ -84,10 +77,7 @@ FOLLOWS: list[tuple[str, dict[str, object]]] = [
         },
     ),
     ("--lr-warmup-fraction 0.01", {"schedule.lr_warmup_samples": 3.2}),
-    (
-        "--weight-decay 0.2",
-        {"schedule.start_weight_decay": 0.2, "schedule.end_weight_decay": 0.2},
-    ),
+    ("--weight-decay 0.2", {f"schedule.{end}_weight_decay": 0.2 for end in ("start", "end")}),
     (
         "--start-weight-decay 0 --end-weight-decay 0.3 --weight-decay-incr-style cosine",
         {"schedule.start_weight_decay": 0.0, "schedule.end_weight_decay": 0.3},

@@ -259,8 +259,12 @@ def test_a_large_model_is_recognised_as_too_large() -> None:
         assert (plan(more).best is not None) is fits
 
 
+FULL = RecomputeConfig(granularity="full")
 # On one group GGG can rotate.
-WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
+WIDE_BLOCKS = {
+    "machine": machine(world_size=8),
+    "model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768),
+}
 
 
 @pytest.mark.parametrize(
@@ -269,17 +273,13 @@ WIDE_BLOCKS = {"model": replace(SMALL, hidden_size=4096, ffn_hidden_size=32768)}
         ({"prefetch_units": 2}, {"prefetch_units": 0}, "--paro-prefetch-units 0"),
         (
             {},
-            {"recompute": RecomputeConfig(granularity="full", method="block", num_layers=3)},
+            {"recompute": replace(FULL, method="block", num_layers=3)},
             "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
         ),
         ({"micro_batch_size": 6}, {"micro_batch_size": 3}, "--micro-batch-size 3"),
+        (WIDE_BLOCKS, {"materialize": Materialize.ROTATE}, "--paro-materialize rotate"),
         (
-            {"machine": machine(world_size=8), **WIDE_BLOCKS},
-            {"materialize": Materialize.ROTATE},
-            "--paro-materialize rotate",
-        ),
-        (
-            {"machine": machine(world_size=8), **WIDE_BLOCKS, "materialize": Materialize.ROTATE},
+            {**WIDE_BLOCKS, "materialize": Materialize.ROTATE},
             {"materialize": Materialize.ROTATE_IN_PLACE},
             "--paro-rotate-in-place",
         ),
