@@ -50,6 +50,7 @@ refused, unknown or missing all are said at once. Flags in groups:"""
 
 
 MOST = 2**63 - 1  # of every whole number
+PATHS = ("FILE", "DIR", "PREFIX")  # how --help calls the values that are files and folders
 
 Config = TypeVar("Config")
 

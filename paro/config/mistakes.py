@@ -8,15 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TOKENIZER_TYPES
 from paro.arguments.needed import flags_in, missing_flags, with_stand_ins
-from paro.arguments.parser import WrongValues, build_parser, take
+from paro.arguments.parser import PATHS, WrongValues, build_parser, take
 from paro.config.context_parallel import sharing
 from paro.config.fitting import better_values, with_values
 from paro.config.parts import take_tokenizer
 from paro.config.run import distinct, value_mistakes
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError
-
-_PLACES = ("FILE", "DIR", "PREFIX")  # as --help calls values that are files and folders
 
 
 def wrong_values(args: Namespace) -> WrongValues:
@@ -55,7 +53,7 @@ def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:
     actions = build_parser()._option_string_actions
     for flag in flags_in([line]):
         action = actions.get(flag)
-        if action is None or action.metavar in _PLACES:
+        if action is None or action.metavar in PATHS:
             continue
         default = {action.dest: action.default}
         is_given = getattr(args, action.dest, action.default) != action.default

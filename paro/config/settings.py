@@ -11,11 +11,9 @@ import data
 import model
 import paro
 from data.blend import number_in
-from paro.arguments.parser import build_parser
+from paro.arguments.parser import PATHS, build_parser
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
-
-_PATHS = ("FILE", "DIR", "PREFIX")  # how --help calls the values that name files
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
@@ -43,7 +41,7 @@ def settings_of(config: RunConfig) -> dict[str, str]:
 def path_flags() -> set[str]:
     """The arguments whose values are paths."""
     actions = build_parser()._actions
-    return {action.dest for action in actions if action.metavar in _PATHS} | {"paro_machine"}
+    return {action.dest for action in actions if action.metavar in PATHS} | {"paro_machine"}
 
 
 def code_version() -> str:
