@@ -35,6 +35,7 @@ from paro.planning.micro_batch import MicroBatch
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing
+from paro.planning.units import shape_of
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
@@ -189,7 +190,8 @@ def _computed(
         compute_bytes=BYTES_OF[config.precision.compute],
         device_type="cpu",
     )
-    computing = Computing(model=config.model, units=units, batch=batch, device=device)
+    shape = shape_of(config.model, units, gathers=False, reduces=False, prefetch_units=0)
+    computing = Computing(model=config.model, shape=shape, units=units, batch=batch, device=device)
     trained = sum(unit.trainable_numel for unit in units)
     taking = computing.collect_seconds(config.strategy, config.precision, trained)
     updating = computing.update_seconds(config.strategy, config.precision, trained)

@@ -78,6 +78,11 @@ class UnitSize:
         )
 
 
+def buffers_of(units: Iterable[UnitSize]) -> list[tuple[UnitSize, bool]]:
+    """Of every buffer, by its number: its unit, and whether it has the parameters that train."""
+    return [(unit, trains) for unit in units for trains in unit.kind.trains]
+
+
 def first_trained(units: Sequence[UnitSize]) -> int:
     """The index of the first unit that trains; the number of units if none does."""
     return next((i for i, unit in enumerate(units) if unit.trainable_numel), len(units))

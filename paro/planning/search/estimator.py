@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 from model.flops import flops_per_token
+from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.run_memory import RunMemory, RunPlan, sent_per_step
-from paro.planning.search.search_space import FEWEST_BITS, Candidate, Materialize, Workload
+from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step.comm_costs import CommCosts
-from paro.planning.step.computing import Computing, RotatingComputing, coding_seconds
+from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.costs import StepCosts, device_of
 from paro.planning.step.passes import StepCounts
@@ -72,6 +73,11 @@ class Estimator:
         )
         self._memory = RunMemory(workload.machine)
         self._trained = workload.trainable.names(workload.model)
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The index of the first unit that trains; the number of units if none does."""
+        return first_trained_unit(unit_specs(self.workload.model), self._trained.__contains__)
 
     @cached_property
     def _flops_per_token(self) -> float:
@@ -213,11 +219,11 @@ class Estimator:
         degree = candidate.strategy.params if rotates else None
         key = (candidate.micro_batch_size, candidate.recompute, candidate.materialize, degree)
         if key not in self._computing:
-            make = partial(RotatingComputing, counts=self._counts_of(candidate))
             plan = self.plan_of(candidate)
-            self._computing[key] = (make if rotates else Computing)(
+            self._computing[key] = Computing(
                 model=plan.config,
-                units=self._memory.units(replace(plan, materialize=Materialize.GATHER)),
+                shape=self._memory.shape(plan),
+                units=self._memory.units(plan),
                 batch=plan.batch,
                 device=device_of(self.workload.machine),
             )

@@ -48,7 +48,7 @@ def recompute_flags(recompute: RecomputeConfig) -> str:
 def saved_bytes(estimator: Estimator, candidate: Candidate) -> float:
     """What a recomputed block takes off a peak, at most: what it keeps beside its input."""
     memory, plan = estimator.memory(candidate), estimator.plan_of(candidate)
-    residual = estimator.costs(candidate).computing.residual_bytes
+    residual = plan.batch.tensor_bytes(plan.model.hidden_size)
     saved = block_activations(plan.config, plan.batch) - residual
     return saved * memory.reserved / memory.allocated
 
@@ -56,7 +56,7 @@ def saved_bytes(estimator: Estimator, candidate: Candidate) -> float:
 def with_fewest_blocks(estimator: Estimator, candidate: Candidate, share: float) -> Candidate:
     """With the fewest first blocks that save `share` times what one saves at most."""
     model = estimator.workload.model
-    frozen = max(0, estimator.costs(candidate).computing.first_trained - 1)
+    frozen = max(0, estimator.first_trained - 1)
     count = min(frozen + math.ceil(share), model.num_layers)
     return replace(candidate, recompute=of_first(count, model))
 

@@ -132,7 +132,7 @@ class ContextCosts:
         return self._load(Verb.FORWARD), self._load(Verb.RECOMPUTE, Verb.GRADIENTS)
 
     def _load(self, *verbs: Verb) -> Mapping[Hashable, float]:
-        moves = ((verb, number) for verb in verbs for number in range(len(self.computing.units)))
+        moves = ((verb, number) for verb in verbs for number in range(len(self.computing.per_unit)))
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (attending, seconds), count in Counter(chain(*map(self.attended, moves))).items():
             busy[THREAD] += count * self.exposed(attending, seconds)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from paro.planning.cost_model import UnitSize
+from paro.planning.cost_model import UnitSize, buffers_of
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
 from paro.step.plan import StepPlan
 from paro.step.rotation_plan import RotationShape, plan_of
@@ -27,8 +27,7 @@ class StepCounts:
 
     @cached_property
     def buffers(self) -> list[tuple[UnitSize, bool]]:
-        """Of every buffer: its unit, and whether it has the parameters that train."""
-        return [(unit, trains) for unit in self.units for trains in unit.kind.trains]
+        return buffers_of(self.units)
 
     @cached_property
     def num_trained(self) -> int:
