@@ -1,9 +1,29 @@
-"""Bytes that attention sends where ranks share samples, exactly as in training, and allocates."""
+"""What attention sends where ranks share samples, as in training, and what it allocates."""
+
+# A pass over a block's attention sends messages, computes shares of the pass, and waits for what
+# it has sent. Turns of a ring are alike, so they are one: n turns in each of which a message of m
+# seconds travels while p are computed take n max(m, p) = max(n m, n p). The same holds of the
+# pieces in which heads are exchanged.
+#
+#     ring       Ri ranks inside, Ro outside, p = 1 / (Ri Ro) of the pass: in a turn Ri - 1 messages
+#                of the inner ring travel beside as many p, and one of the outer beside Ri of them;
+#                nothing travels outside in the last turn. In backward sums follow one step behind:
+#                the last one of each ring overlaps with nothing.
+#     gather     beside the own 1/R; in backward the reduce-scatter overlaps with nothing
+#     exchange   the first piece in and the last out overlap with nothing, the others with all else
+#
+# A recomputation of the core alone ends before the last output has travelled; one of a block that
+# kept what attention computes exchanges heads alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, partial
+from itertools import chain
+from typing import NamedTuple
 
 from model.config import LlamaConfig
 from model.units import recomputed_groups, unit_specs
@@ -12,7 +32,8 @@ from paro.context_parallel.layout import num_pieces
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import Collective, UnitSize, first_trained, sent_by
 from paro.planning.micro_batch import MicroBatch
-from paro.topology import Topology, Use
+from paro.step.actions import Verb
+from paro.topology import AxisSpan, Topology, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +45,6 @@ class Messages:
     pieces: int  # in which both go
     keys: int  # a place's keys and values, to the next place of a ring
     grads: int  # and their gradients
-
-    @property
-    def last(self) -> int:
-        """The last piece of the output."""
-        return self.back // self.pieces
 
 
 def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
@@ -45,14 +61,135 @@ def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Passes:
-    """How often a block attends in a micro-batch."""
+class Attending(Enum):
+    """A pass over a block's attention."""
 
-    forward: int
-    backward: int
-    partial: int = 0  # forwards of a recomputed core, which end before the last output is back
-    kept: int = 0  # forwards that attend to nothing: their output is kept
+    FORWARD = "forward"
+    CORE = "core"  # a recomputation of the core alone
+    KEPT = "kept"  # a recomputation of a block that kept what attention computes
+    BACKWARD = "backward"
+
+    @property
+    def num_forwards(self) -> int:
+        """How many forwards compute for as long."""
+        return {Attending.BACKWARD: 2, Attending.KEPT: 0}.get(self, 1)
+
+
+def attends(config: LlamaConfig, verb: Verb) -> tuple[Attending, ...]:
+    """The passes over a block's attention of an action that computes."""
+    has_core = config.recompute is not None and config.recompute.core_attention
+    return {
+        Verb.FORWARD: (Attending.FORWARD,),
+        Verb.RECOMPUTE: (Attending.KEPT if config.keeps_core else Attending.FORWARD,),
+        Verb.GRADIENTS: (Attending.CORE,) * has_core + (Attending.BACKWARD,),
+    }.get(verb, ())
+
+
+class To(Enum):
+    """Where a message goes that is none of a collective."""
+
+    EACH = "to each of the other ranks"
+    NEXT = "to the next rank of a ring"
+
+
+class Message(NamedTuple):
+    """What a rank sends along a span, so many times, one after the other."""
+
+    to: To | Op
+    span: AxisSpan
+    num_bytes: int  # of a collective: of its whole buffer
+    number: int = 1
+
+
+class Send(NamedTuple):
+    """Messages, one after the other; what follows `waits` for them, or for their key later."""
+
+    key: str
+    messages: tuple[Message, ...]
+    waits: bool = False
+
+
+# What a pass does, one after the other; a number computes this share of it, a key is waited for.
+Pass = tuple[Send | float | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The passes over a block's attention; the topology is that of its layout."""
+
+    config: LlamaConfig
+    batch: MicroBatch
+    topology: Topology
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return messages_of(self.config, self.batch)
+
+    def does(self, kind: Attending) -> Pass:
+        """What a rank does in such a pass."""
+        layout, messages = self.batch.context, self._messages
+        within = () if kind is Attending.KEPT else self._within(kind)
+        if layout.heads == 1:
+            return within
+        span, pieces = layout.heads_span(self.topology), messages.pieces
+        there, back = (
+            partial(Message, To.EACH, span, num_bytes // pieces)
+            for num_bytes in (messages.there, messages.back)
+        )
+        first, last = (back, there) if kind is Attending.BACKWARD else (there, back)
+        return (
+            Send("first", (first(),), waits=True),
+            Send("others", (there(pieces - 1), back(pieces - 1))),
+            *within,
+            "others",
+            Send("last", (last(int(kind is not Attending.CORE)),), waits=True),
+        )
+
+    def _within(self, kind: Attending) -> Pass:
+        gathers = self.batch.context.gathers
+        return self._gathered(kind) if gathers else self._turned(kind)
+
+    def _gathered(self, kind: Attending) -> Pass:
+        """Keys and values of all places by a collective."""
+        layout, messages = self.batch.context, self._messages
+        span, ring = layout.ring_span(self.topology), layout.ring
+        keys = Message(Op.ALL_GATHER, span, ring * messages.keys)
+        found = Send("keys", (keys,)), 1 / ring, "keys", 1 - 1 / ring
+        if kind is not Attending.BACKWARD:
+            return found
+        grads = Message(Op.REDUCE_SCATTER, span, ring * messages.grads)
+        return *found, Send("grads", (grads,), waits=True)
+
+    def _turned(self, kind: Attending) -> Pass:
+        """Keys and values go round the rings."""
+        rings = self.batch.context.rings(self.topology)
+        inner, outer = (partial(self._hops, span) for span in rings)
+        steps, turns = (math.prod(axis.size for axis in span) for span in rings)
+        share, sums = 1 / (steps * turns), kind is Attending.BACKWARD
+        before_last = (turns - 1) * (steps - 1)
+        return (
+            Send("outer", outer(turns - 1, sums * (turns - 2))),
+            Send("inner", inner(before_last, sums * before_last)),
+            before_last * share,
+            "inner",
+            (turns - 1) * share,
+            "outer",
+            Send("inner", inner(steps - 1, sums * (steps - 2))),
+            (steps - 1) * share,
+            "inner",
+            share,
+            Send("inner", inner(0, sums * min(1, steps - 1)), waits=True),
+            Send("outer", outer(0, sums * min(1, turns - 1)), waits=True),
+        )
+
+    def _hops(self, span: AxisSpan, keys: int, sums: int) -> tuple[Message, ...]:
+        """Keys and values, and sums of their gradients, to the next rank."""
+        messages = self._messages
+        return tuple(
+            Message(To.NEXT, span, num_bytes // messages.pieces, messages.pieces * number)
+            for num_bytes, number in ((messages.keys, keys), (messages.grads, sums))
+            if number > 0
+        )
 
 
 def context_traffic(
@@ -63,61 +200,34 @@ def context_traffic(
     rank: int = 0,
 ) -> Sent:
     """Bytes that a rank sends in a micro-batch for attention; `topology` has the run's groups."""
-    layout = batch.context
-    own = layout.topology(world_size=topology.world_size, group_size=topology.group_size)
-    messages, total = messages_of(config, batch), Sent()
-    for passes in _passes(config, units):
-        if layout.heads > 1:
-            total += _exchanged(messages, batch, own, rank, passes)
-        if layout.ring > 1:
-            total += _travelled(messages, batch, own, rank, passes)
-    return total
-
-
-def _passes(config: LlamaConfig, units: Sequence[UnitSize]) -> Iterator[_Passes]:
-    """Those of every block."""
-    first = first_trained(units)
-    groups = recomputed_groups(unit_specs(config), first)
-    again = {index for group in groups for index in group}
-    core = config.recompute is not None and config.recompute.core_attention
-    for index in range(1, len(units) - 1):
-        if index < first:
-            yield _Passes(1, 0)
-        elif index in again:
-            yield _Passes(2, 1, kept=config.keeps_core)
-        else:
-            yield _Passes(1, 1, partial=core)
-
-
-def _exchanged(
-    messages: Messages, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
-) -> Sent:
-    """Queries, keys and values go to each of the other ranks, and outputs come back."""
-    to_each = (passes.forward + passes.backward) * (messages.there + messages.back)
-    to_each += passes.partial * (messages.there + messages.back - messages.last)
-    peers = [other for other in own.members(batch.context.heads_span(own), rank) if other != rank]
-    inside = sum(_same_group(own, rank, other) for other in peers)
-    return Sent(inside * to_each, (len(peers) - inside) * to_each)
-
-
-def _travelled(
-    messages: Messages, batch: MicroBatch, own: Topology, rank: int, passes: _Passes
-) -> Sent:
-    """Keys and values of every place travel in each pass, their fp32 gradients in backward."""
-    layout = batch.context
-    num_passes = passes.forward + passes.backward + passes.partial - passes.kept
-    of_place = num_passes * messages.keys + passes.backward * messages.grads
-    if layout.gathers:
-        span, whole = layout.ring_span(own), layout.ring * of_place
-        return sent_by((Collective(Use.CONTEXT, Op.ALL_GATHER, span, whole, batch.compute_bytes),))
-    inner, outer = (own.members(span, rank) for span in layout.rings(own))
-    hops = (inner, len(outer) * (len(inner) - 1)), (outer, len(outer) - 1)
+    own = batch.context.topology(world_size=topology.world_size, group_size=topology.group_size)
+    attention = Attention(config=config, batch=batch, topology=own)
+    head, first = len(units) - 1, max(1, first_trained(units))
+    recomputed = recomputed_groups(unit_specs(config), first)
+    numbers = {
+        Verb.FORWARD: head - 1,
+        Verb.RECOMPUTE: sum(map(len, recomputed)),
+        Verb.GRADIENTS: max(0, head - first),
+    }
     total = Sent()
-    for members, number in hops:
-        after = members[(members.index(rank) + 1) % len(members)]
-        sent = number * of_place
-        total += Sent(sent, 0) if _same_group(own, rank, after) else Sent(0, sent)
+    for verb, number in numbers.items() if batch.context.size > 1 else ():
+        passes = chain.from_iterable(map(attention.does, attends(config, verb)))
+        sends = (one.messages for one in passes if isinstance(one, Send))
+        for message in chain.from_iterable(sends):
+            total += _sent(message, own, rank) * number
     return total
+
+
+def _sent(message: Message, topology: Topology, rank: int) -> Sent:
+    if isinstance(message.to, Op):
+        whole = Collective(Use.CONTEXT, message.to, message.span, message.num_bytes, itemsize=1)
+        return sent_by((whole,))
+    members = topology.members(message.span, rank)
+    after = members[(members.index(rank) + 1) % len(members)]
+    peers = [after] if message.to is To.NEXT else [other for other in members if other != rank]
+    group = topology.group_size
+    inside = sum(rank // group == other // group for other in peers)
+    return Sent(inside, len(peers) - inside) * (message.num_bytes * message.number)
 
 
 def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
@@ -128,8 +238,7 @@ def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
     """
     layout, size = batch.context, batch.compute_bytes
     queries = batch.num_tokens * config.num_attention_heads * config.kv_channels
-    kv_heads = max(config.num_query_groups, layout.heads)
-    of_place = 2 * batch.num_tokens * kv_heads * config.kv_channels
+    of_place = messages_of(config, batch).keys // size  # elements of keys and values
     part = queries * (2 * size + 4) + of_place * size
     if layout.gathers:
         return part + layout.ring * of_place * (size + 4)
@@ -139,7 +248,3 @@ def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
     sums = 1 + 2 * (places > 1) + 2 * (turns > 2)  # the first is at home
     waiting = size if turns > 1 else 0  # a turn's first share
     return part + of_place * (moving + 4 * sums + waiting)
-
-
-def _same_group(topology: Topology, rank: int, other: int) -> bool:
-    return rank // topology.group_size == other // topology.group_size
