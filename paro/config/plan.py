@@ -21,16 +21,12 @@ from paro.planning.cost_model import in_buckets, merged, model_state_bytes
 from paro.planning.machine.files import MEASURE, find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
+from paro.planning.run_plan import Materialize
 from paro.planning.search.description import bits_text, describe
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import (
-    Materialize,
-    SearchSpace,
-    Workload,
-    legal_strategies,
-)
+from paro.planning.search.search_space import SearchSpace, Workload, legal_strategies
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig

@@ -117,7 +117,7 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that a rank sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
-    own = exchanged(tally.units, tally.strategy, topology, tally.precision)
+    own = exchanged(tally.units, tally.run.strategy, topology, tally.run.precision)
     if own.intra or own.inter:
         yield "    before the updates, Muon's rounds send " + (
             f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
@@ -180,7 +180,7 @@ class _Follower:
             (index, trains) for index, unit in enumerate(tally.units) for trains in unit.kind.trains
         ]
         self._trained = [index for index, trains in self._buffers if trains]
-        given = tally.strategy, topology, tally.precision
+        given = tally.run.strategy, topology, tally.run.precision
         self._collectives = [unit_collectives(unit, *given) for unit in tally.units]
         self._in_flight: set[tuple[Verb, int]] = set()
 
@@ -212,7 +212,7 @@ class _Follower:
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
         verb, number = action[0], action[1]
         before = self.tally.total
-        point = self.tally.carry_out(action)
+        now = self.tally.carry_out(action)
         unit, name, trains = self._of(action)
         waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
         self._in_flight -= waited
@@ -223,13 +223,12 @@ class _Follower:
             self._in_flight.add((verb, number))
         if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == self.tally.total):
             return
-        *held, total = self.tally.alive(point)
-        computing = self.tally.total + point.freed + point.transient
+        *held, total = self.tally.alive(now)
         for words, stream, size in sent:
             moved = (_megabytes(part) if part else "" for part in (size.intra, size.inter))
             text = f"  {words.format(name)}"
             alive = map(_megabytes, (*held, total + self.other_bytes))
-            key = (words, trains, size, held[:-1], computing - alive_before)
+            key = (words, trains, size, held[:-1], now.total - alive_before)
             yield _Row(key, unit - index, words, (text, *moved, stream, *alive))
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
@@ -245,7 +244,7 @@ class _Follower:
                 axes = ", ".join(map(self._axis_text, one.span))
                 use, sent = one.use, sent_by([one])
                 if verb in PASS_OF:
-                    shifts, use = self.tally.strategy.params - 1, Use.ROTATE
+                    shifts, use = self.tally.run.strategy.params - 1, Use.ROTATE
                     sent = Sent(sent.intra // shifts, sent.inter // shifts)
                 yield words, f"{use.value} {axes}", sent
 

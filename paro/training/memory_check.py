@@ -16,10 +16,10 @@ from paro.errors import UserError
 from paro.layout import Shape
 from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
+from paro.planning.run_plan import Materialize, RunPlan
 from paro.planning.search.recomputation import least_recomputation, recompute_flags
 from paro.planning.search.remedies import fewest_sharing
-from paro.planning.search.run_memory import RunMemory, RunPlan
-from paro.planning.search.search_space import Materialize
+from paro.planning.search.run_memory import RunMemory
 from paro.precision import BYTES_OF
 from paro.report.memory import MemoryForecast, available_host_bytes
 from paro.text import count_text, size_text

@@ -23,14 +23,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from paro.optim.deal import most_bytes
-from paro.planning.cost_model import UnitSize, model_state_bytes, muon_rounds
+from paro.planning.cost_model import UnitSize, buffers_of, model_state_bytes, muon_rounds
 from paro.planning.memory.rotating import slot_bytes
+from paro.planning.run_plan import RunPlan
 from paro.planning.units import UnitActivations
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.precision import BYTES_OF
 from paro.step.actions import Move, StepShape, Verb
 from paro.step.plan import StepPlan
 from paro.step.rotation_plan import RotationShape, plan_of
-from paro.strategy import Strategy
 
 _MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
@@ -45,18 +45,20 @@ _COUNTED = {*_ALLOCATIONS, Verb.KEEP, Verb.DROP, Verb.STEP_REDUCE, Verb.UPDATE}
 _COUNTED |= {verb for verb in Verb if verb >= Verb.FORWARD}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySnapshot:
+class MemorySnapshot(NamedTuple):
     """Bytes that are alive on a rank at one point of a step."""
 
     name: str
-    states: int
+    states: int = 0
     whole_params: int = 0
     whole_grads: int = 0
     slices: int = 0  # of parameters and gradients that rotate
     casts: int = 0  # of weights, in fp8
     activations: int = 0
     transient: int = 0
+    # Elements of whole units, whose shard a reduction converts, or the update copies.
+    converted: int = 0
+    updated: int = 0
 
     @property
     def total(self) -> int:
@@ -74,46 +76,31 @@ class MemorySnapshot:
             "transient": self.transient,
         }
 
-
-class Point(NamedTuple):
-    """A point of a step, with what is alive only there."""
-
-    name: str = ""
-    transient: int = 0
-    freed: int = 0  # of activations, right after it
-    # Elements of a whole unit, whose shard a reduction converts, or the update copies.
-    converted: int = 0
-    updated: int = 0
-    of_muon: tuple[UnitSize, ...] = ()  # whose matrices the update makes whole
-
-    def added(
-        self, strategy: Strategy, precision: PrecisionConfig, world_size: int, group_size: int
-    ) -> int:
-        """The bytes that are alive only there."""
-        nothing_left = strategy.grads == strategy.optim == world_size
+    def with_copies(self, run: RunPlan, units: Sequence[UnitSize]) -> MemorySnapshot:
+        """With the bytes of these shards, and in the update of matrices that Muon makes whole."""
+        strategy, precision = run.strategy, run.precision
+        nothing_left = strategy.grads == strategy.optim == run.world_size
         wire, accumulate = precision.wire, precision.accumulate
         of_converted = 0 if nothing_left or wire == accumulate else BYTES_OF[wire]
         of_updated = 0 if accumulate == "fp32" else 4
-        found = self.transient + self.converted // strategy.grads * of_converted
-        if self.of_muon:
+        copied = self.converted // strategy.grads * of_converted
+        copied += self.updated // strategy.optim * of_updated
+        if self.updated:
             wire_bytes = BYTES_OF[precision.matrix_wire]
-            dealt = muon_rounds(self.of_muon, strategy, precision, group_size).items()
-            found += max(most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
-        return found + self.updated // strategy.optim * of_updated
+            dealt = muon_rounds(units, strategy, precision, run.group_size).items()
+            sizes = (most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
+            copied += max(sizes, default=0)
+        return self._replace(transient=self.transient + copied)
 
 
 @dataclass(kw_only=True, eq=False)
 class StepTally:
     """What is allocated while the actions of a step are carried out, from model states alone on."""
 
+    run: RunPlan
     shape: StepShape | RotationShape
     units: tuple[UnitSize, ...]
     activations: Sequence[tuple[str, UnitActivations]]  # of every unit, or part, by name
-    strategy: Strategy
-    precision: PrecisionConfig
-    device_type: str
-    world_size: int
-    group_size: int
 
     def __post_init__(self) -> None:
         kinds = ("whole_params", "whole_grads", "slices", "casts", "activations")
@@ -147,31 +134,28 @@ class StepTally:
         half = which[0] if which else 0
         return halves[half][0], f"{name} {half + 1}/2" if len(halves) > 1 else name
 
-    def alive(self, point: Point) -> tuple[int, ...]:
+    def alive(self, now: MemorySnapshot) -> tuple[int, ...]:
         """Bytes at a point, by column; the total with the model states and what computes."""
-        now, states = self._at(point), model_state_bytes(self.strategy, self.units, self.precision)
-        added = point.added(self.strategy, self.precision, self.world_size, self.group_size)
-        total = states.total + now.total - now.transient + added
+        states = model_state_bytes(self.run.strategy, self.units, self.run.precision)
+        total = states.total + now.with_copies(self.run, self.units).total
         if isinstance(self.shape, RotationShape):
             return now.slices, now.activations, total
         return now.whole_params + now.casts, now.whole_grads, now.activations, total
 
-    def largest(self, num_micro_batches: int) -> list[tuple[MemorySnapshot, Point]]:
+    def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
         rotates = isinstance(self.shape, RotationShape)  # all micro-batches are alike
-        found: dict[tuple[int, int], tuple[int, MemorySnapshot, Point]] = {}
+        found: dict[tuple[int, int], MemorySnapshot] = {}
         actions = self.plan(1 if rotates else num_micro_batches).actions()
         for move in (move for move in actions if move[0] in _COUNTED):
-            point = self.carry_out(move)
-            if point.name:
-                size = self.total + point.freed + point.transient
-                key = point.converted, point.updated
-                if key not in found or size > found[key][0]:
-                    found[key] = size, self._at(point), point
-        return [(now, point) for _, now, point in found.values()]
+            now = self.carry_out(move)
+            key = now.converted, now.updated
+            if now.name and (key not in found or now.total > found[key].total):
+                found[key] = now
+        return [*found.values()]
 
-    def carry_out(self, move: Move) -> Point:
-        """Follows an action; the point, with a name, at which it computes or converts."""
+    def carry_out(self, move: Move) -> MemorySnapshot:
+        """Follows an action; what is alive, without model states, at a point that has a name."""
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
@@ -186,27 +170,27 @@ class StepTally:
         elif verb in (Verb.STEP_REDUCE, Verb.UPDATE):
             unit = self.units[self._unit_of[number]]
             if verb is Verb.UPDATE:
-                of_muon = self.units if self.precision.optimizer == "muon" else ()
-                return Point("the update", updated=unit.trainable_numel, of_muon=of_muon)
+                return self._at("the update", updated=unit.trainable_numel)
             converted = unit.trainable_numel * unit.dealt
-            return Point(f"the reduction of {unit.name}", converted=converted)
-        return Point()
+            return self._at(f"the reduction of {unit.name}", converted=converted)
+        return self._at()
 
-    def _compute(self, verb: Verb, index: int) -> Point:
+    def _compute(self, verb: Verb, index: int) -> MemorySnapshot:
         name, own = self.activations[index]
         if verb in (Verb.FORWARD, Verb.RECOMPUTE):
             if any(not self._keeps.isdisjoint(needed) for needed in self.shape.halves(index)):
                 self._cast_weights(index, exist=True)
             if verb is Verb.RECOMPUTE:
                 self._keep(index, own.kept + own.recomputed)
-                return Point()
+                return self._at()
             self._keep(index, own.kept if index >= self.shape.first_trained else 0)
-            return Point(f"the forward of {name}", own.in_forward)
+            return self._at(f"the forward of {name}", transient=own.in_forward)
         if verb is Verb.LOSS:
-            return Point(f"the forward of {name}", own.in_loss)
+            return self._at(f"the forward of {name}", transient=own.in_loss)
         if verb is Verb.BACKWARD:
-            return Point(f"the backward of {name}", own.before_gradients)
-        return Point(f"the backward of {name}", own.in_backward, freed=self._end_slice(index))
+            return self._at(f"the backward of {name}", transient=own.before_gradients)
+        freed = self._end_slice(index)
+        return self._at(f"the backward of {name}", transient=own.in_backward, freed=freed)
 
     def _end_slice(self, index: int) -> int:
         """Counts a slice whose backward has run; the activations that its part keeps no longer."""
@@ -230,25 +214,21 @@ class StepTally:
             size = self.activations[index][1].casts
             self.now["casts"] += size if exist else -size
 
-    def _at(self, point: Point) -> MemorySnapshot:
-        """What is alive at a point, without model states and copies."""
-        now = self.now | {"activations": self.now["activations"] + point.freed}
-        return MemorySnapshot(name=point.name, states=0, transient=point.transient, **now)
+    def _at(self, name: str = "", *, freed: int = 0, **only_here: int) -> MemorySnapshot:
+        """What is alive, with activations that are `freed` right after."""
+        now = self.now | {"activations": self.now["activations"] + freed}
+        return MemorySnapshot(name, **now, **only_here)
 
     @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:
         """Bytes of every buffer, whole, and of its slots."""
-        compute, frozen, wire = (
-            BYTES_OF[kind]
-            for kind in (self.precision.compute, self.precision.frozen, self.precision.wire)
-        )
+        precision = self.run.precision
+        kinds = precision.compute, precision.frozen, precision.wire
+        compute, frozen, wire = (BYTES_OF[kind] for kind in kinds)
         found: list[Mapping[str | int, int]] = []
-        for unit, trains in ((one, trains) for one in self.units for trains in one.kind.trains):
+        for unit, trains in buffers_of(self.units):
             numel = unit.trainable_numel if trains else unit.frozen_numel
             size = compute if trains else frozen
-            if isinstance(self.shape, RotationShape):
-                degree = self.shape.ring.num_steps
-                found.append(slot_bytes(numel // degree, size, wire, self.device_type))
-            else:
-                found.append({"whole_params": numel * size, "whole_grads": numel * wire})
+            slots = slot_bytes(numel // self.shape.num_slices, size, wire, self.run.device_type)
+            found.append({"whole_params": numel * size, "whole_grads": numel * wire, **slots})
         return found

@@ -11,7 +11,8 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.search.run_memory import RunMemory, RunPlan, sent_per_step
+from paro.planning.run_plan import RunPlan
+from paro.planning.search.run_memory import RunMemory, sent_per_step
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
@@ -147,14 +148,9 @@ class Estimator:
         )
         if key not in self._comm_costs:
             self._comm_costs[key] = CommCosts(
-                units=self.units_of(candidate),
-                strategy=candidate.strategy,
-                group_size=self.workload.group_size,
-                precision=precision,
+                run=self.plan_of(candidate),
+                counts=self._counts_of(candidate),
                 times=self._times_of(candidate.collective),
-                overlaps=self.workload.prefetch_units > 0,
-                rotates=rotates,
-                in_place=candidate.materialize.in_place,
             )
         return self._comm_costs[key]
 

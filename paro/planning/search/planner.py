@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paro.errors import UserError
+from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimate, Estimator, faster_bits
 from paro.planning.search.recomputation import saved_bytes, with_fewest_blocks, with_more_blocks
 from paro.planning.search.search_space import (
     FEWEST_BITS,
     Candidate,
-    Materialize,
     SearchSpace,
     Workload,
     all_candidates,

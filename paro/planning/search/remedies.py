@@ -8,10 +8,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from paro.context_parallel.layout import ContextLayout, ContextLimits
+from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.recomputation import least_recomputation, recompute_flags
-from paro.planning.search.search_space import Candidate, Materialize, Workload
+from paro.planning.search.search_space import Candidate, Workload
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried

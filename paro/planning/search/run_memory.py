@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from model.config import LlamaConfig, RecomputeConfig
-from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.distributed.byte_counter import Sent
-from paro.optim.deal import places_to_deal_to
 from paro.planning.context_parallel import context_traffic
 from paro.planning.cost_model import (
     UnitSize,
@@ -28,78 +25,19 @@ from paro.planning.memory.device import (
     nccl_communication,
 )
 from paro.planning.memory.rotating import part_activations
-from paro.planning.memory.tally import MemorySnapshot, Point, StepTally
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.memory.tally import MemorySnapshot, StepTally
 from paro.planning.rotation import rotation_shape
-from paro.planning.search.search_space import Materialize
+from paro.planning.run_plan import RunPlan
 from paro.planning.units import (
     activations_of,
     matmuls_write,
     shape_of,
     units_of,
 )
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.precision import BYTES_OF
 from paro.step.actions import StepShape
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import RotationShape
-from paro.strategy import Strategy
-from paro.topology import Topology, make_topology
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """What decides how much memory a rank of a run takes, in addition to its machine."""
-
-    model: LlamaConfig
-    trained: frozenset[str]  # the names of the parameters that train
-    recompute: RecomputeConfig | None  # instead of the model's
-    world_size: int
-    group_size: int
-    strategy: Strategy
-    materialize: Materialize
-    collective: str
-    prefetch_units: int
-    precision: PrecisionConfig
-    device_type: str
-    seq_length: int
-    micro_batch_size: int
-    num_micro_batches: int  # the most of a step
-    eval_micro_batch_size: int = 0  # 0: no evaluation
-    context: ContextLayout = ALONE
-
-    @property
-    def step_kind(self) -> tuple[object, ...]:
-        """Plans of equal kind have the same actions in a step."""
-        params, grads, _ = self.strategy.degrees
-        degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
-        return self.trained, self.recompute, self.materialize, degrees, self.places
-
-    @property
-    def places(self) -> int:
-        """How many units with Muon's matrices form a bucket."""
-        return places_to_deal_to(self.strategy, self.precision)
-
-    @property
-    def config(self) -> LlamaConfig:
-        """The model with this recomputation."""
-        return replace(self.model, recompute=self.recompute)
-
-    @property
-    def topology(self) -> Topology:
-        degrees = self.strategy.degrees
-        return make_topology(
-            world_size=self.world_size, group_size=self.group_size, degrees=degrees
-        )
-
-    @property
-    def batch(self) -> MicroBatch:
-        return MicroBatch(
-            size=self.micro_batch_size,
-            seq_length=self.seq_length,
-            compute_bytes=BYTES_OF[self.precision.compute],
-            device_type=self.device_type,
-            context=self.context.in_groups(self.group_size),
-        )
 
 
 def sent_per_step(
@@ -122,7 +60,7 @@ class RunMemory:
         self._machine = machine
         self._pieces = pieces_by(machine)
         self._units: dict[tuple[object, ...], tuple[tuple[UnitSize, ...], ...]] = {}
-        self._points: dict[tuple[object, ...], list[tuple[MemorySnapshot, Point]]] = {}
+        self._points: dict[tuple[object, ...], list[MemorySnapshot]] = {}
         self._shapes: dict[tuple[object, ...], StepShape | RotationShape] = {}
         self._communication: dict[tuple[object, ...], Communication] = {}
 
@@ -178,7 +116,7 @@ class RunMemory:
             size = plan.eval_micro_batch_size
             forward = self._snapshot(replace(plan, trained=frozenset(), micro_batch_size=size))
             name = f"{forward.name} in an evaluation (--eval-micro-batch-size {size})"
-            evaluation = replace(forward, name=name, states=snapshot.states)
+            evaluation = forward._replace(name=name, states=snapshot.states)
             snapshot = max(snapshot, evaluation, key=lambda one: one.total)
         device = None if machine is None else machine.device
         return device_memory(snapshot, self._communication_of(plan), device, plan.device_type)
@@ -188,10 +126,8 @@ class RunMemory:
         if key not in self._points:
             self._points[key] = self.tally(plan).largest(plan.num_micro_batches)
         states = model_state_bytes(plan.strategy, self._sizes(plan)[1], plan.precision)
-        given = plan.strategy, plan.precision, plan.world_size, plan.group_size
-        added = [(point.added(*given), now) for now, point in self._points[key]]
-        transient, now = max(added, key=lambda both: both[0] + both[1].total - both[1].transient)
-        return replace(now, states=states.total, transient=transient)
+        points = (now.with_copies(plan, self.units(plan)) for now in self._points[key])
+        return max(points, key=lambda now: now.total)._replace(states=states.total)
 
     def tally(self, plan: RunPlan) -> StepTally:
         """What is allocated while the actions of a step are carried out."""
@@ -204,16 +140,7 @@ class RunMemory:
         else:
             of_units = activations_of(plan.config, plan.batch, units, grad_bytes=grad_bytes)
             activations = [(unit.name, own) for unit, own in zip(units, of_units, strict=True)]
-        return StepTally(
-            shape=shape,
-            units=units,
-            activations=activations,
-            strategy=plan.strategy,
-            precision=precision,
-            device_type=plan.device_type,
-            world_size=plan.world_size,
-            group_size=plan.group_size,
-        )
+        return StepTally(run=plan, shape=shape, units=units, activations=activations)
 
     def _communication_of(self, plan: RunPlan) -> Communication:
         key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from itertools import pairwise, product
 
 from model.config import LlamaConfig, RecomputeConfig
@@ -14,6 +13,7 @@ from paro.errors import UserError, check_least
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
+from paro.planning.run_plan import Materialize
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.costs import device_of
 from paro.planning.survival import Survival, check_nodes, survival
@@ -24,29 +24,6 @@ from paro.text import count_text, listed
 
 MEMORY_MARGIN = 0.03  # of a device: with as few recomputed blocks as fit it would be full
 FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as long to send
-
-
-class Materialize(Enum):
-    """How parameters reach the ranks that compute with them."""
-
-    GATHER = "gathered"
-    ROTATE = "rotated"
-    ROTATE_IN_PLACE = "rotated in place"
-
-    @classmethod
-    def of_flags(cls, materialize: str, rotate_in_place: bool) -> Materialize:
-        """The member that --paro-materialize and --paro-rotate-in-place select."""
-        if materialize == "gather":
-            return cls.GATHER
-        return cls.ROTATE_IN_PLACE if rotate_in_place else cls.ROTATE
-
-    @property
-    def rotates(self) -> bool:
-        return self is not Materialize.GATHER
-
-    @property
-    def in_place(self) -> bool:
-        return self is Materialize.ROTATE_IN_PLACE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from functools import cached_property
 from paro.planning.cost_model import Collective, UnitSize, strategy_of, unit_collectives
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Device, Machine
+from paro.planning.run_plan import RunPlan
 from paro.planning.step.computing import coding_seconds
+from paro.planning.step.passes import StepCounts
 from paro.planning.step.simulation import Queued
-from paro.precision import BYTES_OF, PrecisionConfig
+from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, Verb
-from paro.strategy import Strategy
-from paro.topology import Topology, make_topology
 
 # Memory traffic of an element's codes, counted in paro/quantization/blocks.py: what every operation
 # reads and writes.
@@ -72,20 +72,15 @@ class BufferCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class CommCosts:
-    """All collectives of a model's units under a strategy, in a run with groups of `group_size`."""
+    """All collectives of a run's units, whatever its micro-batches."""
 
-    units: tuple[UnitSize, ...]
-    strategy: Strategy
-    group_size: int
-    precision: PrecisionConfig
+    run: RunPlan
+    counts: StepCounts
     times: CollectiveTimes
-    overlaps: bool  # whether anything travels while the thread computes
-    rotates: bool = False
-    in_place: bool = False
 
     def waits(self, verb: Verb) -> bool:
         """Whether what an action queues is waited for at once, and overlaps with nothing."""
-        return not self.overlaps or (self.in_place and verb in PASS_OF)
+        return not self.run.overlaps or (self.run.materialize.in_place and verb in PASS_OF)
 
     @property
     def machine(self) -> Machine:
@@ -96,37 +91,28 @@ class CommCosts:
         assert self.machine.device is not None, f"machine {self.machine.name} has no device"
         return self.machine.device
 
-    @cached_property
-    def topology(self) -> Topology:
-        return make_topology(
-            world_size=self.machine.world_size,
-            group_size=self.group_size,
-            degrees=self.strategy.degrees,
-        )
-
-    def of_buffer(self, unit: UnitSize, *, trains: bool) -> BufferCosts:
-        """The costs of one of a unit's buffers; units of equal kind have equal costs."""
-        kind = unit.traffic_kind
-        if kind not in self._known:
-            self._known[kind] = dict(zip(unit.kind.trains, self._of_unit(unit), strict=True))
-        return self._known[kind][trains]
+    def of_buffer(self, number: int) -> BufferCosts:
+        """The costs of a buffer; those of equal kind have equal costs."""
+        number = self.counts.alike[number]
+        if number not in self._known:
+            self._known[number] = self._of_kind(*self.counts.buffers[number])
+        return self._known[number]
 
     @cached_property
-    def _known(self) -> dict[Hashable, dict[bool, BufferCosts]]:
+    def _known(self) -> dict[int, BufferCosts]:
         return {}
 
     @cached_property
     def coding_bytes(self) -> int:
         """Memory traffic of all codes of a step; 0 if none are sent."""
-        trained = (unit for unit in self.units if unit.trainable_numel)
-        return sum(self.of_buffer(unit, trains=True).coding_bytes for unit in trained)
+        return sum(self.of_buffer(number).coding_bytes for number in range(len(self.counts.alike)))
 
-    def _of_unit(self, unit: UnitSize) -> Iterator[BufferCosts]:
-        sent = unit_collectives(unit, self.strategy, self.topology, self.precision)
-        for trains in unit.kind.trains:
-            own = {verb: found for (verb, of), found in sent.items() if of is trains}
-            queued = dict(self._queued(own))
-            yield self._with_copies(unit, own, queued) if trains else self._costs(queued)
+    def _of_kind(self, unit: UnitSize, trains: bool) -> BufferCosts:
+        run = self.run
+        sent = unit_collectives(unit, run.strategy, run.topology, run.precision)
+        own = {verb: found for (verb, of), found in sent.items() if of is trains}
+        queued = dict(self._queued(own))
+        return self._with_copies(unit, own, queued) if trains else self._costs(queued)
 
     def _costs(self, queued: Mapping[Verb, tuple[Queued, ...]], **coding: int) -> BufferCosts:
         busy = {verb: busy_of(work, waits=self.waits(verb)) for verb, work in queued.items()}
@@ -137,9 +123,10 @@ class CommCosts:
     ) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
         """What the actions queue that send these collectives."""
         for verb, collectives in sent.items():
-            if self.rotates and verb in PASS_OF.values():
+            if self.run.materialize.rotates and verb in PASS_OF.values():
                 (one,) = collectives
-                shifts = self.times.shifts(one.span, one.num_bytes, in_place=self.in_place)
+                in_place = self.run.materialize.in_place
+                shifts = self.times.shifts(one.span, one.num_bytes, in_place=in_place)
                 found = [(shift, shifts[:1]) for shift, of in PASS_OF.items() if of is verb]
             else:
                 of_each = (self.times.phases(o.op, o.span, o.num_bytes) for o in collectives)
@@ -159,10 +146,9 @@ class CommCosts:
         queued: dict[Verb, tuple[Queued, ...]],
     ) -> BufferCosts:
         """Costs of a trainable buffer: its collectives, and what is copied beside them."""
-        params, grads, optim = (
-            unit.trainable_numel // degree for degree in strategy_of(unit, self.strategy).degrees
-        )
-        wire, accumulate = BYTES_OF[self.precision.wire], BYTES_OF[self.precision.accumulate]
+        precision, strategy = self.run.precision, strategy_of(unit, self.run.strategy)
+        params, grads, optim = (unit.trainable_numel // degree for degree in strategy.degrees)
+        wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
         summed, (updated,) = sent[Verb.STEP_REDUCE], sent[Verb.GATHER_UPDATED]
         reduced, gathered = queued.get(Verb.REDUCE), queued.get(Verb.GATHER_UPDATED)
         coded = encoded = decoded = 0
@@ -172,7 +158,7 @@ class CommCosts:
         if finished := queued.get(Verb.STEP_REDUCE):
             first = finished[0].phases[0][0]
             if summed[-1].is_coded:
-                feedback = _FEEDBACK_BYTES if self.precision.inter_grad_error_feedback else 0
+                feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 outside = summed[1].span[0].inner
                 coded = unit.trainable_numel // outside * (CODING_BYTES + feedback)
                 finished = (self._coded("code", first, coded), *finished)

@@ -20,7 +20,7 @@ from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
 from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
-from paro.planning.step.comm_costs import THREAD, BufferCosts, CommCosts
+from paro.planning.step.comm_costs import THREAD, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.passes import QUEUES, Counts, StepCounts
@@ -68,18 +68,6 @@ class StepCosts:
     def device(self) -> Device:
         return self.computing.device
 
-    def queued_by(self, number: int) -> BufferCosts:
-        """What the actions on a buffer queue."""
-        found = self._by_buffer.get(number)
-        if found is None:
-            unit, trains = self.counts.buffers[number]
-            found = self._by_buffer[number] = self.comm_costs.of_buffer(unit, trains=trains)
-        return found
-
-    @cached_property
-    def _by_buffer(self) -> dict[int, BufferCosts]:
-        return {}
-
     # Compute #
 
     def computed(self, move: Move) -> tuple[UnitSize, float]:
@@ -97,12 +85,12 @@ class StepCosts:
         unit, trains = self.counts.buffers[number]
         took = 0.0
         if verb is Verb.UPDATE:
-            encoded = self.queued_by(number).encoded_bytes
+            encoded = self.comm_costs.of_buffer(number).encoded_bytes
             took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             took = self.collect_seconds(unit.trainable_numel)
         elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
-            precision = self.comm_costs.precision
+            precision = self.comm_costs.run.precision
             kind = precision.compute if trains else precision.frozen
             kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
             numel = unit.trainable_numel if trains else unit.frozen_numel
@@ -112,12 +100,12 @@ class StepCosts:
 
     def collect_seconds(self, trainable_numel: int) -> float:
         return self.computing.collect_seconds(
-            self.comm_costs.strategy, self.comm_costs.precision, trainable_numel
+            self.comm_costs.run.strategy, self.comm_costs.run.precision, trainable_numel
         )
 
     def update_seconds(self, trainable_numel: int) -> float:
         return self.computing.update_seconds(
-            self.comm_costs.strategy, self.comm_costs.precision, trainable_numel
+            self.comm_costs.run.strategy, self.comm_costs.run.precision, trainable_numel
         )
 
     @cached_property
@@ -126,12 +114,12 @@ class StepCosts:
 
         For the default number of its steps, and bytes as ranks send them on average.
         """
-        comm = self.comm_costs
+        run, units = self.comm_costs.run, self.counts.units
         steps = MuonConfig().muon_num_ns_steps
-        dealt = muon_rounds(comm.units, comm.strategy, comm.precision, comm.topology.group_size)
+        dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
         flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
         computing = flops / self.device.sustained_flops
-        sent = exchanged(comm.units, comm.strategy, comm.topology, comm.precision)
+        sent = exchanged(units, run.strategy, run.topology, run.precision)
         links = ((self.machine.intra, sent.intra), (self.machine.inter, sent.inter))
         ranks = self.machine.group_size if self.machine.nic is Nic.SHARED else 1
         moving = sum(
@@ -139,7 +127,7 @@ class StepCosts:
             for link, num_bytes in links
             if link is not None
         )
-        return max(computing, moving) if comm.overlaps else computing + moving
+        return max(computing, moving) if run.overlaps else computing + moving
 
     # What the training thread does #
 
@@ -152,7 +140,7 @@ class StepCosts:
                 yield Wait((cause, number))
             if verb in QUEUES:
                 unit, trains = self.counts.buffers[number]
-                parts = self.queued_by(number).queued.get(verb, ())
+                parts = self.comm_costs.of_buffer(number).queued.get(verb, ())
                 name = unit.name if trains else f"{unit.name} (frozen)"
                 after = AFTER.get(verb), number
                 yield Queue((verb, number), parts, name, after, verb in at_once)
@@ -219,7 +207,7 @@ class StepCosts:
         found: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move
-            for load, seconds in self.queued_by(number).busy.get(verb, {}).items():
+            for load, seconds in self.comm_costs.of_buffer(number).busy.get(verb, {}).items():
                 found[load] += count * seconds
             if verb in PASS_OF:  # copies what it has received
                 found[THREAD] += count * self.computed(move)[1]
@@ -233,7 +221,9 @@ class StepCosts:
         of_buffer: defaultdict[int, float] = defaultdict(float)
         for (verb, number, *_), count in counts.items():
             if not self.comm_costs.waits(verb):
-                of_buffer[number] += count * self.queued_by(number).seconds.get(verb, 0.0)
+                of_buffer[number] += count * self.comm_costs.of_buffer(number).seconds.get(
+                    verb, 0.0
+                )
         return max(of_buffer.values(), default=0.0)
 
 

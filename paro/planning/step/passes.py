@@ -80,11 +80,11 @@ class StepCounts:
     def _merged(self, counts: Counts) -> Counts:
         found: Counter[Move] = Counter()
         for (verb, number, *slots), count in counts.items():
-            found[verb, self._alike[number], *slots] += count
+            found[verb, self.alike[number], *slots] += count
         return found
 
     @cached_property
-    def _alike(self) -> list[int]:
+    def alike(self) -> list[int]:
         """For every buffer, the number of the first one of its kind."""
         kinds = ((unit.traffic_kind, trains) for unit, trains in self.buffers)
         first: dict[object, int] = {}

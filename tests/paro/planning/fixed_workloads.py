@@ -19,15 +19,10 @@ from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
+from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import plan
-from paro.planning.search.search_space import (
-    Candidate,
-    Materialize,
-    SearchSpace,
-    Workload,
-    legal_strategies,
-)
+from paro.planning.search.search_space import Candidate, SearchSpace, Workload, legal_strategies
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from tests.paro.planning.cases import DEVICE, machine

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paro.planning.machine.collective_time import CollectiveTimes
+from paro.planning.run_plan import Materialize
 from paro.planning.search.planner import letter_rows, plan, rotated_rows
-from paro.planning.search.search_space import Materialize, SearchSpace
+from paro.planning.search.search_space import SearchSpace
 from paro.planning.step.timeline import simulate
 from paro.precision import PrecisionConfig
 from paro.step.actions import Verb

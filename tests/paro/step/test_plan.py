@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from paro.planning.search.search_space import Materialize, Workload
+from paro.planning.run_plan import Materialize
+from paro.planning.search.search_space import Workload
 from paro.step.actions import Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.plan import StepPlan

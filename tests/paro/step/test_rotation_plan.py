@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from model.lora_config import LoraConfig, targets_of
-from paro.planning.search.search_space import Materialize, Workload
+from paro.planning.run_plan import Materialize
+from paro.planning.search.search_space import Workload
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.step.actions import Move, Verb
 from tests.paro.planning.cases import ORDERS, costs, machine, order_case

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from paro.distributed.comm_stream import Event
-from paro.planning.search.search_space import Materialize
+from paro.planning.run_plan import Materialize
 from paro.step.actions import Buckets, UnitKind, Verb, number_buffers
 from paro.step.updating import UpdatingPolicy
 from tests.helpers.late_streams import LateStreams

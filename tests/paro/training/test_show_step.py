@@ -164,18 +164,15 @@ def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixtur
 def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     given = order_case(name)
     step = costs(given, strategy)
-    comm = step.comm_costs
-    buffers = [(n, trains) for n, unit in enumerate(comm.units) for trains in unit.kind.trains]
-    given = comm.strategy, comm.topology, comm.precision
-    collectives = [unit_collectives(unit, *given) for unit in comm.units]
+    run, buffers = step.comm_costs.run, step.counts.buffers
+    given = run.strategy, run.topology, run.precision
+    collectives = [unit_collectives(unit, *given) for unit, _ in buffers]
     sent = [
-        sent_by(collectives[buffers[number][0]].get((verb, buffers[number][1]), ()))
+        sent_by(collectives[number].get((verb, buffers[number][1]), ()))
         for verb, number, *_ in step.plan.actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]
-    whole = traffic_per_step(
-        comm.strategy, comm.topology, comm.units, comm.precision, step.num_micro_batches
-    )
+    whole = traffic_per_step(*given[:2], step.counts.units, run.precision, step.num_micro_batches)
     assert sum(sent, Sent()) == whole
 
 

@@ -188,10 +188,10 @@ def test_the_parts_in_words() -> None:
         ({"whole_grads": 10**9, "casts": 10**9}, "whole gradients 1.0, weights in fp8 1.0"),
         ({"slices": 2 * 10**9}, "slices under way 2.0"),
     ):
-        allocations = replace(SNAPSHOT, transient=0, **parts)
+        allocations = SNAPSHOT._replace(transient=0, **parts)
         whole = f"10.0 GB at the update: model states 8.0, {words}"
         assert DeviceMemory(allocations=allocations).describe() == whole
-    small = DeviceMemory(allocations=replace(SNAPSHOT, states=3_000_000, transient=1_000_000))
+    small = DeviceMemory(allocations=SNAPSHOT._replace(states=3_000_000, transient=1_000_000))
     assert small.describe() == "4.0 MB at the update: model states 3.0, transient 1.0"
 
 

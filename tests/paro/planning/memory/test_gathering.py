@@ -14,8 +14,8 @@ from model.lora_config import LoraConfig, targets_of
 from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.planning import units as planning_llama
 from paro.planning.memory.tally import MemorySnapshot
-from paro.planning.search.run_memory import RunMemory, RunPlan
-from paro.planning.search.search_space import Materialize
+from paro.planning.run_plan import Materialize, RunPlan
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence

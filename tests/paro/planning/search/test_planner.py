@@ -15,12 +15,12 @@ from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Measured
+from paro.planning.run_plan import Materialize
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, letter_rows, plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import (
-    Materialize,
     SearchSpace,
     all_candidates,
     legal_strategies,
@@ -143,7 +143,7 @@ def weighed(
         fits=fits,
         timeline=replace(found.timeline, seconds=seconds),
         sent=replace(found.sent, inter=inter),
-        memory=replace(found.memory, allocations=replace(found.memory.allocations, states=states)),
+        memory=replace(found.memory, allocations=found.memory.allocations._replace(states=states)),
     )
 
 

@@ -59,7 +59,7 @@ def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str, group_
         group_size=group_size,
     )
     step = costs(given)
-    computing, topology = step.computing, step.comm_costs.topology
+    computing, topology = step.computing, step.comm_costs.run.topology
     sent = context_traffic(computing.model, computing.batch, computing.units, topology)
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)

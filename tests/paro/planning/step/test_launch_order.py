@@ -11,7 +11,7 @@ from paro.config.sharding import units_ahead
 from paro.planning.machine.collective_time import TimedJob
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import GroupSpeed, LaunchOrder
-from paro.planning.search.search_space import Materialize
+from paro.planning.run_plan import Materialize
 from paro.planning.step.simulation import Program, Queue, Queued, Simulation
 from paro.planning.step.timeline import simulate
 from tests.paro.planning.cases import costs, workload

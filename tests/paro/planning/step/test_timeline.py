@@ -10,7 +10,7 @@ import pytest
 from paro.planning.cost_model import traffic_per_step
 from paro.planning.machine.collective_time import TimedJob
 from paro.planning.machine.machine import GroupSpeed
-from paro.planning.search.search_space import Materialize
+from paro.planning.run_plan import Materialize
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step.timeline import simulate
@@ -43,8 +43,8 @@ def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str
         busy = step.busy(step.counts.of_step(step.num_micro_batches))
         sent = traffic_per_step(
             given.strategy(strategy),
-            step.comm_costs.topology,
-            step.comm_costs.units,
+            step.comm_costs.run.topology,
+            step.counts.units,
             given.precision,
             step.num_micro_batches,
         )

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Materialize, Workload
+from paro.planning.search.search_space import Workload
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import workload as make_case

@@ -1,0 +1,98 @@
+"""A run as the planner sees it: what decides its memory, its traffic and its actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from model.config import LlamaConfig, RecomputeConfig
+from paro.context_parallel.layout import ALONE, ContextLayout
+from paro.optim.deal import places_to_deal_to
+from paro.planning.micro_batch import MicroBatch
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.strategy import Strategy
+from paro.topology import Topology, make_topology
+
+
+class Materialize(Enum):
+    """How parameters reach the ranks that compute with them."""
+
+    GATHER = "gathered"
+    ROTATE = "rotated"
+    ROTATE_IN_PLACE = "rotated in place"
+
+    @classmethod
+    def of_flags(cls, materialize: str, rotate_in_place: bool) -> Materialize:
+        """The member that --paro-materialize and --paro-rotate-in-place select."""
+        if materialize == "gather":
+            return cls.GATHER
+        return cls.ROTATE_IN_PLACE if rotate_in_place else cls.ROTATE
+
+    @property
+    def rotates(self) -> bool:
+        return self is not Materialize.GATHER
+
+    @property
+    def in_place(self) -> bool:
+        return self is Materialize.ROTATE_IN_PLACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What decides what a rank of a run takes and sends, in addition to its machine."""
+
+    model: LlamaConfig
+    trained: frozenset[str]  # the names of the parameters that train
+    recompute: RecomputeConfig | None  # instead of the model's
+    world_size: int
+    group_size: int
+    strategy: Strategy
+    materialize: Materialize
+    collective: str
+    prefetch_units: int
+    precision: PrecisionConfig
+    device_type: str
+    seq_length: int
+    micro_batch_size: int
+    num_micro_batches: int  # the most of a step
+    eval_micro_batch_size: int = 0  # 0: no evaluation
+    context: ContextLayout = ALONE
+
+    @property
+    def step_kind(self) -> tuple[object, ...]:
+        """Plans of equal kind have the same actions in a step."""
+        params, grads, _ = self.strategy.degrees
+        degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
+        return self.trained, self.recompute, self.materialize, degrees, self.places
+
+    @property
+    def places(self) -> int:
+        """How many units with Muon's matrices form a bucket."""
+        return places_to_deal_to(self.strategy, self.precision)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is sent while the training thread computes."""
+        return self.prefetch_units > 0
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model with this recomputation."""
+        return replace(self.model, recompute=self.recompute)
+
+    @property
+    def topology(self) -> Topology:
+        degrees = self.strategy.degrees
+        return make_topology(
+            world_size=self.world_size, group_size=self.group_size, degrees=degrees
+        )
+
+    @property
+    def batch(self) -> MicroBatch:
+        return MicroBatch(
+            size=self.micro_batch_size,
+            seq_length=self.seq_length,
+            compute_bytes=BYTES_OF[self.precision.compute],
+            device_type=self.device_type,
+            context=self.context.in_groups(self.group_size),
+        )
