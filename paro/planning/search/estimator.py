@@ -8,7 +8,6 @@ from functools import cache, cached_property, partial
 from model.flops import flops_per_token
 from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.run_plan import RunPlan
@@ -86,10 +85,6 @@ class Estimator:
         seq_length = self.workload.seq_length
         return flops_per_token(self.workload.model, seq_length, self._trained, causal=False)
 
-    def units_of(self, candidate: Candidate) -> tuple[UnitSize, ...]:
-        """The units of a candidate, with its gather, or rotation, counts."""
-        return self._memory.units(self.plan_of(candidate))
-
     def plan_of(self, candidate: Candidate) -> RunPlan:
         """What decides the memory of a candidate."""
         workload = self.workload
@@ -112,47 +107,53 @@ class Estimator:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
-        workload, computing = self.workload, self._computing_of(candidate)
-        times, shared = self._times_of(candidate.collective), workload.context.size > 1
+        run, times = self.plan_of(candidate), self._times_of(candidate.collective)
+        computing, shared = self._computing_of(run), run.context.size > 1
         return StepCosts(
             computing=computing,
-            comm_costs=self._comm_costs_of(candidate),
-            counts=self._counts_of(candidate),
-            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+            comm_costs=self._comm_costs_of(run),
+            counts=self._counts_of(run),
+            num_micro_batches=run.num_micro_batches,
             context=self._context_of(computing=computing, times=times) if shared else None,
         )
 
-    def _counts_of(self, candidate: Candidate) -> StepCounts:
-        recompute, rotates = candidate.recompute, candidate.materialize.rotates
+    def _counts_of(self, run: RunPlan) -> StepCounts:
+        recompute, rotates = run.recompute, run.materialize.rotates
         if recompute is not None and recompute.method == "block" and not rotates:
             every = replace(recompute, method="uniform", num_layers=1)
-            candidate = replace(candidate, recompute=every)  # blocks that are kept take no time
-        plan = self.plan_of(candidate)
-        key = plan.step_kind
+            run = replace(run, recompute=every)  # blocks that are kept take no time
+        key = run.step_kind
         if key not in self._counts:
-            shape, units = self._memory.shape(plan), self._memory.units(plan)
-            ahead = self.workload.updated_ahead
-            self._counts[key] = StepCounts(shape=shape, units=units, updated_ahead=ahead)
+            self._counts[key] = StepCounts(
+                shape=self._memory.shape(run),
+                units=self._memory.units(run),
+                updated_ahead=self.workload.updated_ahead,
+            )
         return self._counts[key]
 
-    def _comm_costs_of(self, candidate: Candidate) -> CommCosts:
-        rotates = candidate.materialize.rotates
-        recompute = candidate.recompute if rotates else None  # then it sends weights once more
-        precision = candidate.precision(self.workload)
-        key = (
-            candidate.strategy.degrees,
-            candidate.collective,
-            candidate.materialize,
-            recompute,
-            precision,
-        )
+    def _comm_costs_of(self, run: RunPlan) -> CommCosts:
+        rotates = run.materialize.rotates
+        recompute = run.recompute if rotates else None  # then it sends weights once more
+        degrees = run.strategy.degrees
+        key = (degrees, run.collective, run.materialize, recompute, run.precision)
         if key not in self._comm_costs:
-            self._comm_costs[key] = CommCosts(
-                run=self.plan_of(candidate),
-                counts=self._counts_of(candidate),
-                times=self._times_of(candidate.collective),
-            )
+            times = self._times_of(run.collective)
+            counts = self._counts_of(run)
+            self._comm_costs[key] = CommCosts(run=run, counts=counts, times=times)
         return self._comm_costs[key]
+
+    def _computing_of(self, run: RunPlan) -> Computing:
+        degree = run.strategy.params if run.materialize.rotates else None
+        key = (run.micro_batch_size, run.recompute, run.materialize, degree)
+        if key not in self._computing:
+            self._computing[key] = Computing(
+                model=run.config,
+                shape=self._memory.shape(run),
+                units=self._memory.units(run),
+                batch=run.batch,
+                device=device_of(self.workload.machine),
+            )
+        return self._computing[key]
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """What a rank takes of its device, at the memory snapshot with the largest total."""
@@ -186,7 +187,7 @@ class Estimator:
 
     def has_codes(self, candidate: Candidate) -> bool:
         """Whether something crosses groups as codes under a candidate."""
-        return self._comm_costs_of(candidate).coding_bytes > 0
+        return self._comm_costs_of(self.plan_of(candidate)).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""
@@ -209,18 +210,3 @@ class Estimator:
         full, coded = sorted((own, second), key=lambda e: e.precision.has_codes)
         better = faster_bits(full, coded)
         return (coded, full) if better is coded else (full, coded)
-
-    def _computing_of(self, candidate: Candidate) -> Computing:
-        rotates = candidate.materialize.rotates
-        degree = candidate.strategy.params if rotates else None
-        key = (candidate.micro_batch_size, candidate.recompute, candidate.materialize, degree)
-        if key not in self._computing:
-            plan = self.plan_of(candidate)
-            self._computing[key] = Computing(
-                model=plan.config,
-                shape=self._memory.shape(plan),
-                units=self._memory.units(plan),
-                batch=plan.batch,
-                device=device_of(self.workload.machine),
-            )
-        return self._computing[key]

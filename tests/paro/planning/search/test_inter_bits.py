@@ -69,7 +69,7 @@ def test_groups_of_the_run_need_not_be_nodes(group_size: int) -> None:
             candidate = replace(case.candidate(strategy), collective=collective)
             found = estimator.estimate(candidate)
             assert found.sent == traffic_per_step(
-                strategy, topology, estimator.units_of(candidate), case.precision, 3
+                strategy, topology, estimator.costs(candidate).counts.units, case.precision, 3
             )
             assert found.seconds > 0.0
     assert plan(case, SearchSpace(micro_batch_sizes=(2,), recomputes=(None,))).best is not None
