@@ -41,18 +41,17 @@ from paro.planning.cost_model import (
 )
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.tally import MemorySnapshot
-from paro.precision import PrecisionConfig
+from paro.planning.run_plan import RunPlan
 from paro.quantization.formats import FULL_BITS
 from paro.step.actions import Verb
 from paro.strategy import (
-    Strategy,
     exchange_groups,
     exchange_span,
     make_comm_plan,
     rotation_spans,
     spans_by_use,
 )
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import AxisSpan, Use
 
 CONTEXT_BYTES = 667 * 10**6
 COMMUNICATOR_BYTES = 688 << 20
@@ -152,30 +151,27 @@ def device_memory(
     )
 
 
-def nccl_communication(
-    strategy: Strategy,
-    topology: Topology,
-    units: Sequence[UnitSize],
-    precision: PrecisionConfig,
-    names: Sequence[str],
-    pieces: Pieces,
-    *,
-    rotates: bool,
+def communication_of(
+    run: RunPlan, units: Sequence[UnitSize], names: Sequence[str], pieces: Pieces
 ) -> Communication:
-    """The groups and buffers of a rank under NCCL with these algorithms; `rotates`: weights do."""
-    plan = make_comm_plan(strategy, topology)
-    has_codes = precision.inter_grad_bits != FULL_BITS
+    """The groups and buffers of a rank with these algorithms; under gloo those of codes alone."""
+    codes = _code_bytes(run, units)
+    if run.device_type != "cuda":
+        return Communication(code_bytes=codes)
+    rotates, given = run.materialize.rotates, (run.strategy, run.topology, run.precision)
+    plan = make_comm_plan(run.strategy, run.topology)
+    has_codes = run.precision.inter_grad_bits != FULL_BITS
     spans = spans_by_use(plan, coded_gradients=has_codes)
     if rotates:
-        spans = rotation_spans(strategy, topology)
+        spans = rotation_spans(run.strategy, run.topology)
     groups = needed_groups(names, spans, pipelined=True)
     exchange = exchange_groups(plan) if has_codes else frozenset()
-    dealt = muon_rounds(units, strategy, precision, topology.group_size)
-    given = strategy, topology, precision
+    dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
+    axes = run.context.topology(world_size=run.world_size, group_size=run.group_size)
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for one in (
         one
-        for unit in units
+        for unit in {unit.traffic_kind: unit for unit in units}.values()
         for (verb, _), collectives in unit_collectives(unit, *given).items()
         for one in collectives
         if one.use is not Use.EXCHANGE and not (rotates and verb in (Verb.GATHER, Verb.REDUCE))
@@ -193,21 +189,22 @@ def nccl_communication(
         num_groups=sum(map(len, groups.values()))
         + len(exchange)
         + rotates
-        + sum(one.number > 1 for one in dealt),
+        + sum(one.number > 1 for one in dealt)
+        + run.context.num_groups(axes),
         buffer_bytes=sum(largest.values()),
+        code_bytes=codes,
     )
 
 
-def code_bytes(
-    strategy: Strategy, topology: Topology, units: Iterable[UnitSize], precision: PrecisionConfig
-) -> int:
+def _code_bytes(run: RunPlan, units: Iterable[UnitSize]) -> int:
     """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients.
 
     With error feedback also what the codes of all gradients have lost.
     """
     updates = gradients = errors = 0
+    topology, precision = run.topology, run.precision
     for unit in units if precision.has_codes else ():
-        own = strategy_of(unit, strategy)
+        own = strategy_of(unit, run.strategy)
         of_updates, codes = codes_of(unit, own, topology, precision)
         if of_updates is not None:
             updates += of_updates.range_bytes * (own.optim // own.params)

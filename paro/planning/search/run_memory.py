@@ -20,9 +20,8 @@ from paro.planning.memory.device import (
     Communication,
     DeviceMemory,
     algorithms_of,
-    code_bytes,
+    communication_of,
     device_memory,
-    nccl_communication,
 )
 from paro.planning.memory.rotating import part_activations
 from paro.planning.memory.tally import MemorySnapshot, StepTally
@@ -69,7 +68,7 @@ class RunMemory:
         return self._sizes(plan)[0]
 
     def _sizes(self, plan: RunPlan) -> tuple[tuple[UnitSize, ...], ...]:
-        """The units of a plan, fewer with the same model states, and one of each traffic kind."""
+        """The units of a plan, and fewer with the same model states."""
         rotates = plan.materialize.rotates
         rotated_over = plan.strategy.params if rotates else 1
         recompute = plan.recompute if rotates else None  # then it sends weights once more
@@ -83,8 +82,7 @@ class RunMemory:
                 in_place=plan.materialize.in_place,
             )
             units = in_buckets(units, plan.strategy, plan.precision)
-            kinds = {unit.traffic_kind: unit for unit in units}
-            self._units[key] = units, merged(units), tuple(kinds.values())
+            self._units[key] = units, merged(units)
         return self._units[key]
 
     def shape(self, plan: RunPlan) -> StepShape | RotationShape:
@@ -145,23 +143,7 @@ class RunMemory:
     def _communication_of(self, plan: RunPlan) -> Communication:
         key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)
         if key not in self._communication:
-            self._communication[key] = self._communicate(plan)
+            names = algorithms_of(plan.collective, self._machine)
+            found = communication_of(plan, self.units(plan), names, self._pieces)
+            self._communication[key] = found
         return self._communication[key]
-
-    def _communicate(self, plan: RunPlan) -> Communication:
-        topology, found = plan.topology, Communication()
-        if plan.device_type == "cuda":
-            found = nccl_communication(
-                plan.strategy,
-                topology,
-                self._sizes(plan)[2],
-                plan.precision,
-                algorithms_of(plan.collective, self._machine),
-                self._pieces,
-                rotates=plan.materialize.rotates,
-            )
-            axes = plan.context.topology(world_size=plan.world_size, group_size=plan.group_size)
-            num_groups = found.num_groups + plan.context.num_groups(axes)
-            found = replace(found, num_groups=num_groups)
-        codes = code_bytes(plan.strategy, topology, self.units(plan), plan.precision)
-        return replace(found, code_bytes=codes)

@@ -25,17 +25,18 @@ from paro.planning.memory.device import (
     Communication,
     DeviceMemory,
     algorithms_of,
+    communication_of,
     device_memory,
-    nccl_communication,
 )
 from paro.planning.memory.tally import MemorySnapshot
+from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
-from paro.planning.units import units_of
+from paro.planning.search.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters, make_comm_plan, rotation_spans, spans_by_use
 from paro.topology import AxisSpan, Use
 from paro.training import assembly
-from tests.paro.planning.cases import DEVICE, workload
+from tests.paro.planning.cases import DEVICE, machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.memory.test_gathering import SMALL
 from tests.paro.planning.on_ranks import on_ranks
@@ -70,12 +71,17 @@ def communication(
     is_trained: Callable[[str], bool] = lambda _name: True,
     precision: PrecisionConfig = BF16,
 ) -> Communication:
-    strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    rotated_over = strategy.params if rotates else 1
-    units = units_of(TINY, world_size=8, is_trained=is_trained, rotated_over=rotated_over)
-    return nccl_communication(
-        strategy, topology, units, precision, names, lambda *_: 3, rotates=rotates
+    given = workload(
+        TINY,
+        machine=machine(world_size=8, group_size=4),
+        group_size=4,
+        global_batch_size=16,
+        precision=precision,
+        materialize=Materialize.ROTATE if rotates else Materialize.GATHER,
     )
+    run = Estimator(given).plan_of(given.candidate(given.strategy(text)))
+    run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
+    return communication_of(run, RunMemory(None).units(run), names, lambda *_: 3)
 
 
 @pytest.mark.parametrize("names", [("native",), ("ho-ring",), ("flat",), ("native", "ho-ring")])
