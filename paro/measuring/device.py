@@ -31,7 +31,7 @@ from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
 from paro.measuring.attention import attention_rates
 from paro.planning.machine.machine import Device
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.run_plan import MicroBatch
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing

@@ -31,7 +31,7 @@ from paro.collectives.schedule import Op
 from paro.context_parallel.layout import num_pieces
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import Collective, UnitSize, first_trained, sent_by
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.run_plan import MicroBatch
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, Topology, Use
 

@@ -8,7 +8,6 @@ from enum import Enum
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.optim.deal import places_to_deal_to
-from paro.planning.micro_batch import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology
@@ -35,6 +34,26 @@ class Materialize(Enum):
     @property
     def in_place(self) -> bool:
         return self is Materialize.ROTATE_IN_PLACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Size and data type of one micro-batch on a rank, and the device type that computes it."""
+
+    size: int
+    seq_length: int
+    compute_bytes: int  # per element
+    device_type: str  # decides which kernels exist
+    context: ContextLayout = ALONE  # the ranks that share its samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its samples on one rank."""
+        return self.size * self.seq_length // self.context.size
+
+    def tensor_bytes(self, width: int) -> int:
+        """Of a tensor in the compute type with so many elements for each token."""
+        return self.num_tokens * width * self.compute_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

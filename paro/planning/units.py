@@ -34,8 +34,8 @@ from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.planning.context_parallel import travelling_bytes
 from paro.planning.cost_model import UnitSize, first_trained, size_units
-from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import rotating_units_of
+from paro.planning.run_plan import MicroBatch
 from paro.step.actions import StepShape, number_buffers
 
 

@@ -17,8 +17,8 @@ from functools import cache, lru_cache, partial
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from paro.layout import chunk_numel
-from paro.planning.micro_batch import MicroBatch
 from paro.planning.rotation import unit_parts
+from paro.planning.run_plan import MicroBatch
 from paro.planning.units import (
     UnitActivations,
     block_activations,

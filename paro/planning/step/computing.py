@@ -24,7 +24,7 @@ from model.units import unit_specs
 from paro.optim.states import adamw_states, bytes_of
 from paro.planning.cost_model import UnitSize, buffers_of
 from paro.planning.machine.machine import Device
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.run_plan import MicroBatch
 from paro.planning.units import loss_writes_gradients
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.step.actions import StepShape, Verb

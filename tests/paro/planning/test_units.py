@@ -16,7 +16,7 @@ from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
 from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.micro_batch import MicroBatch
+from paro.planning.run_plan import MicroBatch
 from paro.planning.units import activations_of, units_of
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
