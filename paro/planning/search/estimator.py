@@ -14,9 +14,9 @@ from paro.planning.run_plan import RunPlan
 from paro.planning.search.run_memory import RunMemory, sent_per_step
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step.comm_costs import CommCosts
-from paro.planning.step.computing import Computing, coding_seconds
+from paro.planning.step.computing import Computing, coding_seconds, device_of
 from paro.planning.step.context import ContextCosts
-from paro.planning.step.costs import StepCosts, device_of
+from paro.planning.step.costs import StepCosts
 from paro.planning.step.passes import StepCounts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig

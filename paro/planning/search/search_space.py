@@ -15,7 +15,7 @@ from paro.planning.machine.machine import Machine
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
 from paro.planning.run_plan import Materialize
 from paro.planning.search.trainable import Trainable
-from paro.planning.step.costs import device_of
+from paro.planning.step.computing import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from paro.planning.cost_model import Collective, UnitSize, strategy_of, unit_collectives
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
-from paro.planning.machine.machine import Device, Machine
+from paro.planning.machine.machine import Device
 from paro.planning.run_plan import RunPlan
-from paro.planning.step.computing import coding_seconds
+from paro.planning.step.computing import coding_seconds, device_of
 from paro.planning.step.passes import StepCounts
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF
@@ -83,13 +83,8 @@ class CommCosts:
         return not self.run.overlaps or (self.run.materialize.in_place and verb in PASS_OF)
 
     @property
-    def machine(self) -> Machine:
-        return self.times.machine
-
-    @property
     def device(self) -> Device:
-        assert self.machine.device is not None, f"machine {self.machine.name} has no device"
-        return self.machine.device
+        return device_of(self.times.machine)
 
     def of_buffer(self, number: int) -> BufferCosts:
         """The costs of a buffer; those of equal kind have equal costs."""
@@ -151,39 +146,34 @@ class CommCosts:
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
         summed, (updated,) = sent[Verb.STEP_REDUCE], sent[Verb.GATHER_UPDATED]
         reduced, gathered = queued.get(Verb.REDUCE), queued.get(Verb.GATHER_UPDATED)
+        copy_rate = self.device.memory_bytes_per_second
         coded = encoded = decoded = 0
         if reduced:
-            added = self._copied("add", reduced[-1].phases[-1][-1], grads * (wire + 2 * accumulate))
-            queued[Verb.REDUCE] = (*reduced, added)
+            added = grads * (wire + 2 * accumulate) / copy_rate
+            queued[Verb.REDUCE] = (*reduced, self._beside("add", reduced[-1].phases[-1][-1], added))
         if finished := queued.get(Verb.STEP_REDUCE):
             first = finished[0].phases[0][0]
             if summed[-1].is_coded:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 outside = summed[1].span[0].inner
                 coded = unit.trainable_numel // outside * (CODING_BYTES + feedback)
-                finished = (self._coded("code", first, coded), *finished)
+                code = self._beside("code", first, coding_seconds(self.device, coded))
+                finished = (code, *finished)
             if wire != accumulate:  # before and after
-                converted = (grads + optim) * unit.dealt * (wire + accumulate)
-                finished = (self._copied("convert", first, converted), *finished)
+                converted = (grads + optim) * unit.dealt * (wire + accumulate) / copy_rate
+                finished = (self._beside("convert", first, converted), *finished)
             queued[Verb.STEP_REDUCE] = finished
         if gathered and updated.is_coded:
             encoded = optim * (_ENCODED_BYTES + _DECODED_BYTES)
             decoded = (params - optim) * _DECODED_BYTES
-            code = self._coded("decode", gathered[0].phases[0][0], decoded)
+            seconds = coding_seconds(self.device, decoded)
+            code = self._beside("decode", gathered[0].phases[0][0], seconds)
             queued[Verb.GATHER_UPDATED] = (*gathered, code)
         return self._costs(queued, encoded_bytes=encoded, coding_bytes=encoded + decoded + coded)
 
-    def _copied(self, name: str, beside: TimedJob, num_bytes: int) -> Queued:
-        """A copy in the stream of a reduction."""
-        return self._busy(name, beside, num_bytes / self.device.memory_bytes_per_second)
-
-    def _coded(self, name: str, beside: TimedJob, num_bytes: int) -> Queued:
-        """Encoding or decoding in the stream of a reduction."""
-        return self._busy(name, beside, coding_seconds(self.device, num_bytes))
-
-    def _busy(self, name: str, beside: TimedJob, seconds: float) -> Queued:
-        """Work beside a job, in a stream of reductions; on CPU ranks it takes processor time."""
+    def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:
+        """Work in the stream of another job; on CPU ranks it takes processor time."""
         cpu = 1.0 if self.device.cores is not None else 0.0
         seconds += self.device.job_seconds
-        job = TimedJob(stream=beside.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)
+        job = TimedJob(stream=other.stream, seconds=seconds, intra=0.0, inter=0.0, cpu=cpu)
         return Queued(name, "reduce", "reduce", ((job,),))

@@ -21,9 +21,10 @@ from functools import cached_property
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import unit_specs
+from paro.errors import UserError
 from paro.optim.states import adamw_states, bytes_of
 from paro.planning.cost_model import UnitSize, buffers_of
-from paro.planning.machine.machine import Device
+from paro.planning.machine.machine import Device, Machine
 from paro.planning.run_plan import MicroBatch
 from paro.planning.units import loss_writes_gradients
 from paro.precision import BYTES_OF, PrecisionConfig
@@ -225,3 +226,14 @@ def coding_seconds(device: Device, num_bytes: float) -> float:
         share = 1.0 if device.cores is None else _CODING_SHARE
         rate = share * device.memory_bytes_per_second
     return num_bytes / rate
+
+
+def device_of(machine: Machine) -> Device:
+    """The device of a machine; `UserError` if its file has none."""
+    if machine.device is None:
+        raise UserError(
+            f"machine {machine.name}: device is missing, which planning needs: add an object with "
+            "name, memory_bytes, reserved_bytes, peak_flops, sustained_flops and "
+            "memory_bytes_per_second"
+        )
+    return machine.device

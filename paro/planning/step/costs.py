@@ -9,12 +9,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from paro.errors import UserError
 from paro.optim.deal import newton_schulz_flops
 from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
@@ -62,7 +61,7 @@ class StepCosts:
 
     @property
     def machine(self) -> Machine:
-        return self.comm_costs.machine
+        return self.comm_costs.times.machine
 
     @property
     def device(self) -> Device:
@@ -131,10 +130,12 @@ class StepCosts:
 
     # What the training thread does #
 
-    def program(self, moves: Iterable[Move]) -> Program:
-        """What the training thread of a group's ranks does for these actions."""
+    def program(self) -> Program:
+        """What the training thread of a group's ranks does in a step."""
+        yield Compute(self.device.step_seconds, "step", "other")
+        yield Compute(self.muon_seconds, "Newton-Schulz", "update")
         at_once = {verb for verb in QUEUES if self.comm_costs.waits(verb)}
-        for move in moves:
+        for move in self.plan.actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
                 yield Wait((cause, number))
@@ -225,14 +226,3 @@ class StepCosts:
                     verb, 0.0
                 )
         return max(of_buffer.values(), default=0.0)
-
-
-def device_of(machine: Machine) -> Device:
-    """The device of a machine; `UserError` if its file has none."""
-    if machine.device is None:
-        raise UserError(
-            f"machine {machine.name}: device is missing, which planning needs: add an object with "
-            "name, memory_bytes, reserved_bytes, peak_flops, sustained_flops and "
-            "memory_bytes_per_second"
-        )
-    return machine.device

@@ -161,9 +161,8 @@ class Simulation:
         works = actor.queued.get(request.after, ())
         for part in request.parts:
             for phase in part.phases:
-                members = len(self.actors)
-                if members > 1 and not (part.joins or any(job.inter for job in phase)):
-                    members = 1
+                is_joint = part.joins or any(job.inter for job in phase)
+                members = len(self.actors) if is_joint else 1
                 jobs = [_Work(part, request.of, job, members, works) for job in phase]
                 works = tuple(self._submit(actor, work) for work in jobs)
         actor.queued[request.key] = works

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.simulation import Activity, Compute, Program, Simulation
+from paro.planning.step.simulation import Activity, Simulation
 
 _MAX_SIMULATED = 4
 EXPOSED = ("gather", "reduce", "finish", "publish", "context", "agree")
@@ -58,7 +58,7 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
 
 
 def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
-    programs = ((speed, _program(costs)) for speed in _speeds(costs))
+    programs = ((speed, costs.program()) for speed in _speeds(costs))
     in_order = costs.machine.launch_order == "implicit"
     simulation = Simulation(programs, record=record, launches_in_order=in_order)
     total = simulation.run()
@@ -69,13 +69,6 @@ def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
         exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
         activities=tuple(simulation.activities),
     )
-
-
-def _program(costs: StepCosts) -> Program:
-    """What the training thread of a group's ranks does in a step."""
-    yield Compute(costs.device.step_seconds, "step", "other")
-    yield Compute(costs.muon_seconds, "Newton-Schulz", "update")
-    yield from costs.program(costs.plan.actions())
 
 
 def _speeds(costs: StepCosts) -> list[GroupSpeed]:

@@ -13,7 +13,7 @@ from paro.planning.machine.files import find_machine
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.search_space import Workload
 from paro.planning.search.trainable import Trainable
-from paro.planning.step.costs import device_of
+from paro.planning.step.computing import device_of
 from tests.paro.planning.cases import workload
 
 SMALL = LLAMA_PRESETS["7B"]
