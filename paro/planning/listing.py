@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import exchanged, sent_by, unit_collectives
-from paro.planning.memory.tally import StepTally
+from paro.planning.memory.tally import MemorySnapshot, StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import align, count_text, size_text
@@ -106,7 +106,7 @@ def step_lines(
     *_, (forward, backward) = [
         [follower.follow(stretches) for stretches in both] for both in plan.micro_batches
     ]
-    names = (*_COLUMNS, *tally.columns)
+    names = (*_COLUMNS, *tally.alive(MemorySnapshot("")))
     lines: list[Cells] = [("", *names), *follower.lines_of("forward of", forward)]
     lines += follower.lines_of("backward of", backward)
     lines.append(("the end of the step",))
@@ -223,7 +223,7 @@ class _Follower:
             self._in_flight.add((verb, number))
         if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == self.tally.total):
             return
-        *held, total = self.tally.alive(now)
+        *held, total = self.tally.alive(now).values()
         for words, stream, size in sent:
             moved = (_megabytes(part) if part else "" for part in (size.intra, size.inter))
             text = f"  {words.format(name)}"

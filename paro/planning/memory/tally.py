@@ -112,13 +112,6 @@ class StepTally:
         self._unit_of = [index for index, unit in enumerate(self.units) for _ in unit.kind.trains]
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """What `alive` lists."""
-        if isinstance(self.shape, RotationShape):
-            return "slices", "activations", "total"
-        return "params", "grads", "activations", "total"
-
-    @property
     def total(self) -> int:
         """Bytes that are alive now, without model states."""
         return sum(self.now.values())
@@ -134,13 +127,14 @@ class StepTally:
         half = which[0] if which else 0
         return halves[half][0], f"{name} {half + 1}/2" if len(halves) > 1 else name
 
-    def alive(self, now: MemorySnapshot) -> tuple[int, ...]:
+    def alive(self, now: MemorySnapshot) -> dict[str, int]:
         """Bytes at a point, by column; the total with the model states and what computes."""
         states = model_state_bytes(self.run.strategy, self.units, self.run.precision)
-        total = states.total + now.with_copies(self.run, self.units).total
+        held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
         if isinstance(self.shape, RotationShape):
-            return now.slices, now.activations, total
-        return now.whole_params + now.casts, now.whole_grads, now.activations, total
+            held = {"slices": now.slices}
+        total = states.total + now.with_copies(self.run, self.units).total
+        return {**held, "activations": now.activations, "total": total}
 
     def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
