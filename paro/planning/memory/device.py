@@ -32,13 +32,7 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
-from paro.planning.cost_model import (
-    UnitSize,
-    codes_of,
-    muon_rounds,
-    strategy_of,
-    unit_collectives,
-)
+from paro.planning.cost_model import UnitSize, codes_of, muon_rounds, strategy_of, unit_collectives
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan

@@ -27,12 +27,7 @@ from paro.planning.memory.rotating import part_activations
 from paro.planning.memory.tally import MemorySnapshot, StepTally
 from paro.planning.rotation import rotation_shape
 from paro.planning.run_plan import RunPlan
-from paro.planning.units import (
-    activations_of,
-    matmuls_write,
-    shape_of,
-    units_of,
-)
+from paro.planning.units import activations_of, matmuls_write, shape_of, units_of
 from paro.precision import BYTES_OF
 from paro.step.actions import StepShape
 from paro.step.rotating import RingShape
