@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import pairwise
 
 MOST_RANKS = 1 << 20  # the largest world size that can be planned
@@ -109,6 +110,7 @@ def nested_range(span: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, in
     return start, start + size
 
 
+@lru_cache(maxsize=1024)  # plans ask for the same one again and again
 def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:
     """The topology with axis boundaries at 1, every degree, the group size and the world size."""
     cuts = sorted({1, *degrees, group_size, world_size})

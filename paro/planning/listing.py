@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import exchanged, sent_by, unit_collectives
-from paro.planning.memory.tally import MemorySnapshot, StepTally
+from paro.planning.memory.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import align, count_text, size_text
@@ -106,7 +106,7 @@ def step_lines(
     *_, (forward, backward) = [
         [follower.follow(stretches) for stretches in both] for both in plan.micro_batches
     ]
-    names = (*_COLUMNS, *tally.alive(MemorySnapshot("")))
+    names = (*_COLUMNS, *tally.alive(tally.at()))
     lines: list[Cells] = [("", *names), *follower.lines_of("forward of", forward)]
     lines += follower.lines_of("backward of", backward)
     lines.append(("the end of the step",))
@@ -212,7 +212,7 @@ class _Follower:
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
         verb, number = action[0], action[1]
         before = self.tally.total
-        now = self.tally.carry_out(action)
+        now = self.tally.carry_out(action) or self.tally.at()
         unit, name, trains = self._of(action)
         waited = {(cause, number) for cause in WAITED_BY.get(verb, ())} & self._in_flight
         self._in_flight -= waited

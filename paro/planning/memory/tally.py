@@ -85,12 +85,12 @@ class MemorySnapshot(NamedTuple):
         of_updated = 0 if accumulate == "fp32" else 4
         copied = self.converted // strategy.grads * of_converted
         copied += self.updated // strategy.optim * of_updated
-        if self.updated:
+        if self.updated and precision.optimizer == "muon":
             wire_bytes = BYTES_OF[precision.matrix_wire]
             dealt = muon_rounds(units, strategy, precision, run.group_size).items()
             sizes = (most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
             copied += max(sizes, default=0)
-        return self._replace(transient=self.transient + copied)
+        return self._replace(transient=self.transient + copied) if copied else self
 
 
 @dataclass(kw_only=True, eq=False)
@@ -143,13 +143,14 @@ class StepTally:
         actions = self.plan(1 if rotates else num_micro_batches).actions()
         for move in (move for move in actions if move[0] in _COUNTED):
             now = self.carry_out(move)
-            key = now.converted, now.updated
-            if now.name and (key not in found or now.total > found[key].total):
-                found[key] = now
+            if now is not None:
+                key = now.converted, now.updated
+                if key not in found or now.total > found[key].total:
+                    found[key] = now
         return [*found.values()]
 
-    def carry_out(self, move: Move) -> MemorySnapshot:
-        """Follows an action; what is alive, without model states, at a point that has a name."""
+    def carry_out(self, move: Move) -> MemorySnapshot | None:
+        """Follows an action; what is alive, without model states, if it computes or copies."""
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
@@ -164,27 +165,27 @@ class StepTally:
         elif verb in (Verb.STEP_REDUCE, Verb.UPDATE):
             unit = self.units[self._unit_of[number]]
             if verb is Verb.UPDATE:
-                return self._at("the update", updated=unit.trainable_numel)
+                return self.at("the update", updated=unit.trainable_numel)
             converted = unit.trainable_numel * unit.dealt
-            return self._at(f"the reduction of {unit.name}", converted=converted)
-        return self._at()
+            return self.at(f"the reduction of {unit.name}", converted=converted)
+        return None
 
-    def _compute(self, verb: Verb, index: int) -> MemorySnapshot:
+    def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:
         name, own = self.activations[index]
         if verb in (Verb.FORWARD, Verb.RECOMPUTE):
             if any(not self._keeps.isdisjoint(needed) for needed in self.shape.halves(index)):
                 self._cast_weights(index, exist=True)
             if verb is Verb.RECOMPUTE:
                 self._keep(index, own.kept + own.recomputed)
-                return self._at()
+                return None
             self._keep(index, own.kept if index >= self.shape.first_trained else 0)
-            return self._at(f"the forward of {name}", transient=own.in_forward)
+            return self.at(f"the forward of {name}", own.in_forward)
         if verb is Verb.LOSS:
-            return self._at(f"the forward of {name}", transient=own.in_loss)
+            return self.at(f"the forward of {name}", own.in_loss)
         if verb is Verb.BACKWARD:
-            return self._at(f"the backward of {name}", transient=own.before_gradients)
+            return self.at(f"the backward of {name}", own.before_gradients)
         freed = self._end_slice(index)
-        return self._at(f"the backward of {name}", transient=own.in_backward, freed=freed)
+        return self.at(f"the backward of {name}", own.in_backward, freed=freed)
 
     def _end_slice(self, index: int) -> int:
         """Counts a slice whose backward has run; the activations that its part keeps no longer."""
@@ -208,10 +209,12 @@ class StepTally:
             size = self.activations[index][1].casts
             self.now["casts"] += size if exist else -size
 
-    def _at(self, name: str = "", *, freed: int = 0, **only_here: int) -> MemorySnapshot:
+    def at(
+        self, name: str = "", transient: int = 0, *, freed: int = 0, **copied: int
+    ) -> MemorySnapshot:
         """What is alive, with activations that are `freed` right after."""
-        now = self.now | {"activations": self.now["activations"] + freed}
-        return MemorySnapshot(name, **now, **only_here)
+        now = {**self.now, "activations": self.now["activations"] + freed}
+        return MemorySnapshot(name, transient=transient, **now, **copied)
 
     @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:

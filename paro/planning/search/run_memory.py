@@ -118,8 +118,9 @@ class RunMemory:
         key = (plan.step_kind, plan.micro_batch_size)
         if key not in self._points:
             self._points[key] = self.tally(plan).largest(plan.num_micro_batches)
-        states = model_state_bytes(plan.strategy, self._sizes(plan)[1], plan.precision)
-        points = (now.with_copies(plan, self.units(plan)) for now in self._points[key])
+        units, alike = self._sizes(plan)
+        states = model_state_bytes(plan.strategy, alike, plan.precision)
+        points = (now.with_copies(plan, units) for now in self._points[key])
         return max(points, key=lambda now: now.total)._replace(states=states.total)
 
     def tally(self, plan: RunPlan) -> StepTally:

@@ -12,7 +12,7 @@ from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Device
 from paro.planning.run_plan import RunPlan
 from paro.planning.step.computing import coding_seconds, device_of
-from paro.planning.step.passes import StepCounts
+from paro.planning.step.passes import QUEUES, StepCounts
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, Verb
@@ -78,9 +78,12 @@ class CommCosts:
     counts: StepCounts
     times: CollectiveTimes
 
-    def waits(self, verb: Verb) -> bool:
-        """Whether what an action queues is waited for at once, and overlaps with nothing."""
-        return not self.run.overlaps or (self.run.materialize.in_place and verb in PASS_OF)
+    @cached_property
+    def at_once(self) -> frozenset[Verb]:
+        """The actions that are waited for where they queue something: it overlaps with nothing."""
+        if not self.run.overlaps:
+            return QUEUES
+        return frozenset(PASS_OF) if self.run.materialize.in_place else frozenset()
 
     @property
     def device(self) -> Device:
@@ -88,9 +91,11 @@ class CommCosts:
 
     def of_buffer(self, number: int) -> BufferCosts:
         """The costs of a buffer; those of equal kind have equal costs."""
-        number = self.counts.alike[number]
         if number not in self._known:
-            self._known[number] = self._of_kind(*self.counts.buffers[number])
+            first = self.counts.alike[number]
+            if first not in self._known:
+                self._known[first] = self._of_kind(*self.counts.buffers[first])
+            self._known[number] = self._known[first]
         return self._known[number]
 
     @cached_property
@@ -110,7 +115,7 @@ class CommCosts:
         return self._with_copies(unit, own, queued) if trains else self._costs(queued)
 
     def _costs(self, queued: Mapping[Verb, tuple[Queued, ...]], **coding: int) -> BufferCosts:
-        busy = {verb: busy_of(work, waits=self.waits(verb)) for verb, work in queued.items()}
+        busy = {verb: busy_of(work, waits=verb in self.at_once) for verb, work in queued.items()}
         return BufferCosts(queued=queued, busy=busy, **coding)
 
     def _queued(

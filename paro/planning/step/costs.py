@@ -134,7 +134,7 @@ class StepCosts:
         """What the training thread of a group's ranks does in a step."""
         yield Compute(self.device.step_seconds, "step", "other")
         yield Compute(self.muon_seconds, "Newton-Schulz", "update")
-        at_once = {verb for verb in QUEUES if self.comm_costs.waits(verb)}
+        at_once = self.comm_costs.at_once
         for move in self.plan.actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
@@ -221,7 +221,7 @@ class StepCosts:
         """
         of_buffer: defaultdict[int, float] = defaultdict(float)
         for (verb, number, *_), count in counts.items():
-            if not self.comm_costs.waits(verb):
+            if verb not in self.comm_costs.at_once:
                 of_buffer[number] += count * self.comm_costs.of_buffer(number).seconds.get(
                     verb, 0.0
                 )
