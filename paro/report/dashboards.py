@@ -250,12 +250,7 @@ class Dashboards:
 
 
 def open_dashboards(
-    config: ReportConfig,
-    log: Log,
-    arguments: Mapping[str, object],
-    *,
-    start_iteration: int = 0,
-    save: str | None = None,
+    config: ReportConfig, log: Log, arguments: Mapping[str, object], *, start_iteration: int = 0
 ) -> Dashboards:
     """Opens the configured dashboards, on the rank that prints the log line."""
     dashboards = Dashboards(log)
@@ -266,8 +261,9 @@ def open_dashboards(
         board = partial(TensorBoard, folder, queue_size=length, start_iteration=start_iteration)
         dashboards.open("--tensorboard-dir", board)
     if config.wandb_project is not None:
-        beside = save or config.wandb_save_dir  # the checkpoints, else wandb's own files
-        place = None if beside is None else Path(beside) / RUN_ID_FILE
+        # Beside the checkpoints, else wandb's own files.
+        beside = arguments.get("save") or config.wandb_save_dir
+        place = None if beside is None else Path(str(beside)) / RUN_ID_FILE
         run = partial(WeightsAndBiases, config, arguments, place=place)
         dashboards.open("--wandb-project", partial(run, start_iteration=start_iteration))
     return dashboards

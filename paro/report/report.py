@@ -267,13 +267,6 @@ def open_report(
         run_record = RunRecord(place, start_iteration=start_iteration)
         with writing(f"--metrics-file {config.metrics_file}: {place}"):
             run_record.start(arguments, facts, device)
-    save = arguments.get("save")
-    dashboards = open_dashboards(
-        config,
-        log,
-        arguments,
-        start_iteration=start_iteration,
-        save=None if save is None else str(save),
-    )
+    dashboards = open_dashboards(config, log, arguments, start_iteration=start_iteration)
     records = Records(log, metrics_file, run_record, is_ours)
     return Report(config, facts, log, device=device, records=records, dashboards=dashboards)

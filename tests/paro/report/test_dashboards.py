@@ -277,9 +277,8 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(
     config = ReportConfig(wandb_project="p")
 
     def start(iteration: int) -> dict[str, Any]:
-        boards = open_dashboards(
-            config, Log(), {}, start_iteration=iteration, save=str(tmp_path / "ckpt")
-        )
+        arguments = {"save": str(tmp_path / "ckpt")}
+        boards = open_dashboards(config, Log(), arguments, start_iteration=iteration)
         for step in (iteration + 1, iteration + 2):
             boards.write({"lm loss": 2.0}, iteration=step, samples=8)
         boards.close()
@@ -326,6 +325,6 @@ def test_a_damaged_id_of_a_run_is_named(
 ) -> None:
     (tmp_path / RUN_ID_FILE).write_bytes(content)
     config = ReportConfig(wandb_project="p")
-    open_dashboards(config, Log(), {}, start_iteration=5, save=str(tmp_path))
+    open_dashboards(config, Log(), {"save": str(tmp_path)}, start_iteration=5)
     printed = capsys.readouterr().out
     assert printed.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")
