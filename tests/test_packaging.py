@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from setuptools import find_packages
 
 from tests.helpers.house import ROOT
+from tests.helpers.warm_python import run_python
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -23,7 +23,7 @@ def test_the_console_command_is_the_script() -> None:
     program = (
         f"import sys; from {module} import {function} as run; sys.argv[1:] = ['--help']; run()"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr
     assert "--paro-strategy" in done.stdout
 

@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.processes import lives
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.helpers.refusals import refused
+from tests.helpers.warm_python import run_python, warm_python
 from tools.cluster import network, state
 from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run
@@ -25,7 +26,7 @@ from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.emulated_cluster import main, make_parser
 
-TOOL = [sys.executable, str(ROOT / "tools/emulated_cluster.py")]
+SCRIPT = str(ROOT / "tools/emulated_cluster.py")
 UP = ("up", "--nodes", "2", "--ranks-per-node", "2", "--inter", "1mbit")
 NAME = f"test-{os.getpid()}"
 INTER = 100_000_000
@@ -37,8 +38,7 @@ def spec_of(name: str = NAME, **fields: object) -> ClusterSpec:
 
 
 def call(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [*TOOL, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return run_python([SCRIPT, *args])
 
 
 def leftovers(name: str) -> list[str]:
@@ -81,7 +81,7 @@ def test_a_mistake_is_one_line_and_status_2(
 def test_another_system_is_told_so() -> None:
     program = (
         "import runpy, sys; sys.platform = 'darwin'; sys.argv = ['x', 'down']; "
-        f"runpy.run_path({TOOL[1]!r}, run_name='__main__')"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     refused(done, "needs Linux, not darwin")
@@ -277,7 +277,7 @@ def start_sleepers(name: str, folder: Path) -> subprocess.Popen[str]:
     """A `run` whose ranks have reached their sleep."""
     script = folder / "sleep.py"
     script.write_text(SLEEP)
-    command = [*TOOL, "run", "--name", name, str(script)]
+    command = [warm_python() / "python", SCRIPT, "run", "--name", name, str(script)]
     running = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

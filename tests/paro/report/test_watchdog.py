@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -22,8 +20,9 @@ from paro.report.report import Report
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training import loop, saving, setup
 from tests.end_to_end.test_training import RUN, run_main
-from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
+from tests.helpers.warm_python import run_python
 
 ODD_SIZE = 7919  # of a collective that no other test has
 
@@ -186,9 +185,7 @@ dog.close()
 
 @pytest.mark.process
 def test_a_library_that_keeps_the_interpreters_lock_is_shown_and_ended() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HOLDS_THE_LOCK], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python(["-c", HOLDS_THE_LOCK])
     assert done.returncode == 1, done.stderr
     assert "Timeout (" in done.stderr
     assert 'File "<string>", line 7' in done.stderr
