@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -134,15 +135,16 @@ def compile_kernel(module: str, name: str, signature: Signature, capability: int
 
 
 _CALL_EACH = """
-import importlib, sys
-_, function, *modules = sys.argv
+import importlib, json, sys
+_, function, arguments, *modules = sys.argv
 for module in modules:
-    getattr(importlib.import_module(f"tests.{module}"), function)()
+    getattr(importlib.import_module(f"tests.{module}"), function)(*json.loads(arguments))
 print("called")
 """
 
 
-def run_apart(modules: Sequence[str], function: str, folder: Path) -> None:
+def run_apart(modules: Sequence[str], function: str, folder: Path, *arguments: int) -> None:
     """Calls a function of modules of tests in a process whose Triton never interpreted."""
-    out = python_apart(_CALL_EACH, function, *modules, TRITON_CACHE_DIR=str(folder))
+    words = (function, json.dumps(arguments), *modules)
+    out = python_apart(_CALL_EACH, *words, TRITON_CACHE_DIR=str(folder))
     assert out.endswith("called\n")

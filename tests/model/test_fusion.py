@@ -264,10 +264,11 @@ CASTS = {
 }  # fmt: skip
 
 
-def compile_all() -> None:
-    for capability, signatures in ((80, SIGNATURES), (90, SIGNATURES | CASTS)):
-        for name, signature in signatures.items():
+def compile_all(*capabilities: int) -> None:
+    for capability in capabilities:
+        for name, signature in SIGNATURES.items():
             compile_kernel("model.kernels", name, signature, capability)
+    compile_kernel("model.kernels", "_largest", CASTS["_largest"], 90)
     values = CASTS["_cast"]
     gradients = replace(values, constants={**values.constants, "TOP": 57344.0, "MANTISSA": 2})
     for signature, kind in ((values, "e4m3x2"), (gradients, "e5m2x2")):

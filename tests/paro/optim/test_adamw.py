@@ -146,13 +146,13 @@ class TwiceAsFar(TorchAdamW):
         super().step(grad, update._replace(lr=2 * update.lr))
 
 
-def compile_all() -> None:
+def compile_all(*capabilities: int) -> None:
     pointers = dict.fromkeys(("param", "exp_avg", "exp_avg_sq", "grad"), "*fp32")
     numbers = ("factor", "kept", "beta1", "beta2", "eps", "step_size", "correction")
     places = ("key1", "key2", "low", "width", "stride", "start")
     types = {**pointers, "copy": "*bf16", "numel": "i32", **dict.fromkeys(numbers, "fp32")}
     types |= dict.fromkeys(places, "i32")
-    for capability, moments in product((80, 90), ("*fp32", "*bf16")):
+    for capability, moments in product(capabilities, ("*fp32", "*bf16")):
         rounds = dict.fromkeys(("ROUNDS1", "ROUNDS2"), moments == "*bf16")
         signature = Signature(
             types=types | dict.fromkeys(("exp_avg", "exp_avg_sq"), moments),

@@ -93,7 +93,7 @@ def test_what_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "because Triton fails: RuntimeError: results differ" in str(found.line)
 
 
-def compile_all() -> None:
+def compile_all(*capabilities: int) -> None:
     codes = {"codes": "*u8", "scales": "*fp32"}
     errors = {"error_codes": "*u8", "error_scales": "*fp32"}
     sizes = dict.fromkeys(("numel", "num_codes", "num_blocks"), "i32")
@@ -102,7 +102,7 @@ def compile_all() -> None:
     decoding = {**codes, "out": "*bf16", **sizes}
     for bits, block, size in ((4, 128, 1024), (8, 2048, 2048)):
         form = {"BITS": bits, "BLOCK": block, "SIZE": size}
-        for capability in (80, 90):
+        for capability in capabilities:
             flags = {"SUBTRACTS": bits == 8, "TRANSFORMS": bits == 4, "FEEDS_BACK": bits == 4}
             signature = Signature(types=encoding, constants={**flags, **form})
             compile_kernel("paro.quantization.kernels", "_encode", signature, capability)
