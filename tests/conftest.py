@@ -1,10 +1,11 @@
-"""Requirements of marked tests, which skip with a reason if unmet; cheap tests run first."""
+"""Requirements of marked tests, which skip with a reason if unmet, and the order of all tests."""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,9 @@ if not Path("/dev/nvidia0").exists():
 
 # A shell starts background jobs with SIGINT ignored; the processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SLOWEST = Path(__file__).parents[1] / "examples" / "measured" / "slowest-tests.txt"
 
 
 @cache
@@ -102,8 +106,26 @@ def must_run(config: pytest.Config) -> set[str]:
     return set(filter(None, config.getoption("--must-run").split(",")))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()  # there is no garbage among modules and tests
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: any(map(item.get_closest_marker, purity.MAY_START)))
+    """Cheap tests run first, then files with the slowest, so that no worker ends alone with one."""
+    slowest = re.findall(r"^[\d.]+s +(\S+?)::", SLOWEST.read_text(encoding="utf-8"), re.M)
+    turns = {file: turn for turn, file in enumerate(dict.fromkeys(slowest))}
+
+    def turn_of(item: pytest.Item) -> int:
+        if not any(map(item.get_closest_marker, purity.MAY_START)):
+            return -1
+        return turns.get(item.nodeid.partition("::")[0], len(turns))
+
+    items.sort(key=turn_of)
 
 
 def pytest_collection_finish() -> None:
