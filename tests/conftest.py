@@ -116,14 +116,19 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cheap tests run first, then files with the slowest, so that no worker ends alone with one."""
+    """Cheap tests run first, those of files with the slowest before others that start processes.
+
+    So no worker ends alone with one of these. What is slow for one reason runs in a row: a worker
+    that imports a library for the first has it for the others.
+    """
     slowest = re.findall(r"^[\d.]+s +(\S+?)::", SLOWEST.read_text(encoding="utf-8"), re.M)
     turns = {file: turn for turn, file in enumerate(dict.fromkeys(slowest))}
 
-    def turn_of(item: pytest.Item) -> int:
-        if not any(map(item.get_closest_marker, purity.MAY_START)):
-            return -1
-        return turns.get(item.nodeid.partition("::")[0], len(turns))
+    def turn_of(item: pytest.Item) -> tuple[int, str]:
+        if any(map(item.get_closest_marker, purity.MAY_START)):
+            return turns.get(item.nodeid.partition("::")[0], len(turns)), ""
+        slow = item.get_closest_marker("slow")
+        return -1, "" if slow is None else slow.args[0]
 
     items.sort(key=turn_of)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import Mock
 
-import datasets
 import pytest
 
 from data import sources
@@ -57,7 +56,10 @@ def found_texts(pieces: list[sources.Piece]) -> list[str]:
     return [item.by_key[0][0] for batch in batches for item in texts_of(batch, ["text"])]
 
 
+@pytest.mark.slow("imports datasets")
 def test_a_data_set_on_disk(tmp_path: Path) -> None:
+    import datasets
+
     rows = datasets.Dataset.from_dict({"text": [str(i) for i in range(50)], "id": [1] * 50})
     rows.save_to_disk(tmp_path / "alone")
     datasets.DatasetDict({"train": rows, "held": rows.select(range(3))}).save_to_disk(
@@ -74,7 +76,10 @@ def test_a_data_set_on_disk(tmp_path: Path) -> None:
     refused(lambda: list(read_batches([piece], ["body"])), "'body' ... text, id")
 
 
+@pytest.mark.slow("imports datasets")
 def test_a_data_set_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
     def load(name: str, config: str | None, *, split: str) -> datasets.Dataset:
         return datasets.Dataset.from_dict({"text": [f"{name} {config} {split}"]})
 
@@ -83,7 +88,10 @@ def test_a_data_set_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_texts(pieces) == ["some/corpus-1.0 en held"]
 
 
+@pytest.mark.slow("imports datasets")
 def test_a_name_that_nobody_knows_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
     monkeypatch.setattr(
         datasets, "load_dataset", Mock(side_effect=ConnectionError("no way\nto the hub"))
     )
