@@ -5,28 +5,24 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.test_training import (
-    MODEL,
-    SCRIPT,
+    RUN,
     Ended,
     launch,
     on_ranks,
     read_metrics,
     run_main,
 )
-from tests.end_to_end.test_training import RUN as SCRIPT_RUN
-from tests.helpers.ranks import HANGS_AFTER, ROOT, run_ranks
+from tests.helpers.processes import wait_for
+from tests.helpers.ranks import HANGS_AFTER, run_ranks
 from tests.helpers.refusals import refused, says
+from tests.helpers.scripts import Script
 
-RUN = [sys.executable, SCRIPT, *MODEL, "--mock-data"]
-ENVIRONMENT = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
 # Tags of a run with evaluation, --log-params-norm, --log-num-zeros-in-grad and timers.
 MEGATRON = {
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm"),
@@ -95,37 +91,27 @@ def test_killed_and_unwritable_trackers_cost_one_line_each(tmp_path: Path) -> No
     command = [*RUN, "--tensorboard-dir", tmp_path / "board", "--wandb-project", "p"]
     command += ["--wandb-save-dir", tmp_path, "--metrics-file", tmp_path / "metrics.jsonl"]
     command += ["--train-iters", 100000, "--tensorboard-queue-size", 1, "--exit-signal-handler"]
-    with subprocess.Popen(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        lost: list[str] = []
-        last = 0
-        for line in process.stdout:
-            found = re.search(r" iteration +(\d+)/", line)
-            last = int(found[1]) if found else last
-            if found and last == 3:
-                os.kill(service_of(process.pid), signal.SIGKILL)
-                (tmp_path / "board").rename(tmp_path / "gone")
-                (tmp_path / "board").write_text("no folder any more")
-            if "is left out from here on" in line:
-                lost.append(line)
-            if len(lost) == 2 and found:
-                process.send_signal(signal.SIGTERM)
-                break
-        rest = process.stdout.read()
+    script = Script(command, folder=tmp_path, env={"WANDB_MODE": "offline"})
+
+    def printed(pattern: str) -> list[str]:
+        return re.findall(pattern, script.output()[0], re.M)
+
+    try:
+        wait_for(lambda: printed(r" iteration +3/"))
+        os.kill(service_of(script.pid), signal.SIGKILL)
+        (tmp_path / "board").rename(tmp_path / "gone")
+        (tmp_path / "board").write_text("no folder any more")
+        wait_for(lambda: len(printed("is left out from here on")) == 2)
+        last = len(printed(r" iteration +\d+/"))
+        wait_for(lambda: len(printed(r" iteration +\d+/")) > last)
+        os.kill(script.pid, signal.SIGTERM)
         stopped = time.monotonic()
-        assert process.wait(timeout=HANGS_AFTER) == 0, (
-            process.stderr.read() if process.stderr else ""
-        )
+        assert script.wait(HANGS_AFTER) == 0, script.output()[1]
         assert time.monotonic() - stopped < 30
-    assert {line.split(" is left out")[0] for line in lost} == {"Weights & Biases", "TensorBoard"}
-    assert "is left out" not in rest
+    finally:
+        script.end()
+    lost = printed(r"^(.*) is left out from here on")
+    assert sorted(lost) == ["TensorBoard", "Weights & Biases"]
     iterations = [line["iteration"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     assert iterations == list(range(1, len(iterations) + 1))
     assert len(iterations) >= last
@@ -157,7 +143,7 @@ def test_all_ranks_stop_where_the_one_that_writes_has_no_key(
     for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = [*map(str, SCRIPT_RUN), "--train-iters", "3", "--wandb-project", "p"]
+    words = [*map(str, RUN), "--train-iters", "3", "--wandb-project", "p"]
     ended: list[Ended] = run_ranks(run_main, 2, words, init=False)
     for rank in ended:
         told = "--wandb-project p: there is no API key ... rank 1 ... wandb login"
@@ -167,7 +153,7 @@ def test_all_ranks_stop_where_the_one_that_writes_has_no_key(
 
 @pytest.mark.ranks
 def test_ranks_tell_what_communication_cost_and_who_was_slowest(tmp_path: Path) -> None:
-    flags = [*SCRIPT_RUN, "--train-iters", "3", "--paro-strategy", "IIG", "--paro-group-size", "2"]
+    flags = [*RUN, "--train-iters", "3", "--paro-strategy", "IIG", "--paro-group-size", "2"]
     flags += ["--timing-log-level", "1", "--timing-log-option", "all", "--log-straggler"]
     printed = on_ranks([*flags, "--metrics-file", tmp_path / "metrics.jsonl"], 4)
     assert (

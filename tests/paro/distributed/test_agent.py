@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.processes import lives, wait_for
 from tests.helpers.ranks import ROOT
+from tests.helpers.warm_python import warm_python
 
 RANK = """
 import os, pathlib, time
@@ -37,8 +38,8 @@ def pids(folder: Path) -> list[int]:
 
 @pytest.mark.process
 def test_ranks_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", str(script(tmp_path))]
+    torchrun = [warm_python() / "python", "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", script(tmp_path)]
     agent = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     ranks: list[int] = []
     try:
