@@ -21,7 +21,7 @@ ROTATED = "--paro-materialize rotate"
 # By strategy and flags: whether a run on two nodes survives the loss of one.
 PARTIAL = "--trainable last-blocks:0.5"
 MUON = "--optimizer muon --lr 1e-2"  # under IIG a group updates whole blocks
-CASES = {"III": True, f"IIG {MUON}": False, f"III {ROTATED}": True, f"III {PARTIAL}": True}
+CASES = {"III": True, f"IIG {MUON}": False, f"III {ROTATED} {PARTIAL}": True}
 
 
 def run_on_nodes(words: list[str], per_node: int, nodes: tuple[int, ...]) -> Ended:
