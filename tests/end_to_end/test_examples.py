@@ -320,11 +320,11 @@ def test_the_emulated_cluster_trains_and_goes() -> None:
         HOME=os.environ["HOME"],
         NNODES=2,
         RANKS_PER_NODE=2,
-        TRAIN_ITERS=2,
+        TRAIN_ITERS=1,
         CLUSTER="examples",
     )
     assert "> strategy: IIG, 4 ranks in groups of 2, collectives ho-ring\n" in out
-    assert re.findall(r"iteration +(\d)/ +2 \|", out) == ["1", "2"]
+    assert re.findall(r"iteration +(\d)/ +1 \|", out) == ["1"]
     sent = re.search(r"^all NICs +([\d,]+)", out, re.M)
     assert sent is not None, out
     assert int(sent[1].replace(",", "")) > 1_000_000

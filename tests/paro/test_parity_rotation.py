@@ -117,7 +117,6 @@ def check(
 @pytest.mark.ranks
 def test_rings_in_groups_train_as_one_process_does() -> None:
     cases: list[Case] = [
-        ("IIG", "", ()),
         ("III", f"{IN_PLACE} {TIED}", ()),
         ("IIG", f"{MODERN} {FULL}", ()),
         ("IIG", "", FROZEN),
