@@ -26,7 +26,7 @@ from paro.planning.search.planner import (
     rotated_rows,
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.search.search_space import Workload
 from paro.report.log import print_line
 from tools.planning import tables
 from tools.planning.failures import expected, failures_of, failures_table
@@ -121,11 +121,6 @@ def scaling(
     """
     per_rank = workload.global_batch_size // workload.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
-    as_given = SearchSpace(
-        micro_batch_sizes=(workload.micro_batch_size,),
-        collectives=(workload.collective,),
-        recomputes=(workload.model.recompute,),
-    )
     ranks = machine.world_size if machine.measured else machine.group_size
     while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
         own = replace(
@@ -142,7 +137,7 @@ def scaling(
             estimate = estimator.estimate(candidate)
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = best_that_fits(own, as_given)
+        best = best_that_fits(own, workload.as_given())
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
             print_line(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.candidate.describe()}")

@@ -26,7 +26,7 @@ from paro.planning.search.description import bits_text, describe
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import SearchSpace, Workload, legal_strategies
+from paro.planning.search.search_space import Materialize, Workload, legal_strategies
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
@@ -176,14 +176,7 @@ def choose(
         own, other = Estimator(workload).estimate_bits(workload.candidate(strategy))
         lines = () if other is None else (f"planner: {bits_text(own, other)}",)
         return strategy, own.precision, lines
-    found: SearchResult = plan(
-        workload,
-        SearchSpace(
-            micro_batch_sizes=(workload.micro_batch_size,),
-            collectives=(workload.collective,),
-            recomputes=(workload.model.recompute,),
-        ),
-    )
+    found: SearchResult = plan(workload, workload.as_given())
     if found.best is None:
         raise UserError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
     return found.best.candidate.strategy, found.best.precision, describe(found)

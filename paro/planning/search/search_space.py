@@ -116,6 +116,15 @@ class Workload:
             materialize=self.materialize,
         )
 
+    def as_given(self, strategies: tuple[Strategy, ...] | None = None) -> SearchSpace:
+        """A search of these strategies, or of any, with all else as the workload has it."""
+        return SearchSpace(
+            strategies=strategies,
+            micro_batch_sizes=(self.micro_batch_size,),
+            collectives=(self.collective,),
+            recomputes=(self.model.recompute,),
+        )
+
     def survival(self, strategy: Strategy) -> Survival:
         """What may be lost under a strategy."""
         node = self.ranks_per_node or self.machine.group_size

@@ -12,7 +12,7 @@ from typing import Any
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import plan
-from paro.planning.search.search_space import FEWEST_BITS, Candidate, SearchSpace, Workload
+from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step.computing import device_of
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row
@@ -152,12 +152,7 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[float]:
     sizes = sorted({row.predicted_bytes for row in rows})
     count = min(NUM_LIMITS, len(sizes))
     times = {row.strategy: row.seconds for row in rows}
-    search_space = SearchSpace(
-        strategies=tuple(workload.strategy(row.strategy) for row in rows),
-        micro_batch_sizes=(workload.micro_batch_size,),
-        collectives=(workload.collective,),
-        recomputes=(workload.model.recompute,),
-    )
+    search_space = workload.as_given(tuple(workload.strategy(row.strategy) for row in rows))
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
         found = plan(_with_room_for(workload, limit), search_space).best
