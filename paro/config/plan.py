@@ -26,7 +26,7 @@ from paro.planning.search.description import bits_text, describe
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import Materialize, Workload, legal_strategies
+from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig

@@ -8,13 +8,13 @@ from operator import attrgetter
 from typing import Any
 
 from model.units import num_parameters
-from paro.planning.machine.machine import LinkSpeed, Machine
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import MEMORY_TIE, SearchResult, best_first, best_that_fits
 from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import align, count_text, ranks_text
+from paro.topology import Link
 
 HEADS = (
     "strategy", "GB", "states GB", "nodes", "s/step", "tokens/s", "MFU", "intra GB", "inter GB",
@@ -142,21 +142,15 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     search_space = SearchSpace(
         micro_batch_sizes=(candidate.micro_batch_size,), recomputes=(candidate.recompute,)
     )
-    machine = workload.machine
-    faster: dict[str, Machine] = {}
-    if machine.inter is not None:
-        faster["inter"] = replace(machine, inter=_doubled(machine.inter))
-    if machine.intra is not None:
-        faster["intra"] = replace(machine, intra=_doubled(machine.intra))
-    for name, other in faster.items():
-        enough = found.best.seconds / (1 + MEMORY_TIE)
-        better = best_that_fits(replace(workload, machine=other), search_space, enough)
-        bought[f"{name} bandwidth x 2"] = better
+    enough = found.best.seconds / (1 + MEMORY_TIE)
+    for link in (Link.INTER, Link.INTRA):
+        if (speed := workload.machine.link(link)) is None:
+            continue
+        doubled = replace(speed, bits_per_second=2 * speed.bits_per_second)
+        links: dict[str, Any] = {link.value: doubled}
+        other = replace(workload, machine=replace(workload.machine, **links))
+        bought[f"{link.value} bandwidth x 2"] = best_that_fits(other, search_space, enough)
     return [_purchase(what, best, found.best) for what, best in bought.items()]
-
-
-def _doubled(speed: LinkSpeed) -> LinkSpeed:
-    return replace(speed, bits_per_second=2 * speed.bits_per_second)
 
 
 def _purchase(what: str, better: Estimate | None, best: Estimate | None) -> dict[str, Any]:

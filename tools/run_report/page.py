@@ -152,7 +152,6 @@ def _figures(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         ranks = run.facts.get("world_size")
         speed = run.typical("tokens_per_second")
-        mfu, halved = (run.typical(name, scale=100.0) for name in ("mfu", "mfu_causal"))
         cells = [
             f"{_chip(index)}{escape(run.name)}",
             _number(ranks, "d"),
@@ -161,9 +160,9 @@ def _figures(runs: Sequence[Run]) -> str:
             "<br>".join(_held_out(run)) or "-",
             _number(speed, ",.0f"),
             _number(speed / ranks if speed and ranks else None, ",.0f"),
-            _percent(mfu),
-            _percent(halved),
-            _percent(_exposed_percent(run)),
+            _number(run.typical("mfu"), ".2%"),
+            _number(run.typical("mfu_causal"), ".2%"),
+            _number(_exposed(run), ".2%"),
             _number(run.last("model_state_bytes", scale=1e-6), ",.1f"),
             _number(run.last("peak_memory_bytes", scale=1e-6), ",.1f"),
         ]
@@ -208,13 +207,10 @@ def _left_out(run: Run) -> str:
     )
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}%"
-
-
-def _exposed_percent(run: Run) -> float | None:
+def _exposed(run: Run) -> float | None:
+    """The part of an iteration that waits for communication."""
     exposed, whole = run.exposed_ms(), run.typical("iteration_time_ms")
-    return 100.0 * exposed / whole if exposed is not None and whole else None
+    return exposed / whole if exposed is not None and whole else None
 
 
 def _configuration(runs: Sequence[Run]) -> str:

@@ -52,8 +52,7 @@ class Study:
         write_json(self._path, content)
 
     def of(self, case: Case, kind: str | None = None) -> list[Failure]:
-        failures = [failure for failure in self.failures if failure.case == case.name]
-        return [failure for failure in failures if kind is None or failure.kind == kind]
+        return [f for f in self.failures if f.case == case.name and kind in (None, f.kind)]
 
     def wanted(self, case: Case) -> list[str]:
         """The kinds of failures that are missing, those that miss most first."""
