@@ -26,7 +26,6 @@ BASE_BF16 = replace(FP32, lora_base_dtype="bf16")
 BF16 = PrecisionConfig(compute="bf16")
 ALL_BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 RUNS_OF_TWO = RecomputeConfig(granularity="full", num_layers=2)
-RUNS_OF_THREE = RecomputeConfig(granularity="full", num_layers=3)
 EACH = RecomputeConfig(granularity="full")
 KEEPS_CORE = replace(EACH, keeps_core=True)
 ALL = Trainable()
@@ -76,20 +75,12 @@ SHORT = Workload("NNG", batch_size=1, seq_length=8)
 CASES = {
     "logits": Workload("IIG", LOGITS, precision=BF16, batch_size=4, at="forward"),
     "chunks of logits": replace(IN_CHUNKS, precision=BF16),
-    "chunks of logits, gradients in bf16": replace(IN_CHUNKS, strategy="NIG", precision=ALL_BF16),
     "chunks of logits in fp32": IN_CHUNKS,
     "a tied weight, wanted by two units": Workload(
         "IIG",
         replace(LARGE_HEAD, tie_embeddings_and_output_weights=True),
         batch_size=1,
         at="forward",
-    ),
-    "gradient of the output weight": replace(
-        SHORT,
-        strategy="III",
-        config=replace(LARGE_HEAD, num_layers=1),
-        num_micro_batches=1,
-        at="forward of head",
     ),
     "a large embedding": replace(SHORT, config=LARGE_HEAD, at="forward of head"),
     "a large embedding in bf16": replace(
@@ -105,7 +96,6 @@ CASES = {
     "scores that are kept": Workload(
         "NNG", replace(SMALL, attention_backend="unfused", ffn_hidden_size=512)
     ),
-    "activations in bf16": Workload("NIG", replace(SMALL, ffn_hidden_size=512), precision=ALL_BF16),
     "recomputed blocks": Workload("IIG", replace(SMALL, recompute=EACH)),
     "recomputed blocks that keep attention": Workload(
         "IIG", replace(SMALL, recompute=KEEPS_CORE, num_layers=8)
@@ -113,45 +103,18 @@ CASES = {
     "runs of recomputed blocks that keep attention": Workload(
         "GGG", replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2)
     ),
-    "runs of recomputed blocks, whole together": Workload(
-        "GGG",
-        replace(SMALL, recompute=RUNS_OF_TWO, ffn_hidden_size=1024),
-        batch_size=1,
-        prefetch_units=0,
-    ),
-    "a run of recomputed blocks that begins frozen": Workload(
-        "GGG", replace(SMALL, recompute=RUNS_OF_THREE), trainable=LAST_HALF
-    ),
     "recomputed blocks below the first that trains": Workload(
         "GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF
     ),
     "adapters": Workload("ING", adapted(), precision=BF16),
     "adapters of recomputed blocks": Workload("GGG", adapted(replace(SMALL, recompute=EACH))),
-    "adapters of queries and values": Workload("GGG", adapted(targets="q_proj,v_proj")),
     "adapters of the MLP": Workload("GGG", adapted(targets="gate_proj")),
-    "adapters of attention's output beside frozen weights in bf16": Workload(
-        "GGG", adapted(targets="o_proj"), precision=BASE_BF16
-    ),
     "frozen weights in bf16 that outweigh activations": Workload(
         "GGG", adapted(WIDE, "down_proj"), precision=BASE_BF16, batch_size=1
     ),
     "whole units and gradients": Workload("GGG", WIDE, batch_size=1),
     "nothing ahead": Workload("GGG", WIDE, batch_size=1, prefetch_units=0, num_micro_batches=1),
     "three whole units": Workload("GIG", WIDE, batch_size=1, prefetch_units=2),
-    "nothing is gathered ahead in the last micro-batch": replace(
-        SHORT,
-        strategy="GGG",
-        config=replace(LARGE_HEAD, num_layers=1),
-        at="forward of head",
-        prefetch_units=3,
-    ),
-    "blocks recomputed together stay until their own backward": replace(
-        SHORT,
-        strategy="INI",
-        config=replace(SMALL, recompute=RUNS_OF_THREE, num_layers=3, hidden_size=256),
-        precision=BF16,
-        at="reduction",
-    ),
     "gradients converted for their reduction": replace(
         SHORT, strategy="ING", config=WIDE, precision=BF16, num_micro_batches=1, at="reduction"
     ),
