@@ -16,8 +16,9 @@ _MOST_FAILURES = 10  # on the page; the log has all
 
 
 def gpu_tests(runner: Runner) -> Outcome:
-    """Every test that needs a GPU, but those of the other parts."""
-    return _pytest(runner, "gpu-tests", gpu_test_files(), rehearsed="gpu")
+    """Every test that needs a GPU, but those of the other parts; in a rehearsal, of one file."""
+    files = gpu_test_files()[: 1 if runner.rehearse else None]
+    return _pytest(runner, "gpu-tests", files, rehearsed="gpu")
 
 
 def gpu_test_files() -> list[str]:
