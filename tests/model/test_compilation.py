@@ -51,8 +51,12 @@ def fresh_counters() -> dict[str, Any]:
     return counters
 
 
+# What a block's graph does not depend on is left to inductor, which compiles every kind.
+TRACED = [kind for kind in KINDS if kind not in ("odd ffn, wide heads", "tied")]
+
+
 @pytest.mark.slow("traces a model")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRACED)
 def test_a_block_is_one_graph_unless_its_core_differs_and_equals_the_plain_one(kind: str) -> None:
     counters = fresh_counters()
     assert_trains_alike(build(compiling(KINDS[kind])), build(KINDS[kind]))

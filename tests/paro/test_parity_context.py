@@ -70,7 +70,6 @@ DRAWN = iter(Random(0).sample(legal_letters(), k=14))
 CASES = {
     (2, 2): (
         Case(2, "GGG", f"{LORA} --num-workers 1"),
-        Case(2, "NIG", f"{COMPILED} {GROUPED} 1 {FULL} --recompute-num-layers 2"),
         Case(2, next(DRAWN), f"{APART} {PER_TOKEN} {COMPILED} {KEPT}", kind="p2p"),
     ),
     (4, 2): (

@@ -142,7 +142,7 @@ def trained(more: str) -> list[Tensor]:
         "",
         f"--bf16 {FULL}",
         "--lora-rank 2 --lora-target-modules all-linear --lora-base-dtype bf16",
-        f"--bf16 --torch-compile aot_eager {FULL}",
+        pytest.param(f"--bf16 --torch-compile aot_eager {FULL}", marks=pytest.mark.verify),
     ],
 )
 def test_results_are_those_of_casts_at_every_use(
