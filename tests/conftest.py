@@ -28,6 +28,8 @@ if not Path("/dev/nvidia0").exists():
 # A shell starts background jobs with SIGINT ignored; the processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
 
 SLOWEST = Path(__file__).parents[1] / "examples" / "measured" / "slowest-tests.txt"
 
@@ -56,8 +58,7 @@ def lacks_root() -> str | None:
 @cache
 def lacks_browser() -> str | None:
     """The reason why tests marked `browser` cannot run here, if any."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return None if any(map(shutil.which, names)) else f"needs one of {', '.join(names)}"
+    return None if any(map(shutil.which, BROWSERS)) else f"needs one of {', '.join(BROWSERS)}"
 
 
 @cache

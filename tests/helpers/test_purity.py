@@ -65,10 +65,7 @@ def test_a_long_test_fails_and_gives_its_reason_or_not(monkeypatch: pytest.Monke
     told = r"of processor time, more than 0\.01 s"
     with pytest.raises(pytest.fail.Exception, match=told), timed(item(), 0.01):
         busy()
-
-
-def test_a_slow_machine_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purity, "slowness", lambda: 100.0)
+    monkeypatch.setattr(purity, "slowness", lambda: 100.0)  # of a machine that has more time
     with timed(item(), 0.01):
         busy()
 
@@ -77,11 +74,6 @@ def test_a_machine_is_as_slow_as_its_matmuls(monkeypatch: pytest.MonkeyPatch) ->
     assert purity.slowness() >= 1.0
     monkeypatch.setattr(purity, "_FLOPS", 1e20)
     assert purity.slowness() > 1e4
-
-
-def test_sleep_is_not_processor_time() -> None:
-    with timed(item(), 0.01):
-        time.sleep(0.05)
 
 
 def test_torch_computes_with_one_thread_in_the_tests_themselves() -> None:

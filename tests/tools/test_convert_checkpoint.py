@@ -29,11 +29,8 @@ from paro.training.resume import load_run
 from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
-from tests.paro.checkpoint.convert.folders import (
-    logits_of,
-    random_fields,
-    save_folder,
-)
+from tests.model.values import assert_near
+from tests.paro.checkpoint.convert.folders import logits_of, random_fields, save_folder
 from tests.tools import untrained
 from tests.tools.untrained import convert
 from tools.generate import Sampling, continuations
@@ -50,16 +47,11 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype, name
-        assert torch.equal(tensor, other[name]), name
-
-
-def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal to 1e-5 of the largest logit."""
-    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+def resumed_and_saved(folder: Path, *flags: str) -> RunConfig:
+    """A run that continues what its flags load, and is saved in the folder."""
+    config, training = trained(folder, *flags)
+    save_run(config, training, load_run(config, training, Log(rank=0, world_size=1)))
+    return config
 
 
 @pytest.mark.slow("imports transformers")
@@ -74,12 +66,13 @@ def test_sharded_files_of_halves_keep_every_bit(
     monkeypatch.setattr(hugging_face, "MAX_FILE_BYTES", 20_000)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
-    assert_same_bits(tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back"))
+    kept, back = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "back")
+    torch.testing.assert_close(back, kept, rtol=0.0, atol=0.0)
     files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
     assert len(files) > 2
     index = json.loads((tmp_path / "back" / hugging_face.INDEX).read_text())
     assert sorted(set(index["weight_map"].values())) == files
-    size = sum(tensor.nbytes for tensor in tensors_in(tmp_path / "hf").values())
+    size = sum(tensor.nbytes for tensor in kept.values())
     assert index["metadata"]["total_size"] == size
 
 
@@ -188,9 +181,7 @@ def test_what_a_configuration_says_is_still_said_after_training(tmp_path: Path) 
     convert("hf", "paro", tmp_path / "hf", tmp_path / "0")
     for load, save, more in (("0", "1", ()), ("1", "2", ("--lora-rank", "2"))):
         flags = ("--load", str(tmp_path / load), "--use-checkpoint-args", *more)
-        config, training = trained(tmp_path / save, *flags)
-        resumed = load_run(config, training, Log(rank=0, world_size=1))
-        save_run(config, training, resumed)
+        resumed_and_saved(tmp_path / save, *flags)
     out = convert("paro", "hf", tmp_path / "2", tmp_path / "out", "--merge")
     written = json.loads((out / "config.json").read_text())
     assert {name: written[name] for name in ids} == ids
@@ -203,10 +194,8 @@ def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     flags = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "99")
     run = trained(tmp_path / "new", *flags, "--load", str(tmp_path / "paro"))
-    refused(
-        lambda: load_run(*run, Log(rank=0, world_size=1)),
-        f"{tmp_path / 'paro'} ... match the model",
-    )
+    told = f"{tmp_path / 'paro'} ... match the model"
+    refused(lambda: load_run(*run, Log(rank=0, world_size=1)), told)
 
 
 # Messages

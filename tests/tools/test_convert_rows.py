@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from paro.checkpoint.convert.native import open_native
 from paro.report.log import Log
 from paro.training.resume import load_run
@@ -14,7 +12,7 @@ from tests.data.test_hugging_face_tokenizer import byte_level
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
 from tests.paro.checkpoint.convert.folders import save_folder
-from tests.tools.test_convert_checkpoint import tensors_in, trained
+from tests.tools.test_convert_checkpoint import resumed_and_saved, tensors_in, trained
 from tests.tools.untrained import convert
 from tools.generate import main as generate
 
@@ -34,19 +32,15 @@ def test_rows_that_no_token_has_stay(tmp_path: Path) -> None:
     there = convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     for name in ("new", "newer"):  # the second one continues the first
         flags = ("--use-checkpoint-args", "--load", str(there))
-        config, training = trained(tmp_path / name, *flags)
+        config = resumed_and_saved(tmp_path / name, *flags)
         assert (config.vocab_size, config.model.vocab_size) == (280, 384)
-        resumed = load_run(config, training, Log(rank=0, world_size=1))
-        save_run(config, training, resumed)
         there = tmp_path / name
         assert rows_in(convert("paro", "hf", there, tmp_path / f"{name}-hf")) == 320
     back = (tmp_path / "newer-hf" / "tokenizer_config.json").read_text()
     assert json.loads(back) == fields
 
 
-def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0, vocab_size=279)
     byte_level(["<s>"]).save(str(tmp_path / "hf" / "tokenizer.json"))
     fields = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}  # 278 and 279
@@ -54,9 +48,8 @@ def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(
     flags = ("--make-vocab-size-divisible-by", "1")
     there = convert("hf", "paro", tmp_path / "hf", tmp_path / "paro", *flags)
     assert rows_in(convert("paro", "hf", there, tmp_path / "back")) == 279
-    config, training = trained(tmp_path / "run", "--use-checkpoint-args", "--load", str(there))
+    config = resumed_and_saved(tmp_path / "run", "--use-checkpoint-args", "--load", str(there))
     assert (config.vocab_size, config.model.vocab_size) == (280, 280)
-    save_run(config, training, load_run(config, training, Log(rank=0, world_size=1)))
     assert rows_in(convert("paro", "hf", tmp_path / "run", tmp_path / "trained")) == 280
     words = ["--load", str(tmp_path / "hf"), "--max-new-tokens", "2", "--prompt"]
     generate([*words, "def"])
@@ -65,15 +58,13 @@ def test_a_tokenizer_may_have_more_ids_than_its_model_has_rows(
 
 def test_rows_by_a_flag_are_named_and_stay(tmp_path: Path) -> None:
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
-    config, training = trained(tmp_path / "run", *flags, "--padded-vocab-size", "200")
-    save_run(config, training)
+    save_run(*trained(tmp_path / "run", *flags, "--padded-vocab-size", "200"))
     assert rows_in(convert("paro", "hf", tmp_path / "run", tmp_path / "hf")) == 200
     source = open_native(convert("paro", "paro", tmp_path / "run", tmp_path / "paro"))
     assert (source.config.vocab_size, source.tokenizer["vocab_size"]) == (200, 99)
     flags += ["--load", str(tmp_path / "paro")]
-    log = Log(rank=0, world_size=1)
     other = trained(tmp_path / "new", *flags)
-    refused(lambda: load_run(*other, log), "256 ... 128 ... give --padded-vocab-size 256")
-    config, training = trained(tmp_path / "new", *flags, "--padded-vocab-size", "256")
-    save_run(config, training, load_run(config, training, log))
+    told = "256 ... 128 ... give --padded-vocab-size 256"
+    refused(lambda: load_run(*other, Log(rank=0, world_size=1)), told)
+    resumed_and_saved(tmp_path / "new", *flags, "--padded-vocab-size", "256")
     assert rows_in(convert("paro", "hf", tmp_path / "new", tmp_path / "new-hf")) == 200

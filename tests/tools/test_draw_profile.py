@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
@@ -43,27 +44,17 @@ def write_trace(path: Path, *more: dict[str, Any], rank: int = 2) -> Path:
     return path
 
 
-def test_a_step_is_computing_waits_and_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "rank2.json")
-    profile = read_profile(path)
-    assert (profile.rank, profile.num_steps) == (2, 2)
-    assert profile.seconds == pytest.approx(0.2)
-    assert profile.computing() == pytest.approx(0.05)
-    waits = [profile.waited(kind) for kind in ("gather", "reduce", "publish")]
-    assert waits == [pytest.approx(0.01)] * 3
-    assert profile.lanes() == pytest.approx({"gather 0 intra": 0.028, "reduce 1 inter": 0.04})
-
-    file = tmp_path / "figures.json"
-    main([str(path), "--json", str(file)])
-    written = json.loads(file.read_text())
-    assert written["device"] == "cpu"
-    assert written["ranks"][0]["computing_seconds"] == pytest.approx(0.05)
-    assert written["ranks"][0]["lane_seconds"]["reduce 1 inter"] == pytest.approx(0.04)
-    header, row = capsys.readouterr().out.splitlines()[-2:]
+def test_a_step_is_computing_waits_and_the_rest(tmp_path: Path) -> None:
+    path, file = write_trace(tmp_path / "rank2.json"), tmp_path / "figures.json"
+    header, row = printed(main, path, "--json", file).splitlines()[-2:]
     assert header.endswith("gather 0 intra  reduce 1 inter")
     assert row.split() == ["2", "100.0", "25.0", "5.0", "5.0", "5.0", "0.0", "60.0", "14.0", "20.0"]
+    written = json.loads(file.read_text())
+    assert written["device"] == "cpu"
+    (rank,) = written["ranks"]
+    assert (rank["rank"], rank["num_steps"]) == (2, 2)
+    assert rank["computing_seconds"] == pytest.approx(0.05)
+    assert rank["lane_seconds"] == pytest.approx({"gather 0 intra": 0.028, "reduce 1 inter": 0.04})
 
 
 def test_ranks_are_drawn_below_each_other(tmp_path: Path) -> None:

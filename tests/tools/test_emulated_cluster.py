@@ -17,7 +17,7 @@ from tests.helpers.processes import lives
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.warm_python import run_python, warm_python
-from tools.cluster import network, state
+from tools.cluster import launch, network, state
 from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster, down, up
@@ -208,26 +208,32 @@ def test_every_rank_uses_its_own_nic_and_the_loopback_inside_its_node(
     assert all(size > 6_000_000 for size in measured.inside)
 
 
-GATHER = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-shards = [torch.empty(250_000) for _ in range(4)]
-dist.all_gather(shards, torch.full((250_000,), float(dist.get_rank())))
-assert [shard.unique().tolist() for shard in shards] == [[0.0], [1.0], [2.0], [3.0]]
+MEET = """
+import os
+del os.environ["GLOO_SOCKET_IFNAME"]
+from paro.distributed.process_group import RuntimeConfig, distributed
+from paro.distributed.world import read_world
+world = read_world()
+with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
+    assert control.gather(world.rank) == [0, 1]
+os.write(1, f"{os.environ['GLOO_SOCKET_IFNAME']}\\n".encode())
+os._exit(0)  # as entry scripts do: gloo's threads may abort an interpreter that shuts down
 """
 
 
-@pytest.mark.verify  # tests/tools/test_nic_bytes.py compares a training's bytes in the default run
 @pytest.mark.root
-def test_gloo_gathers_over_the_nics(two_nodes: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "gather.py"
-    script.write_text(GATHER)
-    reset_traffic(two_nodes)
-    assert run(two_nodes, [str(script)]) == 0
-    # A ring: three shards of 1 MB leave each node.
-    for node in (0, 1):
-        sent = sum(nic.sent for nic in traffic(two_nodes).nics if nic.node == node)
-        assert 3_000_000 * 1.03 < sent < 3_000_000 * 1.15
+@pytest.mark.usefixtures("warm_nodes")
+def test_ranks_of_two_nodes_meet_where_names_of_hosts_are_loopback_addresses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(f"{NAME}-names", ranks_per_node=1)
+    hosts = "".join(f"127.0.1.1 {spec.node(node)}\n" for node in range(2))
+    monkeypatch.setattr(launch, "hosts_file", lambda _spec: hosts)
+    script = tmp_path / "meet.py"
+    script.write_text(MEET)
+    with cluster(spec) as made:
+        assert run(made, [str(script)], env={"PYTHONPATH": str(ROOT)}) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["nic0", "node 1: nic0"]
 
 
 @pytest.mark.root
@@ -329,9 +335,8 @@ def test_what_was_made_is_removed_when_up_is_interrupted(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit) as ended:
         up(spec_of(name))
     assert ended.value.code == 128 + signal.SIGTERM
-    assert [len(found) for found in seen] == [
-        4
-    ]  # three namespaces and the folder: creation stopped there
+    # Three namespaces and the folder: creation stopped there.
+    assert [len(found) for found in seen] == [4]
     assert not leftovers(name)
 
 

@@ -1,8 +1,7 @@
 """Log-likelihoods equal the model's logits, and the harness's own of the exported model."""
 
-from __future__ import annotations
-
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import LlamaConfig
 from model.llama import Llama
 from tests.data.test_tokenizer import train_sentencepiece
+from tests.helpers.commands import write_lines
 from tests.helpers.refusals import refused
+from tests.model.values import SMALL
 from tests.tools.untrained import convert, save_untrained
 from tools.evaluate import INSTALL, main, table_of
 from tools.evaluation.scoring import scores_of
@@ -24,19 +24,9 @@ LENGTH = 6
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_scores_are_of_the_logits_whatever_is_in_the_batch(tied: bool) -> None:
-    config = LlamaConfig(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=40,
-        num_attention_heads=2,
-        num_query_groups=2,
-        kv_channels=16,
-        vocab_size=11,
-        max_position_embeddings=LENGTH,
-        tie_embeddings_and_output_weights=tied,
-    )
+    sizes = {"vocab_size": 11, "max_position_embeddings": LENGTH}
+    model = Llama(replace(SMALL, **sizes, tie_embeddings_and_output_weights=tied))
     torch.manual_seed(3)
-    model = Llama(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.4)
@@ -77,26 +67,24 @@ def test_the_table_has_every_figure_with_its_error() -> None:
     ]
 
 
-CHOICE = """
-task: own_choice
+HEAD = """
+task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
+"""
+CHOICE = """
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{question}}"
 doc_to_target: label
-doc_to_choice: "{{{{choices}}}}"
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+doc_to_choice: "{{choices}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 ROLLING = """
-task: own_text
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: bits_per_byte}}]
+doc_to_target: "{{question}}"
+metric_list: [{metric: bits_per_byte}]
 """
 QUESTIONS = [
     {"question": "def f(x):\n    return", "choices": [" x", " x # é", " def"], "label": 0},
@@ -119,11 +107,10 @@ def test_it_is_what_the_harness_finds_of_the_exported_model(
     flags = f"--tokenizer-type {tokenizer_type} --tokenizer-model {pieces}"
     save_untrained(tmp_path / "own", flags)
     convert("paro", "hf", tmp_path / "own", tmp_path / "hf")
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    file = write_lines(tmp_path / "questions.jsonl", *QUESTIONS)
     tasks = {"own_choice": CHOICE, "own_text": ROLLING}
     for name, text in tasks.items():
-        (tmp_path / f"{name}.yaml").write_text(text.format(file=file))
+        (tmp_path / f"{name}.yaml").write_text(HEAD.format(name=name, file=file) + text)
     # Without lm-eval's own tasks, thousands of files.
     manager = tasks_of.TaskManager(include_path=str(tmp_path), include_defaults=False)
     theirs = harness.simple_evaluate(

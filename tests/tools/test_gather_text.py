@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import printed, read_lines
 from tests.helpers.refusals import refused
 from tools.gather_text import main, python_sources
 
 
 def gather(path: Path, *flags: str) -> list[str]:
-    main(["--output", str(path), *flags])
-    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    printed(main, "--output", path, *flags)
+    return [entry["text"] for entry in read_lines(path)]
 
 
-def test_this_python_has_eight_megabytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = gather(tmp_path / "a.jsonl")
+def test_this_python_has_eight_megabytes(tmp_path: Path) -> None:
+    out = printed(main, "--output", tmp_path / "a.jsonl")
+    texts = [entry["text"] for entry in read_lines(tmp_path / "a.jsonl")]
     assert sum(len(text.encode()) for text in texts) >= 8_000_000
     assert Path(json.__file__).read_text(encoding="utf-8") in texts
-    assert f"{len(texts):,} files" in capsys.readouterr().out
+    assert f"{len(texts):,} files" in out
 
 
 def test_the_order_is_shuffled_and_reproducible(

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.tokenizer_json import write_tokenizer_json
 from model.llama import Llama
-from tests.helpers.refusals import refused
+from tests.helpers.commands import printed
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
 from tests.tools.untrained import convert, save_untrained
 from tools.generate import (
@@ -37,29 +36,20 @@ def grown(
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_greedy_tokens_are_transformers(
-    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_greedy_tokens_are_transformers(seed: int, tmp_path: Path) -> None:
     theirs = save_folder(tmp_path / "hf", seed)
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
-    capsys.readouterr()
-    expected = []
-    for prompt in PROMPTS:
-        out = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False
-        )
-        expected.append(out[0, len(prompt) :].tolist())
-    for folder in ("hf", "paro"):
-        source = open_model(tmp_path / folder)
-        assert grown(own_model(source), PROMPTS, GREEDY, 16) == expected, folder
+    given = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+    found = [theirs.generate(torch.tensor([prompt]), **given)[0].tolist() for prompt in PROMPTS]
+    expected = [ids[len(prompt) :] for prompt, ids in zip(PROMPTS, found, strict=True)]
     end = theirs.config.vocab_size - 1  # NullTokenizer's
     shown = [ids[: ids.index(end)] if end in ids else ids for ids in expected]
+    lines = [" ".join(map(str, p + s)) for p, s in zip(PROMPTS, shown, strict=True)]
     flags = [word for prompt in PROMPTS for word in ("--prompt", " ".join(map(str, prompt)))]
-    for folder in ("hf", "paro"):
-        load = ["--load", str(tmp_path / folder), "--temperature", "0", "--max-new-tokens", "16"]
-        main([*load, *flags])
-        lines = [" ".join(map(str, p + s)) for p, s in zip(PROMPTS, shown, strict=True)]
-        assert capsys.readouterr().out.splitlines() == lines
+    flags += ["--temperature", "0", "--max-new-tokens", "16"]
+    for folder in (tmp_path / "hf", tmp_path / "paro"):
+        assert grown(own_model(open_model(folder)), PROMPTS, GREEDY, 16) == expected, folder
+        assert printed(main, "--load", folder, *flags).splitlines() == lines
 
 
 @pytest.mark.parametrize(
@@ -100,24 +90,12 @@ def test_only_the_probable_are_drawn() -> None:
         assert [share > 0 for share in found] == [share > 0 for share in expected]
 
 
-@pytest.mark.parametrize("with_bos", [False, True])
-def test_prompts_become_the_ids_of_transformers(
-    with_bos: bool, pieces: Path, tmp_path: Path
-) -> None:
-    from transformers import AutoTokenizer
-
-    save_folder(tmp_path / "hf", 4, vocab_size=300)
-    assert write_tokenizer_json(pieces, tmp_path / "hf", begins_texts=with_bos)
-    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    prompt = "  def naïve(雪):"
-    ids = theirs(prompt).input_ids
-    assert (ids[0] == 1) == with_bos
-    for folder in ("hf", "paro"):
-        source = open_model(tmp_path / folder)
-        tokenizer = load_tokenizer(source, None)
-        assert beginnings(source, tokenizer, encode(tokenizer, [prompt])) == [ids], folder
-        assert tokenizer.decode(ids) == prompt
+def beginning(folder: Path, prompt: str) -> list[int]:
+    """The ids with which the model of a folder is prompted."""
+    source = open_model(folder)
+    tokenizer = load_tokenizer(source, None)
+    (ids,) = beginnings(source, tokenizer, encode(tokenizer, [prompt]))
+    return ids
 
 
 NEW = {"content": "<|im_end|>", "special": True, "normalized": False}
@@ -150,11 +128,11 @@ def test_a_folder_of_pieces_is_read_as_transformers_reads_it(
     ids = ids[: len(ids) - bool(fields.get("add_eos_token"))]
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
-    for folder in ("hf", "paro", "back"):
-        source = open_model(tmp_path / folder)
+    for folder in (tmp_path / name for name in ("hf", "paro", "back")):
+        source = open_model(folder)
         assert source.tokenizer["tokenizer_type"] == kind, folder
+        assert beginning(folder, prompt) == ids, folder
         tokenizer = load_tokenizer(source, None)
-        assert beginnings(source, tokenizer, encode(tokenizer, [prompt])) == [ids], folder
         assert tokenizer.vocabulary == theirs.get_vocab()
         assert tokenizer.eod == theirs.eos_token_id
     assert AutoTokenizer.from_pretrained(tmp_path / "back").get_vocab() == theirs.get_vocab()
@@ -170,18 +148,15 @@ def test_an_export_prompts_as_the_model_was_trained(
     convert("paro", "hf", tmp_path / "saved", tmp_path / "hf")
     convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
     convert("paro", "hf", tmp_path / "paro", tmp_path / "back")
-    prompt = "def main("
-    begun = []
-    for folder in ("saved", "hf", "paro", "back"):
-        source = open_model(tmp_path / folder)
-        tokenizer = load_tokenizer(source, None)
-        begun.append(beginnings(source, tokenizer, encode(tokenizer, [prompt])))
-    ids = [
+    prompt = "  def naïve(雪):"
+    ids, again = (
         AutoTokenizer.from_pretrained(tmp_path / name)(prompt).input_ids for name in ("hf", "back")
-    ]
-    assert (ids[0][0] == 1) == (kind == "Llama2Tokenizer")
-    assert begun == [[ids[0]]] * 4
-    assert ids[0] == ids[1]
+    )
+    assert (ids[0] == 1) == (kind == "Llama2Tokenizer")
+    assert again == ids
+    for folder in (tmp_path / name for name in ("saved", "hf", "paro", "back")):
+        assert beginning(folder, prompt) == ids, folder
+        assert load_tokenizer(open_model(folder), None).decode(ids) == prompt
 
 
 @pytest.mark.parametrize(("said", "ends"), [(None, set()), (2, {2}), ([7, 9], {7, 9})])
@@ -198,28 +173,10 @@ def test_the_generation_config_says_what_ends_a_text(
     assert open_model(tmp_path / "hf").ends == frozenset()
 
 
-def test_prompts_come_from_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_come_from_a_file_too(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
     file = tmp_path / "prompts.txt"
     file.write_text("1 2\n3 4 5\n")
-    words = ["--load", str(tmp_path / "hf"), "--prompt", "6", "--max-new-tokens", "2"]
-    main([*words, "--prompt-file", str(file)])
-    lines = capsys.readouterr().out.splitlines()
+    words = ["--load", tmp_path / "hf", "--prompt", "6", "--max-new-tokens", 2]
+    lines = printed(main, *words, "--prompt-file", file).splitlines()
     assert [line.split()[0] for line in lines] == ["6", "1", "3"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--top-k", "-1"), "--top-k -1"),
-        (("--top-p", "0"), "--top-p 0.0"),
-        (("--top-p", "1.5"), "--top-p 1.5"),
-        (("--prompt-file", "nowhere.txt"), "--prompt-file nowhere.txt cannot be read"),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
-    refused(lambda: main(["--load", str(tmp_path), "--prompt", "1", *words]), told)
-
-
-def test_a_prompt_is_asked_for(tmp_path: Path) -> None:
-    refused(lambda: main(["--load", str(tmp_path)]), "nothing to continue")

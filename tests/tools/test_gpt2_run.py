@@ -14,6 +14,7 @@ from data.indexed_dataset import IndexedDataset
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import tokenizer_config
 from paro.checkpoint.convert.hugging_face import open_hugging_face
+from tests.helpers.commands import printed, write_lines
 from tests.helpers.gpt2 import TEXT, write_gpt2
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
@@ -38,28 +39,24 @@ def saved(tmp_path: Path, flags: list[str]) -> Path:
     return tmp_path / "saved"
 
 
-def test_a_corpus_is_made_and_looked_at(
-    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "a.jsonl"
-    text.write_text(json.dumps({"text": TEXT}) + "\n")
+def test_a_corpus_is_made_and_looked_at(tmp_path: Path, flags: list[str]) -> None:
+    text = write_lines(tmp_path / "a.jsonl", {"text": TEXT})
     command = ["--input", str(text), "--output-prefix", str(tmp_path / "c"), "--workers", "1"]
     preprocess_data.main([*command, *flags, "--append-eod", "--partitions", "2"])
     config = tokenizer_config({"vocab_file": flags[1], "merge_file": flags[3]})
     assert config is not None, "the files name the type"
     expected = [*build_tokenizer(config).encode(TEXT), 300]
     assert IndexedDataset(tmp_path / "c_text_document")[0].tolist() == expected
-    inspect_dataset.main(["--data-path", str(tmp_path / "c_text_document"), *flags])
-    printed = capsys.readouterr().out
-    assert "end with the end-of-document token: 1 of 1" in printed
-    assert repr(TEXT) in printed
+    told = printed(inspect_dataset.main, "--data-path", tmp_path / "c_text_document", *flags)
+    assert "end with the end-of-document token: 1 of 1" in told
+    assert repr(TEXT) in told
 
 
 def test_partitions_of_other_files_are_no_partitions_of_these(
     tmp_path: Path, flags: list[str]
 ) -> None:
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "a.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    write_lines(tmp_path / "bad" / "a.jsonl", {"text": TEXT})
     (tmp_path / "bad" / "b.jsonl").write_text("broken\n")
     command = ["--input", str(tmp_path / "bad"), "--output-prefix", str(tmp_path / "c")]
     command += [*flags, "--workers", "1", "--partitions", "2"]
@@ -69,16 +66,13 @@ def test_partitions_of_other_files_are_no_partitions_of_these(
     refused(lambda: preprocess_data.main(command), "c_partitions")
 
 
-def continued(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
-    flags = ["--load", str(folder), "--prompt", "The fox", "--temperature", "0"]
-    generate.main([*flags, "--max-new-tokens", "6", *words])
-    return capsys.readouterr().out
+def continued(folder: Path, *words: object) -> str:
+    flags = ["--load", folder, "--prompt", "The fox", "--temperature", 0, "--max-new-tokens", 6]
+    return printed(generate.main, *flags, *words)
 
 
-def test_every_format_brings_the_tokenizer_along(
-    tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = continued(capsys, saved)
+def test_every_format_brings_the_tokenizer_along(tmp_path: Path, saved: Path) -> None:
+    text = continued(saved)
     hf = convert("paro", "hf", saved, tmp_path / "hf")
     files = {path.name for path in hf.iterdir()}
     assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= files
@@ -89,10 +83,9 @@ def test_every_format_brings_the_tokenizer_along(
     again = convert("paro", "paro", saved, tmp_path / "again", "--padded-vocab-size", "400")
     megatron = convert("paro", "megatron", saved, tmp_path / "megatron")
     back = convert("megatron", "paro", megatron, tmp_path / "back")
-    capsys.readouterr()
     shutil.rmtree(tmp_path / "gpt2")  # each folder has its own copy
     for folder in (hf, again, back):
-        assert continued(capsys, folder) == text, folder
+        assert continued(folder) == text, folder
     common = json.loads((again / "iter_0000000" / "common.json").read_text())
     assert (common["model"]["vocab_size"], common["vocab_size"]) == (400, 310)
 
@@ -100,10 +93,10 @@ def test_every_format_brings_the_tokenizer_along(
 def test_files_that_moved_are_found_by_their_folder(
     tmp_path: Path, saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = continued(capsys, saved)
+    text = continued(saved)
     (tmp_path / "gpt2").rename(tmp_path / "elsewhere")
-    refused(lambda: continued(capsys, saved), "--tokenizer-model")
-    assert continued(capsys, saved, "--tokenizer-model", str(tmp_path / "elsewhere")) == text
+    refused(lambda: continued(saved), "--tokenizer-model")
+    assert continued(saved, "--tokenizer-model", tmp_path / "elsewhere") == text
     out = convert("paro", "hf", saved, tmp_path / "hf")
     assert not (out / "tokenizer.json").exists()
     assert "converted without it" in capsys.readouterr().out

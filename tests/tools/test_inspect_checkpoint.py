@@ -1,7 +1,5 @@
 """Inspection: every format is recognised, every tensor counted, damage named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
@@ -16,6 +14,7 @@ from model.units import num_parameters
 from paro.checkpoint.convert.conversion import OPENERS
 from paro.checkpoint.metadata import read_metadata
 from tests.fixtures.write import FIXTURES
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import random_tensors, save_folder
 from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
@@ -33,19 +32,15 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / name for name in OPENERS}
 
 
-def inspected(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, Any]:
-    capsys.readouterr()
-    main(["--load", str(folder), "--json", *words])
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def inspected(folder: Path, *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(printed(main, "--load", folder, "--json", *words))
     return found
 
 
-def test_every_format_is_recognised_and_counted(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_format_is_recognised_and_counted(folders: dict[str, Path]) -> None:
     for name, folder in folders.items():
         assert format_of(folder) == name
-        found = inspected(capsys, folder, "--verify")
+        found = inspected(folder, "--verify")
         source = OPENERS[name](folder)
         assert found["format"] == name
         assert found["model"]["num_layers"] == source.config.num_layers
@@ -53,29 +48,24 @@ def test_every_format_is_recognised_and_counted(
         if name != "paro":  # it contains padding
             assert sum(t["bytes"] for t in found["tensors"]) == source.num_bytes
         assert found["verified"]
-        main(["--load", str(folder)])
-        out = capsys.readouterr().out
+        out = printed(main, "--load", folder)
         assert out.startswith(f"format {name}\n")
         if name == "hf":
             total = num_parameters(source.config)
             assert f"param: {total:,} elements, {2 * total:,} bytes" in out
 
 
-def test_of_a_training_moments_and_versions_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_training_moments_and_versions_are_told(tmp_path: Path) -> None:
     save_untrained(tmp_path, "--tokenizer-type NullTokenizer --vocab-size 60")
-    found = inspected(capsys, tmp_path)
+    found = inspected(tmp_path)
     states = {tensor["name"].partition(".")[0] for tensor in found["tensors"]}
     assert states == {"param", "exp_avg", "exp_avg_sq"}
     assert found["iteration"] == 0
     # A wheel's metadata may lack the build suffix that torch itself reports: 2.11.0+cu130.
     assert found["versions"]["torch"] in (torch.__version__, torch.__version__.partition("+")[0])
-    main(["--load", str(tmp_path)])
-    out = capsys.readouterr().out
-    totals = [line for line in out.splitlines() if line.startswith("  exp_avg_sq: ")]
-    assert len(totals) == 1
-    assert "  torch " in out
+    lines = printed(main, "--load", tmp_path).splitlines()
+    assert sum(line.startswith("  exp_avg_sq: ") for line in lines) == 1
+    assert any(line.startswith("  torch ") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["hf", "paro", "meta", "megatron"])
@@ -86,9 +76,7 @@ def test_a_truncated_file_is_named(name: str, folders: dict[str, Path]) -> None:
     refused(lambda: main(["--load", str(folders[name]), "--verify"]), str(file), "truncated")
 
 
-def test_names_in_a_file_cannot_act_upon_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_in_a_file_cannot_act_upon_the_terminal(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "2026-11-21/iig/saved", tmp_path / "saved")
     folder = tmp_path / "saved/iter_0000004"
     metadata = read_metadata(folder)
@@ -96,8 +84,7 @@ def test_names_in_a_file_cannot_act_upon_the_terminal(
     whole = metadata.state_dict_metadata["exp_avg.blocks.0.wo"]
     metadata.state_dict_metadata[name] = replace(whole, chunks=[])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    main(["--load", str(tmp_path / "saved")])
-    out = capsys.readouterr().out
+    out = printed(main, "--load", tmp_path / "saved")
     assert "  exp_avg.\\x1b[2J\\u202exxx" in out
     assert all(line.isprintable() for line in out.splitlines())
     assert sorted(map(len, out.splitlines()))[-2] < 300  # other lines are no wider for it

@@ -20,6 +20,7 @@ from data.tokenizer_config import TokenizerConfig
 from paro.distributed.world import World
 from paro.training.assembly import build_data
 from tests.data.test_tokenizer import train_sentencepiece
+from tests.helpers.commands import printed, read_lines
 from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
@@ -40,12 +41,17 @@ def corpus(tmp_path: Path) -> Path:
     return write_corpus(tmp_path / "data" / "corpus", [[], *documents])
 
 
-def test_counts_lengths_and_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def dumped(path: Path, *flags: object) -> list[dict[str, list[int]]]:
+    """The samples that the tool writes."""
+    printed(main, "--dump-samples", path, *flags)
+    return read_lines(path)
+
+
+def test_counts_lengths_and_texts(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "x", [[[1, 2, 3, EOD]], [], [[4], [5, 6]], [[7] * 100]])
     picture = tmp_path / "pictures" / "lengths.png"
-    flags = ["--data-path", "0.5", str(prefix), "--documents", "9", "--histogram", str(picture)]
-    main([*flags, *NULL])
-    out = capsys.readouterr().out
+    flags = ["--data-path", "0.5", prefix, "--documents", 9, "--histogram", picture]
+    out = printed(main, *flags, *NULL)
     assert f"{prefix}: 4 documents, 4 sequences, 107 tokens as uint16 (0.0 MB)" in out
     assert "documents without a token: 1" in out
     assert "token ids: 1 to 1000" in out
@@ -58,11 +64,11 @@ def test_counts_lengths_and_texts(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
 ) -> None:
     def told(*words: str) -> str:
-        main(["--data-path", str(corpus), *words])
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "checksums" in line)
+        lines = printed(main, "--data-path", corpus, *words).splitlines()
+        (line,) = (line for line in lines if "checksums" in line)
         return line
 
     path = Path(f"{corpus}.bin.crc")
@@ -83,16 +89,12 @@ def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
     refused(both, "--dump-samples ... --write-checksums: give one")
 
 
-def test_answered_tokens_are_counted_and_dumped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answered_tokens_are_counted_and_dumped(tmp_path: Path) -> None:
     prefix = write_conversations(tmp_path / "x", [([1, 2, 3], [0, 1, 1])] * 9)
-    main(["--data-path", str(prefix), *NULL])
-    assert "conversations: 18 tokens (66.7%) are answered" in capsys.readouterr().out
-    run = ["--data-path", str(prefix), "--split", "1,0,0", "--sft", "--seq-length", "4"]
-    dump = tmp_path / "samples.jsonl"
-    main([*run, "--train-samples", "9", "--dump-samples", str(dump), *NULL])
-    samples = [json.loads(line) for line in dump.read_text().splitlines()]
+    out = printed(main, "--data-path", prefix, *NULL)
+    assert "conversations: 18 tokens (66.7%) are answered" in out
+    run = ["--data-path", prefix, "--split", "1,0,0", "--sft", "--seq-length", 4]
+    samples = dumped(tmp_path / "samples.jsonl", *run, "--train-samples", 9, *NULL)
     assert samples == [{"tokens": [1, 2, 3, 3], "answered": [0, 1, 1, 0]}] * 9
 
 
@@ -111,33 +113,22 @@ def test_long_reads_say_how_far_they_are(
     assert "end with the end-of-document token: 60 of 60" in printed.out
 
 
-def test_files_of_blends_are_understood(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_blends_are_understood(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "blend").write_text(f"1 {corpus}\n")
     (tmp_path / "splits").write_text(json.dumps({"train": [str(corpus)]}))
     for flag, name in (("--data-args-path", "blend"), ("--per-split-data-args-path", "splits")):
-        main([flag, str(tmp_path / name)])
-        assert capsys.readouterr().out.startswith(f"{corpus}: ")
+        assert printed(main, flag, tmp_path / name).startswith(f"{corpus}: ")
 
 
-def test_a_corpus_of_another_tokenizer_is_told(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
-    main(["--data-path", str(corpus), *flags])
-    assert "the tokenizer has 1,000 ids: this corpus was made with another" in (
-        capsys.readouterr().out
-    )
-
-
-def test_the_tokenizer_of_a_corpus_is_named_and_compared(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_of_a_corpus_is_named_and_compared(corpus: Path, tmp_path: Path) -> None:
     def told(*words: str) -> str:
-        main(["--data-path", str(corpus), *words])
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "made with" in line)
+        lines = printed(main, "--data-path", corpus, *words).splitlines()
+        (line,) = (line for line in lines if "made with" in line)
         return line
+
+    smaller = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
+    said = "the tokenizer has 1,000 ids: this corpus was made with another"
+    assert said in printed(main, "--data-path", corpus, *smaller)
 
     assert "that no .tokenizer file names" in told()
     own = train_sentencepiece(tmp_path / "own.model")
@@ -185,61 +176,48 @@ def test_dumped_samples_are_those_of_a_training(
     """On 4 ranks, over several epochs."""
     data = ["--data-path", str(corpus), "--seq-length", "16", "--split", split, "--seed", "7"]
     flags = [*data, *NULL, "--train-samples", str(samples)]
-    dumped = tmp_path / "sub" / "samples.jsonl"
-    main(["--dump-samples", str(dumped), *flags])
-    lines = [json.loads(line) for line in dumped.read_text().splitlines()]
+    lines = dumped(tmp_path / "sub" / "samples.jsonl", *flags)
     assert all(list(line) == ["tokens"] for line in lines)
     config = configured([*flags, *TRAINING], World(size=4, ranks_per_node=4))
     datasets = build_data(config)
+    place = {"micro_batch_size": 2, "data_parallel_size": 4}
     ranks = [
-        MicroBatches(
-            Fetch(datasets.train), micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=4
-        )
-        for rank in range(4)
+        MicroBatches(Fetch(datasets.train), data_parallel_rank=rank, **place) for rank in range(4)
     ]
-    seen = [
-        row.tolist() for _ in range(samples // 8) for rank in ranks for row in next(rank).tokens_BS
-    ]
+    rounds = ((next(rank) for rank in ranks) for _ in range(samples // 8))
+    seen = [row for batches in rounds for batch in batches for row in batch.tokens_BS.tolist()]
     assert [line["tokens"] for line in lines] == seen
     assert len(seen) == samples
-
-
-def test_the_command_of_a_training_can_be_taken_as_it_is(corpus: Path, tmp_path: Path) -> None:
-    flags = ["--data-path", str(corpus), "--seq-length", "16", *NULL, *TRAINING]
-    ranks = ["--paro-strategy", "IIG", "--paro-group-size", "4", "--save", str(tmp_path / "save")]
-    out = tmp_path / "samples.jsonl"
-    main(["--dump-samples", str(out), *flags, *ranks, "--train-iters", "3"])
-    assert len(out.read_text().splitlines()) == 24
-    assert not (tmp_path / "save").exists()
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "--load nowhere --ckpt-step 3",
-        "--load nowhere --exit-on-missing-checkpoint",
-        "--load nowhere --use-checkpoint-args",
-        "--load nowhere --use-checkpoint-opt_param-scheduler",
-        "--save nowhere --log-progress",
-        "--save nowhere --start-over",
-        "--save nowhere --profile --use-pytorch-profiler",
+        "--load {none} --ckpt-step 3",
+        "--load {none} --exit-on-missing-checkpoint",
+        "--load {none} --use-checkpoint-args",
+        "--load {none} --use-checkpoint-opt_param-scheduler",
+        "--save {none} --log-progress",
+        "--save {none} --start-over",
+        "--save {none} --profile --use-pytorch-profiler",
+        "--save {none} --paro-strategy IIG --paro-group-size 4",
         "--paro-strategy IIG --paro-materialize rotate --paro-rotate-in-place",
     ],
 )
-def test_what_samples_do_not_depend_on_is_not_looked_at(
+def test_the_command_of_a_training_can_be_taken_as_it_is(
     corpus: Path, tmp_path: Path, words: str
 ) -> None:
-    flags = ["--data-path", str(corpus), "--seq-length", "16", *NULL, *TRAINING]
-    out = tmp_path / "samples.jsonl"
-    main(["--dump-samples", str(out), *flags, *words.split(), "--train-iters", "3"])
-    assert len(out.read_text().splitlines()) == 24
+    """What samples do not depend on is not looked at, nor made."""
+    flags = ["--data-path", corpus, "--seq-length", 16, *NULL, *TRAINING, "--train-iters", 3]
+    more = words.format(none=tmp_path / "none").split()
+    assert len(dumped(tmp_path / "samples.jsonl", *flags, *more)) == 24
+    assert not (tmp_path / "none").exists()
 
 
 def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
-    out = tmp_path / "samples.jsonl"
-    main(["--dump-samples", str(out), "--mock-data", "--vocab-size", "50", "--seq-length", "8",
-          "--train-samples", "5"])  # fmt: skip
-    assert [len(json.loads(line)["tokens"]) for line in out.read_text().splitlines()] == [8] * 5
+    flags = ["--mock-data", "--vocab-size", 50, "--seq-length", 8, "--train-samples", 5]
+    samples = dumped(tmp_path / "samples.jsonl", *flags)
+    assert [len(sample["tokens"]) for sample in samples] == [8] * 5
 
 
 @pytest.mark.parametrize(
@@ -253,10 +231,7 @@ def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
         (["--data-path", "none", "--histogram", "x.txt"], "the name must end in .png"),
         (["--data-path", "none", "--no-such-flag"], "--no-such-flag is unknown"),
         ([*DUMP, "--train-samples", "3", "--mock-data"], "--seq-length is missing"),
-        (
-            [*DUMP, "--train-iters", "3", "--seq-length", "3"],
-            "needs --global-batch-size",
-        ),
+        ([*DUMP, "--train-iters", "3", "--seq-length", "3"], "needs --global-batch-size"),
         ([*DUMP, "--seq-length", "3", "--mock-data"], "--train-iters or --train-samples"),
     ],
 )

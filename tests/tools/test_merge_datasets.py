@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from data.fingerprint import Fingerprint, read_fingerprint
 from data.indexed_dataset import IndexedDataset
+from tests.helpers.commands import printed
 from tests.helpers.corpora import Documents, corpus_bytes, read_corpus, write_corpus
 from tests.helpers.refusals import refused
 from tools.merge_datasets import main
@@ -49,19 +50,7 @@ def test_sequences_in_another_order_are_refused(tmp_path: Path) -> None:
         refused(partial(merged, folder, tmp_path / "x"), f"{folder / 'a.idx'} contradicts itself")
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [("b.bin", "b.bin is missing"), ("b.idx", "b.idx is missing")],
-)
-def test_half_a_data_set_is_refused(tmp_path: Path, missing: str, message: str) -> None:
-    for name in "ab":
-        write_corpus(tmp_path / "in" / name, [[[1]]])
-    (tmp_path / "in" / missing).unlink()
-    refused(lambda: merged(tmp_path / "in", tmp_path / "x"), message)
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-def test_other_types_folders_and_targets_are_refused(tmp_path: Path) -> None:
+def test_half_data_sets_other_types_folders_and_targets_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     write_corpus(folder / "a", [[[1]]])
     before = (folder / "a.bin").read_bytes()
@@ -71,6 +60,9 @@ def test_other_types_folders_and_targets_are_refused(tmp_path: Path) -> None:
         (folder, folder / "a", f"--output-prefix {folder / 'a'}"),
     ):
         refused(partial(merged, source, target), told)
+    for missing in ("b.bin", "b.idx"):
+        (write_corpus(folder / "b", [[[1]]]).parent / missing).unlink()
+        refused(lambda: merged(folder, tmp_path / "x"), f"{missing} is missing")
     write_corpus(folder / "b", [[[70000]]], "<i4")
     refused(lambda: merged(folder, tmp_path / "x"), "holds int32")
     assert (folder / "a.bin").read_bytes() == before
@@ -108,21 +100,16 @@ def made(prefix: Path, digest: str | None, token_bytes: str | None = None) -> No
     write_corpus(prefix, [[[1]]], made_with=made_with)
 
 
-def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_corpora_of_two_tokenizers_are_refused_and_one_is_carried(tmp_path: Path) -> None:
     folder, target = tmp_path / "in", tmp_path / "all"
+    words = ("--input", folder, "--output-prefix", target)
     made(folder / "a", "one")
     made(folder / "b", "one", "0 3")
-    merged(folder, target)
-    assert "made with Llama2Tokenizer one.model (2 ids" in capsys.readouterr().out
+    assert "made with Llama2Tokenizer one.model (2 ids" in printed(main, *words)
     assert read_fingerprint(target) == read_fingerprint(folder / "b") is not None
     made(folder / "c", None)
-    merged(folder, target)
-    assert "an unknown tokenizer: not all of them say" in capsys.readouterr().out
+    assert "an unknown tokenizer: not all of them say" in printed(main, *words)
     assert read_fingerprint(target) is None
     made(folder / "d", "two")
-    told = [
-        f"{folder / name}.bin ... {model}.model" for name, model in (("a", "one"), ("d", "two"))
-    ]
+    told = (f"{folder / 'a'}.bin ... one.model", f"{folder / 'd'}.bin ... two.model")
     refused(lambda: merged(folder, target), *told)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -16,7 +14,8 @@ import pytest
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import TIE, letter_rows
 from paro.strategy import legal_letters
-from tests.helpers.ranks import ROOT
+from tests.helpers.commands import printed
+from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, workload
 from tools import plan
@@ -93,13 +92,10 @@ def test_a_model_that_fits_nowhere_is_one_line_and_a_status(
     assert json.loads(path.read_text(encoding="utf-8"))["best"] is None
 
 
-def test_where_nothing_fits_as_given_the_smallest_change_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_where_nothing_fits_as_given_the_smallest_change_is_named() -> None:
     flags = CASE.replace("--num-layers 3", "--num-layers 8").replace("size 2 ", "size 4 ").split()
-    limit = "--device-memory-gb", "8.5", "--memory-margin", "0"
-    main([*flags, *limit])
-    summary, table = (part.splitlines() for part in capsys.readouterr().out.split("\n\n")[1:3])
+    flags += ["--device-memory-gb", "8.5", "--memory-margin", "0"]
+    summary, table = (part.splitlines() for part in printed(main, *flags).split("\n\n")[1:3])
     assert summary[0] == "as given nothing fits the 8.5 GB of a device"
     assert re.match(r"GGG needs the least: 9\.\d GB at the ", summary[1])
     assert summary[2].startswith("largest part: communicators; enough alone: ")
@@ -107,22 +103,19 @@ def test_where_nothing_fits_as_given_the_smallest_change_is_named(
     found = re.search(rf"{blocks} (\d+)", summary[2])
     assert found
     for count, fits in ((int(found[1]), True), (int(found[1]) - 1, False)):
-        main([*flags, *limit, *blocks.split(), str(count)])
-        assert ("as given nothing fits" not in capsys.readouterr().out) is fits
+        out = printed(main, *flags, *blocks.split(), count)
+        assert ("as given nothing fits" not in out) is fits
     fastest = re.match(r"([NIG]{3}) .* ([\d.]+) +([\d.]+)  (--.*)", table[1])
     assert fastest
-    main([*flags, *limit, *fastest[4].split()])
-    row = re.search(rf"^{fastest[1]} +([\d.]+) .* ([\d.]+) +[\d,]+ ", capsys.readouterr().out, re.M)
+    out = printed(main, *flags, *fastest[4].split())
+    row = re.search(rf"^{fastest[1]} +([\d.]+) .* ([\d.]+) +[\d,]+ ", out, re.M)
     assert row
     assert row.groups() == fastest.groups()[1:3]
 
 
-def test_letters_that_mean_the_same_are_one_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = planned(tmp_path, CASE.replace("--world-size 16", "--world-size 8"))
-    assert len(fields["rows"]) == len(legal_letters())
-    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+def test_letters_that_mean_the_same_are_one_row() -> None:
+    out = printed(main, *CASE.replace("--world-size 16", "--world-size 8").split())
+    table = out.split("\n\n")[1].splitlines()
     names = [line.split()[0] for line in table[1:] if not line.startswith("*")]
     assert "III=IIG=IGG=GIG=GGG" in {"=".join(sorted(n.split("="), reverse=True)) for n in names}
     assert sorted("=".join(names).split("=")) == sorted(legal_letters())
@@ -193,12 +186,10 @@ def test_a_trace_has_every_span() -> None:
 
 @pytest.mark.slow("imports matplotlib")
 def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
-    names = {"plot": "front.png", "timeline": "step.png", "trace": "step.json"}
-    flags = [word for flag, name in names.items() for word in (f"--{flag}", str(tmp_path / name))]
-    main([*CASE.split(), *flags])
-    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    front, step, trace = (tmp_path / name for name in ("front.png", "step.png", "step.json"))
+    printed(main, *CASE.split(), "--plot", front, "--timeline", step, "--trace", trace)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (front, step))
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
@@ -206,10 +197,7 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
     [
         ("--world-size 12", "groups of 8, which do not divide the 12 ranks"),
         ("--paro-machine nowhere.json", "--paro-machine nowhere.json: no such file"),
-        (
-            "--global-batch-size 100",
-            "--micro-batch-size 2 times 16 data-parallel ranks (= 32): choose 96 or 128",
-        ),
+        ("--global-batch-size 100", "16 data-parallel ranks (= 32): choose 96 or 128"),
         ("--paro-group-size 3", "--paro-group-size 3 does not divide the 16 ranks"),
         ("--trainable some", "--trainable 'some' is none of all, last-blocks:SHARE, names:"),
         ("--device-memory-gb 0", "--device-memory-gb 0.0 must be positive"),
@@ -219,7 +207,6 @@ def test_pictures_and_traces_are_written(tmp_path: Path) -> None:
         ("--json nowhere/plan.json", "--json nowhere/plan.json cannot be written"),
         ("--seq-length 0", "--seq-length 0 must be at least 1"),
         ("--fp16", "--fp16 and --bf16 contradict each other"),
-        ("--scaling", "expected one argument"),
         ("--paro-rotate-in-place", "needs --paro-materialize rotate"),
         ("--paro-materialize rotate --paro-group-size 1", "III shards them over 1 and 1"),
     ],
@@ -246,14 +233,12 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
         "peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]\n"
         "print(int(peak) * 1024, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    peak, torch = done.stdout.splitlines()[-1].split()
-    assert "1009.47B parameters on 16384 ranks" in done.stdout
+    out = python_apart(program)
+    peak, torch = out.splitlines()[-1].split()
+    assert "1009.47B parameters on 16384 ranks" in out
     assert torch == "False"
     assert int(peak) < 1 << 30
-    counts = re.search(r"(\d+) candidates, (\d+) of them simulated", done.stdout)
+    counts = re.search(r"(\d+) candidates, (\d+) of them simulated", out)
     assert counts
     assert int(counts[1]) == 19840
     assert int(counts[2]) <= 19840 // 60

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +10,16 @@ from pathlib import Path
 import pytest
 
 from data import corpus
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.sources import Piece
+from tests.helpers.commands import printed, write_lines
 from tests.helpers.corpora import corpus_bytes, read_corpus
 from tests.helpers.refusals import refused
-from tests.helpers.scripts import run_script
 from tools import preprocess_data
 from tools.preprocess_data import main
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 EOD = 1000
-
-
-def write_lines(path: Path, *entries: object) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return path
 
 
 def preprocess(source: object, *flags: str, workers: int = 1) -> None:
@@ -41,6 +37,13 @@ def test_documents_in_order_with_their_ends(tmp_path: Path) -> None:
         assert read_corpus(tmp_path / "out_text_document") == expected
 
 
+def test_the_type_of_ids_follows_the_tokenizer_s_size(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"text": "1"})
+    for size, name in (("65499", "uint16"), ("65500", "int32")):
+        preprocess(path, "--vocab-size", size)
+        assert IndexedDataset(tmp_path / "out_text_document").dtype.name == name
+
+
 def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", {"title": "1", "body": "2 3"})
     (tmp_path / "b.txt").write_text("4\n5\n")
@@ -50,38 +53,10 @@ def test_one_data_set_per_key_and_a_document_per_txt_file(tmp_path: Path) -> Non
     assert read_corpus(tmp_path / "out_body_document") == [[[2, 3]], [[4, 5]]]
 
 
-@pytest.mark.process
-def test_workers_write_the_same_bytes_and_report_progress(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", *({"text": f"{i} {i + 1}"} for i in range(300)))
-    for workers in ("1", "2"):
-        flags = ["--output-prefix", tmp_path / workers, "--workers", workers]
-        words = ["--input", path, *flags, "--log-interval", "100", *NULL]
-        done = run_script(["tools/preprocess_data.py", *words])
-        assert done.returncode == 0, done.stderr
-        lines = done.stderr.splitlines()
-        assert [line.split()[1] for line in lines] == ["300", "300"], "a batch holds them all"
-        pattern = r"Processed \d+ documents \([\d.]+ docs/s, [\d.]+ MB/s\)\."
-        assert re.fullmatch(pattern + r" \d+% done, \d+:\d\d:\d\d left\.", lines[0])
-        assert re.fullmatch(pattern, lines[1])
-        assert "300 documents, 600 tokens as uint16" in done.stdout
-    for suffix in ("bin", "idx"):
-        one, two = (tmp_path / f"{name}_text_document.{suffix}" for name in "12")
-        assert one.read_bytes() == two.read_bytes()
-
-
-BAD_LINES = [
-    (b'{"text": "1"', "line 3 is not valid JSON"),
-    (b'{"body": "1"}', "line 3 has no key 'text'; its keys are: body"),
-    (b'{"text": "\xff"}', "line 3 is not UTF-8"),
-    (b'{"text": "1 word"}', "line 3: 'word' is no token id"),
-]
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_line_is_named_and_nothing_is_left(tmp_path: Path, line: bytes, message: str) -> None:
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "1"}\n\n' + line + b'\n{"text": "2"}\n')
-    refused(lambda: preprocess(path), f"{path}, {message}")
+    path.write_bytes(b'{"text": "1"}\n\n{"text": "1 word"}\n{"text": "2"}\n')
+    refused(lambda: preprocess(path), f"{path}, line 3: 'word' is no token id")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -96,11 +71,33 @@ def test_a_worker_names_the_bad_line_too(tmp_path: Path) -> None:
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
     good = write_lines(tmp_path / "a.jsonl", {"text": "1 2"})
     preprocess(good)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     good.write_bytes(good.read_bytes() + b"{\n")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     refused(lambda: preprocess(good), f"{good}, line 2")
-    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert {**after, "a.jsonl": b""} == {**before, "a.jsonl": b""}
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("failing", ["title", "body"])
+def test_a_key_that_cannot_be_finished_leaves_all_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"title": "1", "body": "2 3"})
+    flags = ["--output-prefix", str(tmp_path / "out" / "x"), "--json-keys", "title", "body"]
+    preprocess(path, *flags)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    write_index = IndexedDatasetWriter._write_index
+
+    def fail(self: IndexedDatasetWriter, place: Path) -> None:
+        if failing in self.prefix:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_index(self, place)
+
+    monkeypatch.setattr(IndexedDatasetWriter, "_write_index", fail)
+    told = f"x_{failing}_document.bin cannot be written: No space left on device"
+    with pytest.raises(OSError, match=told):
+        preprocess(path, *flags, "--append-eod")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert len(before) == 6
 
 
 @pytest.mark.parametrize(
@@ -209,16 +206,15 @@ def test_a_long_text_is_one_sequence_with_one_end(
         assert read_corpus(tmp_path / "out_text_document") == expected
 
 
-def test_malformed_lines_are_counted_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_malformed_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "1"}\n{\n{"text": "2"}\n{"body": ""}\n\xff\n[]\n{"text": "3"}')
-    preprocess(path, "--skip-malformed")
+    flags = ["--output-prefix", tmp_path / "out", "--workers", 1, "--skip-malformed"]
+    out = printed(main, "--input", path, *flags, *NULL)
     assert read_corpus(tmp_path / "out_text_document") == [[[1]], [[2]], [[3]]]
-    out = capsys.readouterr().out
     assert f"skipped 4 malformed documents: {path}, line 2 is not valid JSON" in out
     assert "; ..." in out
+    assert "3 documents, 3 tokens as uint16" in out
 
 
 def test_llama2_begins_every_text(pieces: Path, tmp_path: Path) -> None:
@@ -234,22 +230,11 @@ def test_llama2_begins_every_text(pieces: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_best_number_of_workers_is_found_and_nothing_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_number_of_workers_is_found_and_nothing_written(tmp_path: Path) -> None:
     lines_file(tmp_path / "a.jsonl", 1000)
     flags = ["--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "9"]
-    base = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "x"), *NULL]
-    main([*base, *flags])
-    out = capsys.readouterr().out.splitlines()
+    base = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", *NULL]
+    out = printed(main, *base, *flags).splitlines()
     assert [line.split(":")[0] for line in out[:2]] == ["--workers 1", "--workers 2"]
     assert re.fullmatch(r"the fastest on this machine is --workers [12]; nothing was .*", out[2])
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert ".txt: each file is one document" in text
-    assert "without .bin or .idx" in text

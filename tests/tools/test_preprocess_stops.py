@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -42,16 +43,19 @@ def workers_of(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def good_files(tmp_path: Path) -> Path:
+def good_files(tmp_path: Path) -> Iterator[Path]:
+    """The prefix of a corpus, whose files are the same at the end of the test, and alone."""
     text, prefix = lines_file(tmp_path / "good.jsonl", 10), tmp_path / "out" / "x"
     preprocess(text, "--output-prefix", str(prefix))
-    return prefix
+    before = both_files(prefix)
+    yield prefix
+    assert both_files(prefix) == before
+    assert len(list(prefix.parent.iterdir())) == 3
 
 
 def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     tmp_path: Path, good_files: Path
 ) -> None:
-    before = both_files(good_files)
     process = start(lines_file(tmp_path / "a.jsonl", 400_000), good_files)
     os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     _, err = process.communicate(timeout=HANGS_AFTER)
@@ -59,15 +63,12 @@ def test_a_killed_worker_is_one_line_and_leaves_the_good_files(
     last = err.splitlines()[-1]
     assert last.startswith("preprocess_data.py: error: a worker process was killed")
     assert all(line.startswith("Processed") for line in err.splitlines()[:-1])
-    assert both_files(good_files) == before
-    assert len(list(good_files.parent.iterdir())) == 3
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_it_is_one_line_and_leaves_no_worker(
     tmp_path: Path, good_files: Path, stop: signal.Signals
 ) -> None:
-    before = both_files(good_files)
     process = start(lines_file(tmp_path / "a.jsonl", 400_000), good_files)
     workers = workers_of(process.pid)
     assert len(workers) == 2
@@ -76,8 +77,6 @@ def test_stopping_it_is_one_line_and_leaves_no_worker(
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("preprocess_data.py: stopped")
     assert "Traceback" not in err
-    assert both_files(good_files) == before
-    assert len(list(good_files.parent.iterdir())) == 3
     assert not any(map(lives, workers))
 
 
@@ -94,7 +93,6 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     tmp_path: Path, good_files: Path
 ) -> None:
     """Simulated by a limit on file sizes: the system's error differs only in its number."""
-    before = both_files(good_files)
     text = lines_file(tmp_path / "a.jsonl", 50_000)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (65536, 65536))
     process = start(text, good_files, "--workers", "1", preexec_fn=limit)
@@ -102,5 +100,3 @@ def test_a_full_disk_is_one_line_and_leaves_the_good_files(
     assert process.returncode == 1
     assert f"{good_files}_text_document.bin cannot be written: File too large" in err
     assert sum(not line.startswith("Processed") for line in err.splitlines()) == 1
-    assert both_files(good_files) == before
-    assert len(list(good_files.parent.iterdir())) == 3

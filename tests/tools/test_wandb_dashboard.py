@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.test_trackers import MEGATRON, OURS
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tools import wandb_dashboard
 from tools.wandb_dashboard import SECTIONS, describe, main, make_workspace
@@ -32,22 +33,19 @@ def test_the_library_takes_the_view() -> None:
     pytest.importorskip("wandb_workspaces")
     workspace = make_workspace("team", "llama", "view")
     assert [section.name for section in workspace.sections] == list(SECTIONS)
-    panels = workspace.sections[0].panels
-    assert [panel.title for panel in panels] == [
-        panel.title for panel in SECTIONS["throughput and MFU"]
-    ]
+    titles = [panel.title for panel in workspace.sections[0].panels]
+    assert titles == [panel.title for panel in SECTIONS["throughput and MFU"]]
 
 
-def test_without_an_account_it_says_what_it_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_account_it_says_what_it_would_do() -> None:
     pytest.importorskip("wandb_workspaces")
-    main(WORDS)
-    printed = capsys.readouterr().out
-    assert printed.startswith(describe("team", "llama", "throughput and MFU"))
-    assert printed.endswith("nothing was saved (no account: run `wandb login`)\n")
+    told = printed(main, *WORDS)
+    assert told.startswith(describe("team", "llama", "throughput and MFU"))
+    assert told.endswith("nothing was saved (no account: run `wandb login`)\n")
 
 
 def test_with_an_account_it_saves_and_a_refusal_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("wandb_workspaces")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
@@ -61,10 +59,8 @@ def test_with_an_account_it_saves_and_a_refusal_is_one_line(
                 raise self.error
 
     monkeypatch.setattr(wandb_dashboard, "make_workspace", lambda *_: Saved())
-    main(WORDS)
-    assert capsys.readouterr().out.endswith("saved: https://wandb.ai/team/llama?nw=abc\n")
-    main([*WORDS, "--dry-run"])
-    assert "nothing was saved (--dry-run)" in capsys.readouterr().out
+    assert printed(main, *WORDS).endswith("saved: https://wandb.ai/team/llama?nw=abc\n")
+    assert "nothing was saved (--dry-run)" in printed(main, *WORDS, "--dry-run")
     Saved.error = RuntimeError("project not\nfound")
     refused(lambda: main(WORDS), "project not found")
     refused(lambda: main(WORDS[:2]), "--wandb-entity is missing")

@@ -15,9 +15,9 @@ SIZES = (
 )
 
 
-def trained(folder: Path, *flags: str, sizes: str = SIZES) -> tuple[RunConfig, Training]:
+def trained(folder: Path, *flags: str) -> tuple[RunConfig, Training]:
     """A run as the trainer builds it."""
-    return built([*sizes.split(), "--save", str(folder), *flags])
+    return built([*SIZES.split(), "--save", str(folder), *flags])
 
 
 def save_untrained(folder: Path, flags: str) -> Path:

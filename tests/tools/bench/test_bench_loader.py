@@ -1,13 +1,12 @@
 """The benchmark of the loader: all contenders read the same, and every figure is printed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tools.bench import bench_loader
 from tools.bench.bench_loader import BLOCKS, main, make_corpus
@@ -31,13 +30,10 @@ def test_all_contenders_read_the_same(tmp_path: Path) -> None:
         assert len(parts) == 1
 
 
-def test_every_figure_is_printed_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_figure_is_printed_and_written(tmp_path: Path) -> None:
     flags = ["--folder", str(tmp_path / "corpus"), "--json", str(tmp_path / "figures.json")]
-    small = ["--gigabytes", "0.0002", "--seq-length", "64", "--samples", "8", "--rounds", "1"]
-    main([*flags, *small])
-    lines = capsys.readouterr().out.splitlines()
+    flags += ["--gigabytes", "0.0002", "--seq-length", "64", "--samples", "8", "--rounds", "1"]
+    lines = printed(main, *flags).splitlines()
     found = json.loads((tmp_path / "figures.json").read_text())
     rows = found["reading"]
     assert len(rows) == 2 * (2 + len(BLOCKS))
@@ -48,4 +44,4 @@ def test_every_figure_is_printed_and_written(
     assert all(row["tokens_per_second"] > 0 for row in rows)
     for row in rows:
         assert (row["of_mapped"] == 1) is (row["contender"] == "mapped")
-    refused(lambda: main([*flags, *small, "--samples", "3"]), "--samples")
+    refused(lambda: main([*flags, "--samples", "3"]), "--samples")

@@ -1,7 +1,5 @@
 """The race of models: equal losses or no result, figures that follow from the seconds, mistakes."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.helpers.warm_python import run_python
 from tools.bench.bench_model import (
@@ -52,18 +51,15 @@ def check_rows(written: dict[str, Any]) -> None:
             assert row["ratios"][other["contender"]] == pytest.approx(ratio)
 
 
-def test_all_contenders_start_from_the_same_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_contenders_start_from_the_same_loss(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    main([*TINY, "--json", str(file)])
-    printed = capsys.readouterr().out
+    told = printed(main, *TINY, "--json", file)
     written = json.loads(file.read_text())
     check_rows(written)
     assert written["rows"][0]["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
-    names = re.findall(r"^(\S+) +\d+ tokens/s, ", printed, re.MULTILINE)
+    names = re.findall(r"^(\S+) +\d+ tokens/s, ", told, re.MULTILINE)
     assert names == list(DEFAULT)
-    assert len(re.findall(r"^round +\d, seconds: ", printed, re.MULTILINE)) == 2
+    assert len(re.findall(r"^round +\d, seconds: ", told, re.MULTILINE)) == 2
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from data.sources import find_pieces
 from data.tokenizer_config import TokenizerConfig
+from tests.helpers.commands import printed, write_lines
 from tests.helpers.refusals import refused
 from tools.bench.bench_preprocess import main, shares_of_texts
 from tools.preprocessing.encode import EncodingPlan
@@ -18,25 +19,21 @@ NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{i % 1000} 7"}) + "\n" for i in range(40_000)))
-    return path
+    return write_lines(tmp_path / "a.jsonl", *({"text": f"{i % 1000} 7"} for i in range(40_000)))
 
 
 @pytest.mark.process
-def test_a_pair_is_timed_and_written_down(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_is_timed_and_written_down(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    flags = ["--input", str(corpus), "--workers", "2", *NULL]
-    main(["--rounds", "1", "--json", str(out), *flags])
+    flags = ["--rounds", 1, "--json", out, "--input", corpus, "--workers", 2, *NULL]
+    told = printed(main, *flags)
     figures = json.loads(out.read_text())
     (row,) = figures["rounds"]
     assert figures["bytes"] == corpus.stat().st_size
     assert row["ratio"] == row["bare"] / row["command"] == figures["ratio"]
     assert row["largest_process"] > 10e6
     assert 0 < figures["cpu_ratio"] < 1, "whole processes take more than a part of them"
-    assert "of the bare tokenizer's speed (median of 1)" in capsys.readouterr().out
+    assert "of the bare tokenizer's speed (median of 1)" in told
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "figures.json"}
 
 

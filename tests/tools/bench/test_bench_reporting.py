@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tools.bench import bench_reporting
@@ -30,19 +31,17 @@ def test_neighbours_are_compared_and_the_first_round_is_left_out() -> None:
 
 
 @pytest.mark.slow("trains under every reporter")
-def test_every_second_step_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_second_step_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     flags = f"{TINY} --eval-iters 0 --peak-tflops 1 --log-interval 1"
     monkeypatch.setattr(bench_reporting, "MODEL", flags)
-    main(["--rounds", "3", "--json", str(tmp_path / "cost.json")])
+    told = printed(main, "--rounds", 3, "--json", tmp_path / "cost.json")
     rows = json.loads((tmp_path / "cost.json").read_text())
     assert [row["clock"] for row in rows] == ["wall", "cpu"]
     assert all(len(row["bare"]) == len(row["reported"]) == 3 for row in rows)
     assert min(rows[0]["in_report"]) > 0.0
-    assert "with TensorBoard, W&B and the view" in capsys.readouterr().out
+    assert "with TensorBoard, W&B and the view" in told
 
 
 def test_too_few_rounds_are_a_mistake() -> None:

@@ -209,29 +209,27 @@ def test_a_file_that_could_not_be_written_is_refused_at_the_start(
 
 @pytest.mark.usefixtures("launched")
 def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacks() -> str:
-        return "DeepSpeed is not installed"
-
-    monkeypatch.setattr(registry.deepspeed_zero, "lacks_deepspeed", lacks)
+    missing = "DeepSpeed is not installed"
+    monkeypatch.setattr(registry.deepspeed_zero, "lacks_deepspeed", lambda: missing)
     args = make_parser().parse_args(["--contenders", "deepspeed-1,ddp,deepspeed-hpz,paro:4/4/4"])
     plan = plan_of(args, WORLD)
     assert list(plan.tasks) == ["ddp", "paro:4/4/4"]
     assert plan.baselines == ["ddp"]
-    assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], lacks())
+    assert plan.left_out == dict.fromkeys(["deepspeed-1", "deepspeed-hpz"], missing)
     args = make_parser().parse_args(["--contenders", "deepspeed-3"])
-    refused(
-        lambda: plan_of(args, WORLD),
-        "none is left: DeepSpeed is not installed",
-    )
+    refused(lambda: plan_of(args, WORLD), f"none is left: {missing}")
 
 
 @pytest.mark.usefixtures("launched")
-def test_the_default_is_the_small_llama_in_bf16() -> None:
+def test_the_default_is_the_small_llama_in_bf16_and_a_preset_has_its_own_sizes() -> None:
     task = task_of(make_parser().parse_args([]), "paro:IIG", WORLD)
     sizes = task.model.num_layers, task.model.hidden_size, task.model.ffn_hidden_size
     assert (*sizes, task.model.vocab_size) == (6, 256, 688, 4096)
     assert (task.run.precision.compute, task.run.precision.accumulate) == ("bf16", "bf16")
     assert task.largest_unit == (4096 + 1) * 256  # the head and its norm
+    args = make_parser().parse_args(["--llama-preset", "llama3.2-1B", "--num-layers", "2"])
+    model = task_of(args, "ddp", WORLD).model
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (2, 2048, 128256)
 
 
 @pytest.mark.usefixtures("launched")
@@ -241,13 +239,6 @@ def test_those_of_one_optimizer_must_agree(flags: str) -> None:
     expected = ["adam", "muon" if flags else "adam", "muon"]
     tasks = [task_of(args, name, WORLD) for name in names]
     assert [task.run.precision.optimizer for task in tasks] == expected
-
-
-@pytest.mark.usefixtures("launched")
-def test_a_preset_has_its_own_sizes() -> None:
-    args = make_parser().parse_args(["--llama-preset", "llama3.2-1B", "--num-layers", "2"])
-    model = task_of(args, "ddp", WORLD).model
-    assert (model.num_layers, model.hidden_size, model.vocab_size) == (2, 2048, 128256)
 
 
 @pytest.mark.usefixtures("launched")

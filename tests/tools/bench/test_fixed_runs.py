@@ -10,13 +10,10 @@ from tools.bench.fixed_runs import FIELDS, differences, fixed_runs
 STEPS = [dict.fromkeys(FIELDS, float(number)) for number in range(2)]
 
 
-def test_every_strategy_is_run_and_names_are_unique() -> None:
+def test_every_strategy_is_run_and_what_is_loaded_was_saved_before() -> None:
     names = [run.name for run in fixed_runs()]
     assert len(set(names)) == len(names)
     assert {*legal_letters()} <= {*names}
-
-
-def test_what_is_loaded_was_saved_before() -> None:
     saved = False
     for run in fixed_runs():
         assert saved or not run.load

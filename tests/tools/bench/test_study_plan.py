@@ -19,6 +19,7 @@ from paro.collectives.schedule import Op
 from paro.planning.machine.files import machine_to_json, read_machine
 from paro.planning.machine.machine import Machine, Measured
 from paro.topology import Axes
+from tests.helpers.commands import write_lines
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
@@ -35,23 +36,14 @@ ROWS = (Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=64
 def row(
     part: StudyPart, strategy: str, count: int, number: int = 1, turn: int = 1
 ) -> dict[str, Any]:
-    return {
-        "nic": part.nic,
-        "shape": part.shape,
-        "round": number,
-        "turn": turn,
-        "setting": f"{strategy}@native",
-        "micro_batches": count,
-        "seconds": 1.0,
-        "cpu_seconds": 0.2,
-        "machine_seconds": 1.65,
-        "peak_in_use": 50_000_000,
-        "exposed": {"gather": 0.1},
-    }
+    place = {"nic": part.nic, "shape": part.shape, "round": number, "turn": turn}
+    found = {"seconds": 1.0, "cpu_seconds": 0.2, "machine_seconds": 1.65, "peak_in_use": 50_000_000}
+    what = {"setting": f"{strategy}@native", "micro_batches": count}
+    return {**place, **what, **found, "exposed": {"gather": 0.1}}
 
 
 def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "steps.jsonl", *rows)
 
 
 def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path) -> None:
@@ -128,12 +120,17 @@ def test_it_measures_what_is_missing_and_each_machine_once_a_round(
         assert all(machine.inter == link(wanted) for machine in machines)
 
 
-def test_a_failure_in_the_cluster_is_one_line(
+def test_a_failure_in_the_cluster_and_links_of_another_speed_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study_plan, "cluster", lambda _: nullcontext())
     monkeypatch.setattr(study_plan, "run", lambda *_: 1)
-    refused(lambda: main(["measure", "--folder", str(tmp_path)]), "failed, status 1")
+    measure = ["measure", "--folder", str(tmp_path)]
+    refused(lambda: main(measure), "failed, status 1")
+    path = PART.machine_in(tmp_path, 1)
+    path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
+    for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
+        refused(partial(main, [*measure, "--inter", speed]), "--inter", told)
 
 
 @pytest.mark.parametrize(
@@ -149,18 +146,6 @@ def test_a_failure_in_the_cluster_is_one_line(
 def test_a_setting_that_cannot_be_is_one_line(candidate: str, told: str, tmp_path: Path) -> None:
     words = ["measure", "--folder", str(tmp_path), "--settings", candidate]
     refused(lambda: main(words), told)
-
-
-def test_links_of_another_speed_are_another_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study_plan, "cluster", lambda _: nullcontext())
-    monkeypatch.setattr(study_plan, "run", lambda *_: 1)
-    path = PART.machine_in(tmp_path, 1)
-    path.write_text(machine_to_json(replace(MACHINE, inter=link("100mbit"))))
-    for speed, told in (("25mbit", "is of NICs of 100mbit, not 25mbit"), ("25", "is no rate")):
-        words = ["measure", "--folder", str(tmp_path), "--inter", speed]
-        refused(partial(main, words), "--inter", told)
 
 
 @pytest.mark.slow("imports matplotlib")

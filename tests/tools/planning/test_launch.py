@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +13,7 @@ from paro.planning.machine.machine import Nic
 from paro.training.dry_run import PlannedRun, plan_run
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
+from tests.tools.test_plan import planned
 from tools.plan import main
 
 SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --bf16"
@@ -24,13 +23,6 @@ MEASURED = (
     "--paro-machine examples/measured/steps-100mbit/steps-per-rank-deep-1.json --num-layers 2 "
     "--hidden-size 64 --num-attention-heads 4 --vocab-size 64 --seq-length 32 --world-size 8"
 )
-
-
-def planned(tmp_path: Path, flags: str) -> dict[str, Any]:
-    path = tmp_path / "plan.json"
-    main([*flags.split(), "--json", str(path)])
-    fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return fields
 
 
 def dry_run(lines: list[str]) -> PlannedRun:

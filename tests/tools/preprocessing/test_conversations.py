@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from data.indexed_dataset import IndexedDataset
 from tests.data.test_hugging_face_tokenizer import byte_level, write
+from tests.helpers.commands import write_lines
 from tests.helpers.refusals import refused
 from tools.preprocess_data import main
 from tools.preprocessing.conversations import chat_template_of
@@ -58,11 +58,6 @@ def folder_with(folder: Path, template: str | None, **fields: Any) -> Path:
     return path
 
 
-def lines(path: Path, *entries: Any) -> Path:
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return path
-
-
 def preprocess(source: Path, tokenizer: Path, *more: str) -> None:
     words = ["--input", str(source), "--output-prefix", str(source.parent / "out"), "--workers"]
     kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
@@ -82,7 +77,7 @@ def written(prefix: Path, tokenizer: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
 def test_answers_are_what_the_template_says(tmp_path: Path, template: str, after: str) -> None:
     tokenizer = folder_with(tmp_path, template)
-    source = lines(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK[1:3], "id": 5})
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK[1:3], "id": 5})
     preprocess(source, tokenizer, "--partitions", "2")
     turns = [f"{BEGIN}{m['role']}\n{m['content']}{END}\n" for m in TALK]
     assert written(tmp_path / "out_messages_document", tokenizer) == [
@@ -97,8 +92,10 @@ def test_answers_are_what_the_template_says(tmp_path: Path, template: str, after
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_of_a_prompt_nothing_is_answered(tmp_path: Path, template: str) -> None:
     tokenizer = folder_with(tmp_path, template)
-    entries = [{"p": "x?", "c": "return x"}, {"p": TALK[:4], "c": TALK[4:]}]
-    preprocess(lines(tmp_path / "a.jsonl", *entries), tokenizer, "--json-keys", "p", "c")
+    source = write_lines(
+        tmp_path / "a.jsonl", {"p": "x?", "c": "return x"}, {"p": TALK[:4], "c": TALK[4:]}
+    )
+    preprocess(source, tokenizer, "--json-keys", "p", "c")
     (one, other) = written(tmp_path / "out_p_c_document", tokenizer)
     assert one[0] == f"{BEGIN}user\nx?{END}\n{BEGIN}assistant\nreturn x{END}\n"
     assert [one[1].strip(), other[1].strip()] == [f"return x{END}", f"f(x){END}"]
@@ -134,19 +131,20 @@ def test_a_bad_conversation_is_named_or_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, entry: Any, told: str
 ) -> None:
     tokenizer = folder_with(tmp_path, template)
-    good = {"messages": TALK[1:3]}
-    bad = lines(tmp_path / "a.jsonl", *([good, entry] if template in (PLAIN, MARKED) else [entry]))
-    line = "line 2" if template in (PLAIN, MARKED) else "line 1"
-    refused(lambda: preprocess(bad, tokenizer), f"{bad}, {line} ... {told}")
+    is_usable = template in (PLAIN, MARKED)
+    good = [{"messages": TALK[1:3]}] * is_usable
+    bad = write_lines(tmp_path / "a.jsonl", *good, entry)
+    line = f"{bad}, line {2 if is_usable else 1}"
+    refused(lambda: preprocess(bad, tokenizer), f"{line} ... {told}")
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "tokenizer"}
-    if line == "line 2":
+    if is_usable:
         preprocess(bad, tokenizer, "--skip-malformed")
-        assert f"skipped 1 malformed documents: {bad}, line 2" in capsys.readouterr().out
+        assert f"skipped 1 malformed documents: {line}" in capsys.readouterr().out
         assert len(written(tmp_path / "out_messages_document", tokenizer)) == 1
 
 
 def test_tokenizers_without_a_template_or_with_code_are_refused(tmp_path: Path) -> None:
-    source = lines(tmp_path / "a.jsonl", {"messages": TALK})
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK})
     run = partial(preprocess, source)
     refused(lambda: run(folder_with(tmp_path, None)), "--tokenizer-model ... chat_template.jinja")
     code = folder_with(tmp_path, PLAIN, auto_map={"AutoTokenizer": ["own.Tokenizer", None]})

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from data import corpus
 from data.corpus import read_batches
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for_vocab
 from data.sources import find_pieces
 from data.tokenizer import NullTokenizer
 from data.tokenizer_config import TokenizerConfig
 from tests.helpers.refusals import refused
 from tools.preprocessing import encode as module
-from tools.preprocessing.encode import EncodingPlan, Tally, encode, encode_all, tasks_of
+from tools.preprocessing.encode import EncodingPlan, Tally, encode, tasks_of
 
 CONFIG = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=11)
 PLAN = EncodingPlan(tokenizer=CONFIG, keys=("text",), append_eod=True)
@@ -44,24 +41,6 @@ def test_ids_outside_the_vocabulary_are_refused(
     refused(lambda: encode(PLAN, batch), f"{path}, line 1 ... token id {token},")
     monkeypatch.setattr(module, "tokenizer_of", lambda config: Wrong(10))  # the last one
     assert encode(PLAN, batch).by_key[0].ids.tolist() == [1, 10, 10]
-
-
-@pytest.mark.parametrize("place", [0, 299], ids=["first", "last"])
-def test_a_long_text_with_a_bad_part_leaves_no_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
-) -> None:
-    monkeypatch.setattr(corpus, "TEXT_BYTES", 64)
-    (tmp_path / "a.txt").write_bytes(b"12\n" * place + b"1\xe9\n" + b"12\n" * (299 - place))
-    (tmp_path / "b.txt").write_bytes(b"3\n" * 100)
-    plan = replace(PLAN, skip_malformed=True)
-    batches = read_batches(find_pieces([tmp_path]), plan.keys, skip_malformed=True)
-    with IndexedDatasetWriter(tmp_path / "x", dtype_for_vocab(11)) as writer:
-        tally = Tally()
-        for batch in encode_all(plan, list(batches)):
-            writer.add_documents(batch.by_key[0])
-            tally += batch.tally
-    assert [ids.tolist() for ids in IndexedDataset(tmp_path / "x")] == [[*[3] * 100, 10]]
-    assert (writer.num_documents, tally.documents, tally.skipped) == (1, 1, 1)
 
 
 def test_small_texts_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tests.tools.test_draw_profile import drawn_of, write_trace
 from tools.draw_profile import main
@@ -71,13 +72,8 @@ def on_gpu(name: str, start: float, end: float, stream: int, cat: str = "kernel"
     """Work of a GPU from `start` to `end`, in ms."""
     args = {} if cat == "gpu_user_annotation" else {"device": 0, "stream": stream}
     place = {"pid": 0, "tid": stream, "args": {"External id": 1, **args}}
-    return {
-        "ph": "X",
-        "cat": cat,
-        "name": name,
-        "ts": 1e3 * start,
-        "dur": 1e3 * (end - start),
-    } | place
+    times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
+    return {"ph": "X", "cat": cat, "name": name, **times, **place}
 
 
 def gpu_events() -> list[dict[str, Any]]:
@@ -103,10 +99,10 @@ def gpu_events() -> list[dict[str, Any]]:
     ]
 
 
-def test_every_figure_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "gpu.json", *gpu_events(), rank=3)
     file = tmp_path / "figures.json"
-    main([str(trace), "--json", str(file)])
+    told = printed(main, trace, "--json", file)
     written = json.loads(file.read_text())
     assert written["device"] == "cuda"
     (found,) = written["ranks"]
@@ -133,7 +129,6 @@ def test_every_figure_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert set(kernels[2:4]) == {(FLASH, ATTENTION, 1), (ADD, ELEMENTWISE, 1)}
     assert kernels[4:] == [(ADD, OPTIMIZER, 1), (COPY, COPIES, 1)]
 
-    told = capsys.readouterr().out
     assert "rank 3: 50.000 ms a step (mean of 2); the GPU is busy for 78.0%" in told
     assert "stream 7 computes; it is idle for 18.500 ms a step (37.0%), in 3 gaps" in told
     assert "NCCL 17.500 ms a step, of these exposed: 7.500 ms" in told

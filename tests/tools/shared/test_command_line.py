@@ -8,7 +8,6 @@ import pytest
 
 from paro.errors import UserError
 from tests.helpers.refusals import refused
-from tests.helpers.scripts import run_script
 from tools.shared.command_line import Parser, RankParser
 
 
@@ -21,24 +20,6 @@ def test_a_mistake_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "tool.py: error: two lines\n"
     refused(lambda: parser.parse_args(["measure", "--rounds", "many"]), "argument --rounds")
     refused(lambda: parser.parse_args(["measure", "--\x1b[2J"]), "\\x1b[2J")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "tool",
-    [
-        "bench/bench_model",
-        "convert_checkpoint",
-        "generate",
-        "inspect_checkpoint",
-        "inspect_dataset",
-    ],
-)
-def test_a_script_prints_the_line_and_leaves_with_status_2(tool: str) -> None:
-    done = run_script([f"tools/{tool}.py", "--no-such-flag"])
-    assert refused(done)
-    assert done.stderr.startswith(f"{Path(tool).name}.py: error: ")
-    assert done.stdout == ""
 
 
 def test_flags_are_whole_and_a_description_keeps_its_lines(

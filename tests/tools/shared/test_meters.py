@@ -29,8 +29,6 @@ nic1:4294967296    10      0    0    0     0          0         0 8589934592   2
 def test_the_bytes_that_left_are_read_and_not_those_that_came() -> None:
     assert sent_bytes(("nic0", "nic1"), TABLE) == {"nic0": 2500, "nic1": 2**33}
 
-
-def test_an_interface_that_is_not_there_is_the_user_s_mistake() -> None:
     refused(lambda: sent_bytes(("nic7",), TABLE), "GLOO_SOCKET_IFNAME ... nic7, ... lo,")
 
 

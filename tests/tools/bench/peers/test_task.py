@@ -11,16 +11,12 @@ from tools.bench.peers.task import state_bytes
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def test_a_storage_counts_once_and_whole() -> None:
-    flat = torch.zeros(100, dtype=torch.bfloat16)
-    other = torch.zeros(7)
-    assert state_bytes([flat[:10], flat[50:], other, other.view(7, 1)]) == 200 + 28
-
-
-def test_scalars_and_given_up_storages_do_not_count() -> None:
+def test_a_storage_counts_once_and_whole_unless_it_is_given_up_or_a_scalar() -> None:
+    flat, other = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(7)
     given_up = torch.zeros(100)
     given_up.untyped_storage().resize_(0)
-    assert state_bytes([torch.tensor(3.0), given_up]) == 0
+    held = [flat[:10], flat[50:], other, other.view(7, 1), torch.tensor(3.0), given_up]
+    assert state_bytes(held) == 200 + 28
 
 
 def test_an_fp32_parameter_is_its_own_master() -> None:

@@ -10,56 +10,43 @@ import pytest
 
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Workload
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import workload as make_case
+from tests.paro.planning.cases import workload
 from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare, setting_of
 from tools.bench.planning.steps_page import Chapter
 from tools.bench.study_plan import chapters_of
 
 NAMES = ("NNI", "IIG", "GGG")
+ALL_ROUNDS = {"round": 1, "turn": 1, "peak_in_use": None, "exposed": {}}
 
 
-@pytest.fixture
-def workload() -> Workload:
-    return make_case()
-
-
-def measured(workload: Workload, factors: dict[str, float]) -> list[list[dict[str, Any]]]:
+def measured(factors: dict[str, float]) -> list[list[dict[str, Any]]]:
     """Measurements of one turn, if the planner were wrong by these factors."""
-    estimator = Estimator(workload)
-    return [
-        [
-            {
-                "setting": f"{name}@native",
-                "round": 1,
-                "turn": 1,
-                "seconds": factor
-                * estimator.estimate(workload.candidate(workload.strategy(name))).seconds,
-                "peak_in_use": None,
-                "exposed": {},
-            }
-        ]
-        for name, factor in factors.items()
-    ]
+    estimator = Estimator(workload())
+    rows = []
+    for name, factor in factors.items():
+        candidate = workload().candidate(workload().strategy(name))
+        seconds = factor * estimator.estimate(candidate).seconds
+        rows.append([{"setting": f"{name}@native", "seconds": seconds, **ALL_ROUNDS}])
+    return rows
 
 
-def test_what_was_predicted_has_no_error(workload: Workload) -> None:
-    found = compare(workload, measured(workload, dict.fromkeys(NAMES, 1.0)))
+def test_what_was_predicted_has_no_error() -> None:
+    found = compare(workload(), measured({"NNI": 1.0, "IIG": 1.0, "GGG": 1.0}))
     assert found.worst_error == pytest.approx(0.0, abs=1e-9)
     assert not any(pair.is_wrong for pair in found.pairs())
     assert set(found.choices) == {1.0}
 
 
-def test_errors_are_of_what_was_measured(workload: Workload) -> None:
-    found = compare(workload, measured(workload, {"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
+def test_errors_are_of_what_was_measured() -> None:
+    found = compare(workload(), measured({"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
     assert [round(row.error, 3) for row in found.rows] == [-0.5, 0.0, 0.25]
     assert found.median_error == pytest.approx(0.25)
 
 
-def test_a_pair_in_the_wrong_order_is_found_and_costs_auto(workload: Workload) -> None:
-    found = compare(workload, measured(workload, {"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
+def test_a_pair_in_the_wrong_order_is_found_and_costs_auto() -> None:
+    found = compare(workload(), measured({"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
     wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
     assert ("GGG", "IIG") in wrong
     assert max(found.choices) > 2
@@ -98,19 +85,19 @@ def test_a_pair_is_clear_if_it_differs_in_three_of_four_turns() -> None:
         assert pair.is_clear == clear
 
 
-def test_what_rotates_is_compared_as_such_and_chosen_by_nobody(workload: Workload) -> None:
-    ((gathered,),) = measured(workload, {"IIG": 1.0})
+def test_what_rotates_is_compared_as_such_and_chosen_by_nobody() -> None:
+    ((gathered,),) = measured({"IIG": 1.0})
     for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
-        found = compare(workload, [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
+        found = compare(workload(), [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
         assert found.rows[0].strategy == name
         assert found.rows[0].predicted > gathered["seconds"]  # of the gathering strategy
         assert found.choices == ()
 
 
-def test_fewer_bits_are_compared_as_such(workload: Workload) -> None:
-    found = setting_of(workload, "IIG@native+4-bit")
+def test_fewer_bits_are_compared_as_such() -> None:
+    found = setting_of(workload(), "IIG@native+4-bit")
     assert (found.inter_bits, found.materialize) == (4, Materialize.GATHER)
-    assert setting_of(workload, "IIG@native").inter_bits is None
+    assert setting_of(workload(), "IIG@native").inter_bits is None
 
 
 @pytest.mark.parametrize(

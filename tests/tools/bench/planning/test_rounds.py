@@ -13,13 +13,8 @@ from tools.bench.planning.rounds import median_machine, median_row
 
 def test_a_row_is_the_median_of_its_rounds_and_the_largest_peak() -> None:
     rounds = [
-        {
-            "setting": "IIG@native",
-            "seconds": seconds,
-            "peak_in_use": peak,
-            "exposed": {"gather": 10 * seconds},
-        }
-        for seconds, peak in ((3.0, None), (1.0, 9), (2.0, 7))
+        {"setting": "IIG@native", "seconds": x, "peak_in_use": peak, "exposed": {"gather": 10 * x}}
+        for x, peak in ((3.0, None), (1.0, 9), (2.0, 7))
     ]
     found = median_row(rounds)
     assert (found["setting"], found["seconds"]) == ("IIG@native", 2.0)
@@ -29,30 +24,18 @@ def test_a_row_is_the_median_of_its_rounds_and_the_largest_peak() -> None:
 
 
 def timed(num_bytes: int, seconds: float) -> Measured:
-    return Measured(
-        axes=Axes.INTRA,
-        op=Op.ALL_GATHER,
-        algorithm="native",
-        bytes=num_bytes,
-        seconds=seconds,
-        cpu_seconds=2 * seconds,
-    )
+    what = {"axes": Axes.INTRA, "op": Op.ALL_GATHER, "algorithm": "native", "bytes": num_bytes}
+    return Measured(**what, seconds=seconds, cpu_seconds=2 * seconds)
 
 
 def test_a_machine_is_the_median_of_its_files() -> None:
-    rounds = [
-        machine(
-            inter=10 * factor,
-            device=replace(
-                DEVICE,
-                sustained_flops=factor * 1e12,
-                attention_flops=factor * 1e12 if factor > 1 else None,
-                piece_seconds=factor,
-            ),
-            measured=(timed(64, factor), *([timed(128, 1.0)] if factor < 3 else [])),
-        )
-        for factor in (1.0, 3.0, 2.0)
-    ]
+    rounds = []
+    for factor in (1.0, 3.0, 2.0):
+        device = replace(DEVICE, sustained_flops=factor * 1e12, piece_seconds=factor)
+        if factor > 1:
+            device = replace(device, attention_flops=factor * 1e12)
+        measured = (timed(64, factor), *[timed(128, 1.0)] * (factor < 3))
+        rounds.append(machine(inter=10 * factor, device=device, measured=measured))
     found = median_machine(rounds)
     assert found.measured == (timed(64, 2.0),)  # values that one of the files lacks are left out
     assert found.inter == speed(20)
