@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.job import ITERATIONS, Job, Run
+from tests.faults.job import ITERATIONS, Job, Pause, Run
 
 FAILED = pytest.StashKey[bool]()
 RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenarios are kept
@@ -50,7 +50,7 @@ class Scenario:
 
     def paused(self, target: str, call: int, *flags: object, at: int = 0, **how: Any) -> Job:
         """A job of which `at` ranks (0: all) are paused in a call; the fault strikes now."""
-        pause = self.run.pause(target, call=call, only=how.pop("only", None))
+        pause = Pause(self.run.root, target, call, how.pop("only", None))
         before = [pause.also(other) for other in how.pop("before", [])] or [pause]
         job = self.start(*flags, before=before, **how)
         job.wait_for(lambda: pause.ranks() == (at or self.ranks))

@@ -35,23 +35,21 @@ LIMIT_SECONDS = 60.0  # the least that --distributed-timeout-minutes takes
 _START_SECONDS = 90.0  # on a busy machine
 
 
+@dataclass(frozen=True, slots=True)
 class Pause:
     """For `before`: the ranks stop where they call a function, until `Run.release`."""
 
-    def __init__(
-        self, folder: Path, target: str, *, call: int = 1, only: int | None = None
-    ) -> None:
-        self._folder = folder
-        self._only = only  # rank
-        self._target = target  # "package.module:Class.function"
-        self._call = call
+    folder: Path
+    target: str  # "package.module:Class.function"
+    call: int = 1
+    only: int | None = None  # rank
 
     def also(self, before: Callable[[], None]) -> Callable[[], None]:
         """For `before`: another one, then this."""
         return partial(_both, before, self)
 
     def __call__(self) -> None:
-        module, _, name = self._target.partition(":")
+        module, _, name = self.target.partition(":")
         owner: Any = importlib.import_module(module)
         *parts, last = name.split(".")
         for part in parts:
@@ -60,9 +58,9 @@ class Pause:
 
         def paused(*args: Any, **named: Any) -> Any:
             rank = os.environ.get("RANK", "0")
-            if next(calls) == self._call and self._only in (None, int(rank)):
-                (self._folder / f"paused_{rank}").touch()
-                while not (self._folder / "released").exists():
+            if next(calls) == self.call and self.only in (None, int(rank)):
+                (self.folder / f"paused_{rank}").touch()
+                while not (self.folder / "released").exists():
                     time.sleep(0.01)
             return original(*args, **named)
 
@@ -70,7 +68,7 @@ class Pause:
 
     def ranks(self) -> int:
         """How many ranks are there."""
-        return len(list(self._folder.glob("paused_*")))
+        return len(list(self.folder.glob("paused_*")))
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -99,9 +97,6 @@ class Run:
     def release(self) -> None:
         """Lets the paused ranks continue."""
         (self.root / "released").touch()
-
-    def pause(self, target: str, *, call: int = 1, only: int | None = None) -> Pause:
-        return Pause(self.root, target, call=call, only=only)
 
     def saved(self) -> int:
         """The iteration to resume from; fails unless it and all others are complete."""

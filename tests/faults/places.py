@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _NEW_UTS = 0x04000000  # of unshare, in linux/sched.h
@@ -31,11 +32,11 @@ def other_host() -> None:
     _LIBC.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+@dataclass(frozen=True, slots=True)
 class Node:
     """For `before`: the script runs in a network namespace."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __call__(self) -> None:
         descriptor = os.open(f"/run/netns/{self.name}", os.O_RDONLY)
@@ -49,14 +50,14 @@ class Node:
         self.ip("link", "set", "nic", state)
 
 
+@dataclass(frozen=True, slots=True)
 class Printing:
     """For `before`: standard output is a file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
 
     def __call__(self) -> None:
-        os.dup2(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
 
 
 @contextmanager

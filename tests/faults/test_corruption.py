@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,21 +14,21 @@ from tests.faults.conftest import Scenario
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
 
+@dataclass(frozen=True, slots=True)
 class FlippedBit:
     """For `before`: after a step, a bit of rank 1's memory has flipped."""
 
-    def __init__(self, step: int, state: str) -> None:
-        self._step = step
-        self._state = state
+    step: int
+    state: str
 
     def __call__(self) -> None:
         from paro.training import loop
 
-        step = loop.train_step
+        train_step = loop.train_step
 
         def stepped(training: Any, state: Any, *args: Any, **named: Any) -> Any:
-            result = step(training, state, *args, **named)
-            if os.environ["RANK"] == "1" and state.iteration == self._step:
+            result = train_step(training, state, *args, **named)
+            if os.environ["RANK"] == "1" and state.iteration == self.step:
                 self._flip(training)
             return result
 
@@ -36,9 +37,9 @@ class FlippedBit:
     def _flip(self, training: Any) -> None:
         training.model.wait_for_updated_params()
         values = training.model.units[1].param_shard
-        if self._state != "params":
+        if self.state != "params":
             states = training.optimizer.flat_shards()
-            values = next(shard.values for shard in states if shard.state == self._state)
+            values = next(shard.values for shard in states if shard.state == self.state)
         values.view(torch.uint8)[1234] ^= 4
 
 

@@ -33,10 +33,7 @@ def test_truncated_data(
     scenario.strikes()
     scenario.ends(scenario.start(*corpus, plain=True), [2], f"corpus{suffix}", within=30.0)
     path.write_bytes(whole)
-    scenario.strikes()
-    again = scenario.start(*corpus, plain=True)
-    scenario.next_step(again, 5)
-    assert again.end(30.0) == [0]
+    goes_on(scenario, scenario.run, corpus, 5)
     is_like(scenario.run, undisturbed(tmp_path, corpus))
 
 
@@ -56,10 +53,7 @@ def test_data_cut_short_in_a_step(
     if suffix == ".bin":
         paths[0].write_bytes(contents[0])
     assert scenario.run.saved() == 6
-    scenario.strikes()
-    again = scenario.start(*corpus, plain=True)
-    scenario.next_step(again, 7)
-    assert again.end(30.0) == [0]
+    goes_on(scenario, scenario.run, corpus, 7)
     is_like(scenario.run, undisturbed(tmp_path, corpus))
 
 
@@ -76,11 +70,17 @@ def test_a_stuck_builder_of_indices(
     scenario.ends(waiting, [1], told, within=LIMIT_SECONDS + 20)
     scenario.run.release()
     assert builder.end(30.0) == [0]
-    scenario.strikes()
-    again = other.start(*corpus, ranks=1, plain=True)
-    scenario.next_step(again, 1)
-    assert again.end(30.0) == [0]
+    goes_on(scenario, other, corpus, 1)
     is_like(other, scenario.run)
+
+
+def goes_on(scenario: Scenario, run: Run, corpus: list[object], step: int) -> None:
+    """The next start begins with this step and trains to the end."""
+    scenario.strikes()
+    again = run.start(*corpus, ranks=1, plain=True)
+    scenario.jobs.append(again)
+    scenario.next_step(again, step)
+    assert again.end(30.0) == [0]
 
 
 def undisturbed(folder: Path, corpus: list[object]) -> Run:

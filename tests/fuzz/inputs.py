@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
 from paro.checkpoint.owner import Owner
+from tests.data.test_tokenizer import sentencepiece_model, write_tik
+from tests.paro.checkpoint.convert.folders import random_tensors
+from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
 from tests.tools.test_draw_profile import write_trace
 
-TEXT = "def f(x):\n    return x  # é\n"
 # Of a run on another host, which was killed.
 OWNER = asdict(replace(Owner.this_process(), host="node7", boot_id="another boot")) | {
     **{"heartbeat": 5, "released": False}
-}
-PARAMS = {"dim": 8, "n_layers": 1, "n_heads": 2, "norm_eps": 1e-5, "vocab_size": -1}
-SHAPES = {
-    "tok_embeddings.weight": (32, 8),
-    "norm.weight": (8,),
-    "output.weight": (32, 8),
-    "layers.0.attention_norm.weight": (8,),
-    "layers.0.ffn_norm.weight": (8,),
-    **{f"layers.0.attention.w{part}.weight": (8, 8) for part in "qkvo"},
-    "layers.0.feed_forward.w1.weight": (12, 8),
-    "layers.0.feed_forward.w2.weight": (8, 12),
-    "layers.0.feed_forward.w3.weight": (12, 8),
 }
 
 
@@ -44,6 +29,8 @@ def add_inputs(place: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
     write_trace(place / "trace.json")
+    write_tik(place / "ranks.tiktoken")
+    save_meta(place / "meta", random_tensors(CONFIG), 1, by_vocab=False)
     for suffix in ("idx", "bin"):
         shutil.copy(place / f"corpus_text_document.{suffix}", place / f"words.{suffix}")
     words = TokenizerConfig(
@@ -79,32 +66,13 @@ def _move_partitions(place: Path) -> None:
 @cache
 def _made() -> dict[str, bytes]:
     """Contents by name, made once per process."""
-    import sentencepiece
     from tokenizers import pre_tokenizers
 
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 3),
-        model_writer=model,
-        vocab_size=280,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    pieces = [*(bytes([byte]) for byte in range(256)), b"re", b"return"]
-    ranks = [f"{base64.b64encode(piece).decode()} {rank}\n" for rank, piece in enumerate(pieces)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: number for number, piece in enumerate([*alphabet, "12", "<|endoftext|>"])}
-    torch.manual_seed(0)
-    tensors: dict[str, Tensor] = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    weights = io.BytesIO()
-    torch.save(tensors, weights)
     return {
-        "spm.model": model.getvalue(),
-        "ranks.tiktoken": "".join(ranks).encode(),
+        "spm.model": sentencepiece_model(),
         "gpt2/vocab.json": json.dumps(vocabulary).encode(),
         "gpt2/merges.txt": b"#version: 0.2\n1 2\n",
-        "meta/params.json": json.dumps(PARAMS).encode(),
-        "meta/consolidated.00.pth": weights.getvalue(),
         "prompts.txt": b"1 2 3\n4 5\n",
     }

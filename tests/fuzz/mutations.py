@@ -22,39 +22,18 @@ from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 Mutation = Callable[[Path, Random], None]
 
 LONG = "x" * 5000
+ODD = ("\x1b[2J\x1b[31mred", "\u202egnp.exe", "ä")  # what a terminal may obey, and no ASCII
 DEEP = "[" * 3000 + "]" * 3000
 # What a field of JSON or the value of a flag may be instead.
 LEAVES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 10**6, 10**9, 10**12, 10**30, 1e308, -1e308, 0.5),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        " ",
-        LONG,
-        "\x1b[2J\x1b[31mred",
-        "\u202egnp.exe",
-        "ä",
-        "../..",
-    ),
-    *([], {}, [[[]]], {"": {}}),
+    *(float("nan"), float("inf"), [], {}, [[[]]], {"": {}}),
+    *("", " ", LONG, "../..", *ODD),
 )
 WORDS = (
     *("", "0", "-1", "1", "2", "3", "16", "1000000", "1000000000000", "1" + "0" * 30),
     *("1e308", "1e-308", "nan", "inf", "1.", "0x10", "1_000"),
-    *(
-        "-inf",
-        "0.5",
-        "x",
-        LONG,
-        "\x1b[2J\x1b[31mred",
-        "\u202egnp.exe",
-        "ä",
-        "1,2",
-        "0:1",
-        "--",
-        "%s",
-    ),
+    *("-inf", "0.5", "x", LONG, "1,2", "0:1", "--", "%s", *ODD),
 )
 
 
@@ -98,34 +77,18 @@ def zero_a_block(path: Path, draw: Random) -> None:
     path.write_bytes(content)
 
 
-def make_a_folder(path: Path, draw: Random) -> None:
+def replace_by_no_file(path: Path, draw: Random) -> None:
+    """By a folder, a pipe, a link to itself or to endless zeros, or by nothing."""
+    links = [partial(path.symlink_to, target) for target in (path.name, "/dev/zero")]
+    make = draw.choice((path.mkdir, partial(os.mkfifo, path), *links, None))
     path.unlink()
-    path.mkdir()
-
-
-def link_to_itself(path: Path, draw: Random) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def make_a_fifo(path: Path, draw: Random) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def link_to_endless_zeros(path: Path, draw: Random) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def remove(path: Path, draw: Random) -> None:
-    path.unlink()
+    if make is not None:
+        make()
 
 
 BYTES: tuple[Mutation, ...] = (
     *(flip_bits, flip_bits, truncate, empty, extend, replace_all, overwrite_a_number),
-    *(overwrite_a_number, zero_a_block, make_a_folder, link_to_itself, make_a_fifo),
-    *(link_to_endless_zeros, remove),
+    *(overwrite_a_number, zero_a_block, *[replace_by_no_file] * 5),
 )
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from paro.strategy import legal_letters
-from tests.gpu import one_gpu
 from tests.gpu.one_gpu import RANKS, NcclRefusedError, on_ranks, train_cases, train_on_threads
-from tests.helpers.ranks import RankError
 from tests.helpers.training import Trained
 from tests.paro.test_parity import assert_same
 
@@ -61,19 +59,3 @@ def test_ranks_on_one_gpu_train_as_one_process_does(record_property: Record) -> 
 def test_the_same_on_cpu_ranks() -> None:
     cases = [CASES[0], f"--paro-strategy NIG {HO_RING}", ROTATED, OF_ADAMW[-1], *OF_MUON[1:]]
     check("gloo", cases)
-
-
-def test_a_refusal_of_nccl_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
-
-    def refused(*_: object, **__: object) -> None:
-        raise RankError(f"rank 1 of 4 failed\nTraceback\nLast error:\n{refusal}\n")
-
-    monkeypatch.setattr(one_gpu, "run_ranks", refused)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
-    with pytest.raises(NcclRefusedError) as failure:
-        on_ranks(train_cases, RANKS, timeout=1.0)
-    assert str(failure.value) == (
-        "NCCL 2.29.7 refuses several ranks on one GPU, although each has its own NCCL_HOSTID: "
-        + refusal
-    )
