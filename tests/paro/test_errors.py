@@ -94,6 +94,7 @@ def test_about_keeps_the_kind_of_a_mistake() -> None:
         raise OwnError("speed is missing")
 
 
+ASKED = "where 20.00 MiB were asked for and 1.20 GiB were free"
 ON_DEVICE = """CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of \
 139.80 GiB of which 1.20 GiB is free. If reserved but unallocated memory is large try setting \
 PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
@@ -102,10 +103,7 @@ PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            torch.OutOfMemoryError(ON_DEVICE),
-            "out of device memory, where 20.00 MiB were asked for and 1.20 GiB were free",
-        ),
+        (torch.OutOfMemoryError(ON_DEVICE), f"out of device memory, {ASKED}"),
         (MemoryError(), "out of host memory"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors"), "out of device memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of host memory"),

@@ -81,7 +81,7 @@ FULL = "--recompute-granularity full"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file x"
 ROPE = "--use-rope-scaling"
 SELECTIVE = "--recompute-granularity selective"
-CORPUS = "--data-path corpus"
+CORPUS, STEPS = "--data-path corpus", "--step-batch-size-schedule"
 PROFILE = "--profile --tensorboard-dir board"
 TRAIN = "--train-data-path corpus"
 VALID = f"{TRAIN} --valid-data-path corpus"
@@ -151,11 +151,7 @@ REPLACED = {
     "multiple_validation_sets": (("mock-data",), VALID, f"{VALID} --multiple-validation-sets"),
     "per_split_data_args_path": (("mock-data",), CORPUS, "--per-split-data-args-path splits.json"),
     "merge_file": ((), f"{GPT2} --merge-file a", f"{GPT2} --merge-file b"),
-    "step_batch_size_schedule": (
-        ("global-batch-size",),
-        "",
-        "--step-batch-size-schedule 0:8,1K:16",
-    ),
+    "step_batch_size_schedule": (("global-batch-size",), "", f"{STEPS} 0:8,1K:16"),
     "sft": (("mock-data",), CORPUS, f"{CORPUS} --sft"),
     "test_data_path": (("mock-data",), TRAIN, f"{TRAIN} --test-data-path corpus"),
     "train_data_path": (("mock-data",), "--data-path corpus", TRAIN),

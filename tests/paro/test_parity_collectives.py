@@ -24,9 +24,7 @@ from tests.paro.test_parity import assert_formulas, assert_same, flags_for
 
 GROUP_SIZE = 4
 PIPELINE = "pipeline"  # ho-ring as it runs under nccl
-CROSSING_BOTH = [
-    *(("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring"), ("IIG", PIPELINE)),
-]
+CROSSING_BOTH = [("NIG", "ho-ring"), ("IGG", "h-ring"), ("NNG", "ring"), ("IIG", PIPELINE)]
 
 
 def train_in_pieces(cases: Sequence[str]) -> list[Trained]:

@@ -52,8 +52,6 @@ def megatrons(config: ScheduleConfig) -> Any:
 
 
 GROWS = {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_samples": 1000}
-
-
 CURVES: list[dict[str, Any]] = [
     *({"lr_decay_style": style} for style in DECAY_STYLES if style != "WSD"),
     {"lr_decay_style": "inverse-square-root", "min_lr": 0.4},

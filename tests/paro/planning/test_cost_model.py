@@ -13,7 +13,6 @@ from paro.planning.cost_model import (
     traffic_per_step,
 )
 from paro.precision import PrecisionConfig
-from paro.strategy import legal_letters
 from paro.training.placement import describe_placement
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
@@ -44,10 +43,6 @@ def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
     return (
         UnitSize(name="all", trainable_numel=numel, frozen_numel=frozen, gathers_per_micro_batch=2),
     )
-
-
-def test_the_table_has_every_legal_strategy() -> None:
-    assert set(PUBLISHED_7B) == set(legal_letters())
 
 
 @pytest.mark.parametrize("letters", PUBLISHED_7B)

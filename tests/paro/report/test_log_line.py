@@ -6,7 +6,6 @@ from datetime import datetime
 
 import pytest
 
-from paro.report.log import Log
 from paro.report.log_line import arguments_block, iteration_line, validation_block
 from paro.report.record import IterationRecord, Validation, summarize
 from tests.paro.report import test_report
@@ -112,11 +111,3 @@ def test_arguments_are_sorted_and_dotted() -> None:
         "  Zeta " + "." * 44 + " None",
         "-------------------- end of arguments ---------------------",
     ]
-
-
-def test_first_and_last_rank_speak_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in range(3):
-        log = Log(rank=rank, world_size=3)
-        log.log0(f"first: {rank}")
-        log.log_last(f"last: {rank}")
-    assert capsys.readouterr().out == "first: 0\nlast: 2\n"

@@ -37,14 +37,6 @@ def test_numbers_are_whole_or_null_and_lines_are_there_at_once(tmp_path: Path) -
     assert null["lm_loss"] is null["grad_norm"] is None
 
 
-def test_a_resumed_run_repeats_no_iteration(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 8), 0, loss=1.0)
-    write(path, range(6, 11), 5, loss=2.0)
-    assert [line["iteration"] for line in read(path)] == list(range(1, 11))
-    assert [line["lm_loss"] for line in read(path)] == [1.0] * 5 + [2.0] * 5
-
-
 def test_a_resume_at_the_end_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6), 0)

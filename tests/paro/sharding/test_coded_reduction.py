@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.strategy import legal_letters
 from paro.training.dry_run import plan_run
-from paro.training.step import Training
+from paro.training.step import FORGOTTEN_AFTER, Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
 from tests.helpers.training import train
@@ -106,10 +107,7 @@ AUTO, LOCAL = "--paro-inter-bits auto", "--non-persistent-ckpt-type local"
         (f"{AUTO} --accumulate-allreduce-grads-in-fp32", "contradict each other"),
         (f"{EIGHT} --paro-inter-bits-warmup-iters -1", "-1 is negative"),
         (FEEDBACK, "give --paro-inter-grad-bits 8 or 4 too"),
-        (
-            f"{EIGHT} {FEEDBACK} --paro-survive 1 --paro-strategy III",
-            "and --paro-survive contradict",
-        ),
+        (f"{EIGHT} {FEEDBACK} --paro-survive 1 --paro-strategy III", "--paro-survive contradict"),
         (f"{EIGHT} {FEEDBACK} {LOCAL}", f"and {LOCAL} contradict each other"),
     ],
 )
@@ -152,7 +150,7 @@ def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     assert codes[2] - codes[1] == errors > 0
 
 
-def forget(flags: str, group_size: int) -> list[bool]:
+def forget(flags: str, group_size: int, after: int = FORGOTTEN_AFTER) -> list[bool]:
     """After each step whether something is remembered; the second one's gradients are infinite."""
     remembered: list[bool] = []
 
@@ -171,7 +169,8 @@ def forget(flags: str, group_size: int) -> list[bool]:
         training.model.begin_step = begin_step  # type: ignore[method-assign]
         training.model.finish_gradients = finish_gradients  # type: ignore[method-assign]
 
-    train(flags, group_size=group_size, before=before)
+    with patch("paro.training.step.FORGOTTEN_AFTER", after):
+        train(flags, group_size=group_size, before=before)
     return remembered
 
 
@@ -182,13 +181,7 @@ def _remembers(training: Training) -> bool:
 
 
 @pytest.mark.ranks
-def test_skipped_steps_and_time_make_ranks_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_steps_and_time_make_ranks_forget() -> None:
     (flags,) = coded_flags(GRADS, [("IIG", 4, f"{FEEDBACK} --train-iters 5")], 12)
     assert run_ranks(forget, 2, flags, 1)[0] == [False, True, False, True, True]
-    assert run_ranks(forget_soon, 2, flags, 1)[0] == [False, True, False, True, False]
-
-
-def forget_soon(flags: str, group_size: int) -> list[bool]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paro.training.step.FORGOTTEN_AFTER", 4)
-        return forget(flags, group_size)
+    assert run_ranks(forget, 2, flags, 1, after=4)[0] == [False, True, False, True, False]

@@ -225,10 +225,7 @@ def test_the_plan_for_a_machine_is_printed(capsys: pytest.CaptureFixture[str]) -
             "--paro-strategy NNN --device-memory-gb 30",
             "a rank needs 39.5 GB at the reduction of head, more than --device-memory-gb 30: ",
         ),
-        (
-            "--device-memory-gb 2",
-            "nothing fits the 2 GB of a device, less a margin of 3%: the least",
-        ),
+        ("--device-memory-gb 2", "nothing fits the 2 GB of a device, less a margin of 3%:"),
     ],
 )
 def test_what_does_not_fit_the_machine_is_refused(words: str, told: str) -> None:

@@ -191,8 +191,9 @@ def test_adapters_train_little_and_leave_the_rest() -> None:
     assert all(u.gathers_per_micro_batch == 2 for u in units[1:-1])
 
 
-def test_a_batch_that_does_not_divide_is_refused() -> None:
+def test_batches_that_cannot_be_are_refused() -> None:
     refused(lambda: workload(global_batch_size=100), "--global-batch-size 100 is no multiple of")
+    refused(lambda: workload(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
 
 
 @pytest.mark.parametrize("op", Op)
@@ -313,7 +314,3 @@ def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
     assert degrees == {1, 2, 4, 8, 24, 48}
     assert plan(workload(machine=machine(world_size=48), group_size=24), FEW).best is not None
-
-
-def test_a_micro_batch_has_a_sample() -> None:
-    refused(lambda: workload(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
