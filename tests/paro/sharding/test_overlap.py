@@ -109,6 +109,13 @@ def repeat(flags: str, times: int) -> list[list[tuple[float, float]]]:
     return [[(step.loss, step.grad_norm) for step in run.steps] for run in runs]
 
 
+@pytest.mark.ranks
+def test_busy_lanes_give_the_same_bits_twice() -> None:
+    flags = f"{TINY} --train-iters 6 --global-batch-size 16 --paro-strategy 2,4,8"
+    first, second = run_ranks(repeat, 8, flags, 2)[0]
+    assert first == second
+
+
 @pytest.mark.verify
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["IIG", "GGG"])

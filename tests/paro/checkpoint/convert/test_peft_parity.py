@@ -19,11 +19,12 @@ from paro.config.run import RunConfig
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.resume import Resumed
 from paro.training.step import Training, train_step
+from tests.helpers.commands import write_lines
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
 from tests.paro.training.test_base import start, started, trained
-from tests.tools.preprocessing.test_conversations import MARKED, folder_with, lines, preprocess
+from tests.tools.preprocessing.test_conversations import MARKED, folder_with, preprocess
 from tools.convert_checkpoint import main as convert
 
 pytestmark = pytest.mark.verify  # importing peft takes seconds
@@ -73,8 +74,8 @@ def test_twenty_steps_on_conversations_are_those_of_peft(tmp_path: Path, packs: 
     from transformers import AutoTokenizer
 
     tokenizer = folder_with(tmp_path, MARKED)
-    source = lines(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks()))
-    assert preprocess(source, tokenizer) == 0
+    source = write_lines(tmp_path / "talks.jsonl", *({"messages": talk} for talk in talks()))
+    preprocess(source, tokenizer)
     theirs = AutoTokenizer.from_pretrained(tokenizer)
     found = [
         theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
