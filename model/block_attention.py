@@ -45,9 +45,9 @@ class Partial(NamedTuple):
     out_BSNH: Tensor  # noqa: N815
     lse_BSN: Tensor  # noqa: N815
 
-    def of(self, samples: slice, queries: slice) -> Partial:
-        """The same of some samples and queries, as views."""
-        return Partial(self.out_BSNH[samples, queries], self.lse_BSN[samples, queries])
+    def of(self, *at: slice) -> Partial:
+        """The same of some samples, queries and heads, as views."""
+        return Partial(self.out_BSNH[at], self.lse_BSN[at])
 
     def merge_(self, other: Partial) -> None:
         """Makes this, whose output is fp32, attention to the keys of both."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
-from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.layout import ContextLayout, heads_at_first
 from paro.context_parallel.partwise import GradsOf, See
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
@@ -51,15 +51,20 @@ class GatherTravel:
     def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         whole, event = self._gather(own_2BTKH)
         total = torch.zeros_like(whole, dtype=torch.float32)
-        grads_of(self.place, own_2BTKH)(self._part(total, self.place).view_as(own_2BTKH))
+        home = self._part(total, self.place).view_as(own_2BTKH)
+        first = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
+        now, later = (..., slice(first), slice(None)), (..., slice(first, None), slice(None))
+        grads_of(self.place, own_2BTKH[now], 0)(home[now])
         self._exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
             kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
-            grads_of(source, kv_2BTKH)(self._part(total, source).view_as(own_2BTKH))
+            grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(own_2BTKH))
         with self._exposure.submitting(WaitKind.CONTEXT):
             event = self._collectives.reduce_scatter(total, self._span, torch.float32)
+        share = grads_of(self.place, own_2BTKH[later], first)
         self._exposure.wait(WaitKind.CONTEXT, event)
-        return self._part(total, self.place).view_as(own_2BTKH)
+        share(home[later])
+        return home
 
     def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
         whole = own_2BTKH.new_empty(self.num_places * own_2BTKH.numel())

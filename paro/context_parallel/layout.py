@@ -152,3 +152,12 @@ def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
     shared = keys == 1 and layout.ring == 1
     fitting = (pieces for pieces in (_MOST_PIECES, 2) if queries % pieces == 0)
     return next((pieces for pieces in fitting if shared or keys % pieces == 0), 1)
+
+
+def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:
+    """Of how many heads a rank computes its own share of the gradients at first.
+
+    That of the others follows at the end. Each part is computed while a message travels: keys and
+    values of other ranks in their type, then gradients for other ranks in fp32.
+    """
+    return max(1, num_kv_heads * item_bytes // (item_bytes + 4))

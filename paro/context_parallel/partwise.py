@@ -22,7 +22,8 @@ from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
 
 See = Callable[[int, Tensor], None]  # a place, and its keys and values
 Share = Callable[[Tensor], None]  # adds gradients of a place's keys and values to an fp32 tensor
-GradsOf = Callable[[int, Tensor], Share]
+# The same, from the first of these heads on: the tensor has all, or some in a row.
+GradsOf = Callable[[int, Tensor, int], Share]
 
 
 class Travel(Protocol):
@@ -38,7 +39,10 @@ class Travel(Protocol):
         """Calls `see` for every place, with this rank's `own` first; a tensor lasts one call."""
 
     def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        """Calls `grads_of` for every place; returns the sum of all ranks' shares for `own`."""
+        """Calls `grads_of` for every place and head; the sum of all ranks' shares for `own`.
+
+        This rank's own share comes in two parts, the second while the last sums travel.
+        """
 
     def close(self) -> None:
         """Destroys the process groups; comm streams are closed with the engine's."""
@@ -119,22 +123,29 @@ class _Partwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BTNH, own_2BTKH, *saved = ctx.saved_tensors
         grad_BTNH, whole, mask = grads[0].contiguous(), Partial(*saved), ctx.mask
-        dq_BTNH: list[Tensor] = []
+        dq_BTNH: list[Tensor] = []  # made after a kernel's own buffers are freed
+        group = q_BTNH.shape[2] // own_2BTKH.shape[3]  # query heads of a head of keys and values
 
-        def grads_of(source: int, kv_2BTKH: Tensor) -> Share:
+        def grads_of(source: int, kv_2BTKH: Tensor, first: int) -> Share:
             shares = []
+            heads = slice(group * first, group * (first + kv_2BTKH.shape[3]))
+
+            def compute(samples: slice, queries: slice, keys: slice, *, own: bool) -> None:
+                at = samples, queries, heads
+                k, v = kv_2BTKH[:, samples, keys]
+                given = grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at)
+                dq, *dkv = causal_grads(*given, mask.squares) if own else block_grads(*given)
+                if not dq_BTNH:
+                    dq_BTNH.append(torch.zeros_like(q_BTNH, dtype=torch.float32))
+                dq_BTNH[0][at] += dq
+                shares.append((samples, keys, dkv))
+
             if source == ctx.travel.place:
-                k, v = kv_2BTKH
-                dq, *dkv = causal_grads(grad_BTNH, q_BTNH, k, v, whole, mask.squares)
-                dq_BTNH.append(dq.float())
-                shares.append((slice(None), slice(None), dkv))
+                if heads.start < heads.stop:  # one head leaves none for the second part
+                    compute(slice(None), slice(None), slice(None), own=True)
             else:
-                for samples, queries, keys in mask.rectangles(source):
-                    at = samples, queries
-                    k, v = kv_2BTKH[:, samples, keys]
-                    dq, *dkv = block_grads(grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at))
-                    dq_BTNH[0][at] += dq
-                    shares.append((samples, keys, dkv))
+                for rectangle in mask.rectangles(source):
+                    compute(*rectangle, own=False)
 
             def add(total_2BTKH: Tensor) -> None:
                 for samples, keys, dkv in shares:

@@ -18,17 +18,20 @@
 # Gradients go the same way. Inside a turn the sum begins at the second rank that used the keys,
 # follows them and ends where the turn began; there it joins the sum between groups, which begins in
 # the second group and ends at the owner. What the owner adds stays with it. So sums travel as
-# often as keys do, one step after these: a sum is awaited when the next share is computed.
+# often as keys do, one step after these: a sum is awaited when the next share is computed. For the
+# last one of a ring nothing would be left to compute: of turn 0, and of a turn's own keys in it, a
+# part of the heads is left for then.
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
-from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.layout import ContextLayout, heads_at_first
 from paro.context_parallel.partwise import GradsOf, See, Share
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
@@ -53,52 +56,81 @@ class RingTravel:
         self._outer.close()
 
     def visit(self, own_2BTKH: Tensor, see: See) -> None:
-        for _, source, kv_2BTKH in self._steps(own_2BTKH):
+        for _, source, kv_2BTKH in self._steps(self._held(self._outer, own_2BTKH)):
             see(source, kv_2BTKH)
 
     def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         home = torch.zeros_like(own_2BTKH, dtype=torch.float32)
-        in_group, between = (
-            _Sum(ring, home, self._exposure) for ring in (self._inner, self._outer)
-        )
-        begun: list[Share] = []  # of the turn that is not settled yet
-
-        def settle(turn: int) -> None:
-            shares = [begun.pop(0)] if turn else []
-            if self._inner.size > 1:
-                shares.append(in_group.take_to)
-            if turn:
-                between.add(*shares)
-            else:
-                for share in shares:
-                    share(home)
-
-        for (turn, step), source, kv_2BTKH in self._steps(own_2BTKH):
-            # No name for a share: it would live until the next one has been computed.
-            if step:
-                in_group.add(grads_of(source, kv_2BTKH))
-            elif turn:
-                begun.append(grads_of(source, kv_2BTKH))
-                settle(turn - 1)
-            else:
-                grads_of(source, kv_2BTKH)(home)
-        settle(self._outer.size - 1)
-        if self._outer.size > 1:
-            between.take_to(home)
+        if self._outer.size == 1:
+            self._collect_own(own_2BTKH, 0, home, grads_of)
+            return home
+        between = _Sum(self._outer, home, self._exposure)
+        now, later = _in_two(own_2BTKH)
+        turns = self._held(self._outer, own_2BTKH)
+        next(turns)
+        self._collect_own(own_2BTKH[now], 0, home[now], grads_of)
+        self._collect_others(turns, home, between, grads_of)
+        self._collect_own(own_2BTKH[later], own_2BTKH[now].shape[3], home[later], grads_of)
+        between.take_to(home)
         return home
 
-    def _steps(self, own_2BTKH: Tensor) -> Iterator[tuple[tuple[int, int], int, Tensor]]:
+    def _collect_others(
+        self, turns: Iterator[Tensor], home: Tensor, between: _Sum, grads_of: GradsOf
+    ) -> None:
+        """The turns after turn 0; the sum between groups is on its way home at the end."""
+        in_group = _Sum(self._inner, home, self._exposure)
+        begun: list[Share] = []  # of the turn that is not settled yet
+
+        def settle() -> None:
+            shares = [begun.pop(0)]
+            if self._inner.size > 1:
+                shares.append(in_group.take_to)
+            between.add(*shares)
+
+        for (turn, step), source, kv_2BTKH in self._steps(turns, 1):
+            # No name for a share: it would live until the next one has been computed.
+            if step:
+                in_group.add(grads_of(source, kv_2BTKH, 0))
+                continue
+            begun.append(grads_of(source, kv_2BTKH, 0))
+            if turn > 1:
+                settle()
+        settle()
+
+    def _collect_own(
+        self, own_2BTKH: Tensor, first: int, home_2BTKH: Tensor, grads_of: GradsOf
+    ) -> None:
+        """Turn 0 for some heads in a row, of which `first` is the first: adds their sum at home."""
+        if not own_2BTKH.shape[3]:
+            return  # one head leaves none for later
+        if self._inner.size == 1:
+            grads_of(self.place, own_2BTKH, first)(home_2BTKH)
+            return
+        now, later = _in_two(own_2BTKH)
+        total = _Sum(self._inner, home_2BTKH, self._exposure)
+        for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
+            if step:
+                total.add(grads_of(source, kv_2BTKH, first))
+            else:
+                grads_of(source, kv_2BTKH[now], first)(home_2BTKH[now])
+        grads_of(self.place, own_2BTKH[later], first + own_2BTKH[now].shape[3])(home_2BTKH[later])
+        total.take_to(home_2BTKH)
+
+    def _steps(
+        self, turns: Iterator[Tensor], number: int = 0
+    ) -> Iterator[tuple[tuple[int, int], int, Tensor]]:
         """Turn and step, the place whose keys and values are here, and these."""
-        outer_room: list[Tensor] = []
-        inner_room: list[Tensor] = []
-        for turn, first in enumerate(self._held(self._outer, own_2BTKH, outer_room)):
-            for step, held in enumerate(self._held(self._inner, first, inner_room)):
+        room: list[Tensor] = []
+        for turn, first in enumerate(turns, number):
+            for step, held in enumerate(self._held(self._inner, first, room)):
                 source = self._inner.home_of(step) + self._inner.size * self._outer.home_of(turn)
                 yield (turn, step), source, held
 
-    def _held(self, ring: Ring, first: Tensor, room: list[Tensor]) -> Iterator[Tensor]:
+    def _held(
+        self, ring: Ring, first: Tensor, room: list[Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """`first`, then what the ranks before held; the next arrives while one is in use."""
-        held = first
+        held, room = first, [] if room is None else room
         for number in range(ring.size - 1):
             if len(room) < 2:
                 room.append(torch.empty_like(first))
@@ -118,6 +150,12 @@ def make_rings(layout: ContextLayout, world: World, links: Links) -> RingTravel:
     groups = make_groups(topology, world.rank, of_use, links.group_config)
     inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
     return RingTravel(inner, outer, links.exposure)
+
+
+def _in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
+    """The heads of the first and of the second part of what is computed for its owner."""
+    heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
+    return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
 class _Sum:

@@ -8,8 +8,10 @@
 #     ring       Ri ranks inside, Ro outside, p = 1 / (Ri Ro) of the pass: in a turn Ri - 1 messages
 #                of the inner ring travel beside as many p, and one of the outer beside Ri of them;
 #                nothing travels outside in the last turn. In backward sums follow one step behind:
-#                the last one of each ring overlaps with nothing.
-#     gather     beside the own 1/R; in backward the reduce-scatter overlaps with nothing
+#                beside the last one a part of turn 0 is computed or, in one ring, of the own p; the
+#                last one inside a group overlaps with nothing, if there are two rings.
+#     gather     beside the own 1/R; in backward beside a part of it, the reduce-scatter beside the
+#                rest
 #     exchange   the first piece in and the last out overlap with nothing, the others with all else
 #
 # A recomputation of the core alone ends before the last output has travelled; one of a block that
@@ -28,7 +30,7 @@ from typing import NamedTuple
 from model.config import LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.collectives.schedule import Op
-from paro.context_parallel.layout import num_pieces
+from paro.context_parallel.layout import heads_at_first, num_pieces
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import Collective, UnitSize, first_trained, sent_by
 from paro.planning.run_plan import MicroBatch
@@ -43,6 +45,7 @@ class Messages:
     there: int  # to each rank of an exchange: queries, keys and values
     back: int  # and the output
     pieces: int  # in which both go
+    at_first: float  # of a rank's own share of gradients, the part that is not left for the end
     keys: int  # a place's keys and values, to the next place of a ring
     grads: int  # and their gradients
 
@@ -52,10 +55,13 @@ def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
     layout, heads = batch.context, config.num_attention_heads
     kv_heads = max(config.num_query_groups, layout.heads)  # as they are sent
     numel = batch.num_tokens * config.kv_channels  # of a head
+    pieces = num_pieces(heads, kv_heads, layout) if layout.heads > 1 else 1
+    of_piece = max(1, kv_heads // (layout.heads * pieces))
     return Messages(
         there=(heads + 2 * kv_heads) // layout.heads * numel * batch.compute_bytes,
         back=heads // layout.heads * numel * batch.compute_bytes,
-        pieces=num_pieces(heads, kv_heads, layout) if layout.heads > 1 else 1,
+        pieces=pieces,
+        at_first=heads_at_first(of_piece, batch.compute_bytes) / of_piece,
         keys=2 * kv_heads * numel * batch.compute_bytes,
         grads=2 * kv_heads * numel * 4,
     )
@@ -152,13 +158,13 @@ class Attention:
     def _gathered(self, kind: Attending) -> Pass:
         """Keys and values of all places by a collective."""
         layout, messages = self.batch.context, self._messages
-        span, ring = layout.ring_span(self.topology), layout.ring
-        keys = Message(Op.ALL_GATHER, span, ring * messages.keys)
-        found = Send("keys", (keys,)), 1 / ring, "keys", 1 - 1 / ring
+        span, own = layout.ring_span(self.topology), 1 / layout.ring
+        keys = Send("keys", (Message(Op.ALL_GATHER, span, layout.ring * messages.keys),))
         if kind is not Attending.BACKWARD:
-            return found
-        grads = Message(Op.REDUCE_SCATTER, span, ring * messages.grads)
-        return *found, Send("grads", (grads,), waits=True)
+            return keys, own, "keys", 1 - own
+        grads = Message(Op.REDUCE_SCATTER, span, layout.ring * messages.grads)
+        now = messages.at_first * own
+        return keys, now, "keys", 1 - own, Send("grads", (grads,)), own - now, "grads"
 
     def _turned(self, kind: Attending) -> Pass:
         """Keys and values go round the rings."""
@@ -166,29 +172,48 @@ class Attention:
         inner, outer = (partial(self._hops, span) for span in rings)
         steps, turns = (math.prod(axis.size for axis in span) for span in rings)
         share, sums = 1 / (steps * turns), kind is Attending.BACKWARD
-        before_last = (turns - 1) * (steps - 1)
-        return (
-            Send("outer", outer(turns - 1, sums * (turns - 2))),
-            Send("inner", inner(before_last, sums * before_last)),
-            before_last * share,
-            "inner",
-            (turns - 1) * share,
-            "outer",
+        if share == 1:
+            return (1.0,)
+        now = self._messages.at_first if sums else 1.0
+        last_turn = (
             Send("inner", inner(steps - 1, sums * (steps - 2))),
-            (steps - 1) * share,
+            (steps - 2 + (now if turns == 1 else 1.0)) * share,
             "inner",
             share,
-            Send("inner", inner(0, sums * min(1, steps - 1)), waits=True),
-            Send("outer", outer(0, sums * min(1, turns - 1)), waits=True),
+            Send("inner", inner(0, sums * min(1, steps - 1))),
+        )
+        if turns == 1:
+            return (*last_turn, (1 - now) * share, "inner")
+
+        def in_group(turns: int, part: float) -> Send:
+            """So many turns of the inner ring, with a part of the heads."""
+            hops = turns * (steps - 1)
+            return Send("inner", inner(hops, sums * hops, part))
+
+        return (
+            Send("outer", outer(turns - 1, sums * (turns - 2))),
+            in_group(1, now),
+            in_group(turns - 2, 1.0),
+            (now + turns - 2) * (steps - 1) * share,
+            "inner",
+            (now + turns - 2) * share,
+            "outer",
+            *last_turn,
+            "inner",
+            Send("outer", outer(0, sums)),
+            in_group(1, 1 - now),
+            (1 - now) * steps * share,
+            "inner",
+            "outer",
         )
 
-    def _hops(self, span: AxisSpan, keys: int, sums: int) -> tuple[Message, ...]:
+    def _hops(self, span: AxisSpan, keys: int, sums: int, part: float = 1.0) -> tuple[Message, ...]:
         """Keys and values, and sums of their gradients, to the next rank."""
         messages = self._messages
         return tuple(
-            Message(To.NEXT, span, num_bytes // messages.pieces, messages.pieces * number)
+            Message(To.NEXT, span, round(num_bytes // messages.pieces * part), times)
             for num_bytes, number in ((messages.keys, keys), (messages.grads, sums))
-            if number > 0
+            if part > 0 and (times := messages.pieces * number) > 0
         )
 
 
@@ -244,7 +269,10 @@ def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
         return part + layout.ring * of_place * (size + 4)
     inner = layout.inner or layout.size
     places, turns = inner // layout.heads, layout.size // inner
-    moving = (min(2, places - 1) + min(2, turns - 1)) * size
-    sums = 1 + 2 * (places > 1) + 2 * (turns > 2)  # the first is at home
-    waiting = size if turns > 1 else 0  # a turn's first share
-    return part + of_place * (moving + 4 * sums + waiting)
+    moving, sums = min(2, places - 1), 2 * (places > 1)
+    # While turns follow each other; the first share of one waits for its sum.
+    held: float = (moving + min(2, turns - 1) + (turns > 1)) * size + 4 * (sums + 2 * (turns > 2))
+    if turns > 1:  # at the end, beside the sum between groups: keys that are cut, and travel
+        left = 1 - messages_of(config, batch).at_first
+        held = max(held, 4 * 2 + left * ((moving + (places > 1)) * size + 4 * sums))
+    return part + round(of_place * (held + 4))
