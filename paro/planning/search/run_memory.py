@@ -115,7 +115,7 @@ class RunMemory:
         return device_memory(snapshot, self._communication_of(plan), device, plan.device_type)
 
     def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
-        key = (plan.step_kind, plan.micro_batch_size)
+        key = (plan.step_kind, plan.micro_batch_size, plan.context)
         if key not in self._points:
             self._points[key] = self.tally(plan).largest(plan.num_micro_batches)
         units, alike = self._sizes(plan)
@@ -137,7 +137,8 @@ class RunMemory:
         return StepTally(run=plan, shape=shape, units=units, activations=activations)
 
     def _communication_of(self, plan: RunPlan) -> Communication:
-        key = (plan.strategy.degrees, plan.collective, plan.materialize, plan.precision)
+        sent = plan.strategy.degrees, plan.precision, plan.context
+        key = (*sent, plan.collective, plan.materialize)
         if key not in self._communication:
             names = algorithms_of(plan.collective, self._machine)
             found = communication_of(plan, self.units(plan), names, self._pieces)

@@ -65,6 +65,8 @@ def test_the_fewest_blocks_whose_recomputation_is_enough_are_named() -> None:
     assert refusal(f"{words} {BLOCKS} 4", left) == ""
     assert f": give {BLOCKS} 4, or " in refusal(f"{words} {BLOCKS} 3", left)
     assert "--recompute" not in refusal(words, 1)
+    shared = "--context-parallel-size 4 --cp-comm-type p2p"
+    assert f": give {shared}, or " in refusal(words, 2 * needs(f"{words} {shared}"))
 
 
 def test_the_copy_of_an_async_save_counts() -> None:
