@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 from paro.errors import RunError, UserError
 
-_PRINTED = re.compile(r"\A[\w.]+: error: (.+)\n\Z")
+_PRINTED = re.compile(r"\A[\w.-]+: error: (.+)\n\Z")  # a worker of pytest is called -c
 
 
 def refused(run: Callable[[], object] | CompletedProcess[str], *told: str, status: int = 2) -> str:

@@ -135,7 +135,7 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
 def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     words = [*TINY, "--own-process", "--contenders", "ours", "--most-seconds", 0.1, "--json", file]
-    done = run_python([SCRIPT, *words])
+    done = run_python([SCRIPT, *words, "--steps", 10**6])
     assert done.returncode == 1
     (row,) = json.loads(file.read_text())["rows"]
     assert row == {"contender": "ours", "failure": "stopped after 0.1 s"}
