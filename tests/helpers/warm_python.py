@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from multiprocessing import connection
 from pathlib import Path
@@ -128,7 +129,8 @@ def _start(client: socket.socket) -> None:
         _run(received[:3], *marshal.loads(task))
     for stream in (0, 1, 2, *received):
         os.close(stream)
-    client.sendall(pid.to_bytes(8, "big"))
+    with suppress(BrokenPipeError):  # it may be gone already
+        client.sendall(pid.to_bytes(8, "big"))
     ended = os.pidfd_open(pid)
     if ended not in select.select([ended, client.fileno()], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
