@@ -11,8 +11,8 @@ from torch import Tensor
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
-from paro.context_parallel.layout import ContextLayout, heads_at_first
-from paro.context_parallel.partwise import GradsOf, See
+from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.partwise import GradsOf, See, in_two
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.links import Links
@@ -52,8 +52,7 @@ class GatherTravel:
         whole, event = self._gather(own_2BTKH)
         total = torch.zeros_like(whole, dtype=torch.float32)
         home = self._part(total, self.place).view_as(own_2BTKH)
-        first = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
-        now, later = (..., slice(first), slice(None)), (..., slice(first, None), slice(None))
+        now, later = in_two(own_2BTKH)
         grads_of(self.place, own_2BTKH[now], 0)(home[now])
         self._exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
@@ -61,7 +60,7 @@ class GatherTravel:
             grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(own_2BTKH))
         with self._exposure.submitting(WaitKind.CONTEXT):
             event = self._collectives.reduce_scatter(total, self._span, torch.float32)
-        share = grads_of(self.place, own_2BTKH[later], first)
+        share = grads_of(self.place, own_2BTKH[later], own_2BTKH[now].shape[3])
         self._exposure.wait(WaitKind.CONTEXT, event)
         share(home[later])
         return home

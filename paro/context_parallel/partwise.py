@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from types import EllipsisType
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from model.attention import Core, Documents, documents_of
 from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
 from model.kept import Attended, KeptAttention
+from paro.context_parallel.layout import heads_at_first
 from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
 
 See = Callable[[int, Tensor], None]  # a place, and its keys and values
@@ -65,6 +67,12 @@ def partwise(travel: Travel) -> Core:
         return out
 
     return attend
+
+
+def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
+    """The heads of the first and of the second part of a rank's own share, which may have none."""
+    heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
+    return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
 class _Mask:

@@ -25,14 +25,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import EllipsisType
 
 import torch
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
-from paro.context_parallel.layout import ContextLayout, heads_at_first
-from paro.context_parallel.partwise import GradsOf, See, Share
+from paro.context_parallel.layout import ContextLayout
+from paro.context_parallel.partwise import GradsOf, See, Share, in_two
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import make_groups
@@ -65,7 +64,7 @@ class RingTravel:
             self._collect_own(own_2BTKH, 0, home, grads_of)
             return home
         between = _Sum(self._outer, home, self._exposure)
-        now, later = _in_two(own_2BTKH)
+        now, later = in_two(own_2BTKH)
         turns = self._held(self._outer, own_2BTKH)
         next(turns)
         self._collect_own(own_2BTKH[now], 0, home[now], grads_of)
@@ -106,7 +105,7 @@ class RingTravel:
         if self._inner.size == 1:
             grads_of(self.place, own_2BTKH, first)(home_2BTKH)
             return
-        now, later = _in_two(own_2BTKH)
+        now, later = in_two(own_2BTKH)
         total = _Sum(self._inner, home_2BTKH, self._exposure)
         for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
             if step:
@@ -150,12 +149,6 @@ def make_rings(layout: ContextLayout, world: World, links: Links) -> RingTravel:
     groups = make_groups(topology, world.rank, of_use, links.group_config)
     inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
     return RingTravel(inner, outer, links.exposure)
-
-
-def _in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """The heads of the first and of the second part of what is computed for its owner."""
-    heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
-    return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
 class _Sum:
