@@ -46,7 +46,7 @@ from paro.training.assembly import build_data, build_sources, build_training, st
 from paro.training.saving import Saver
 from paro.training.step import train_step
 from tools.shared.command_line import RankParser
-from tools.shared.meters import MemoryMeter
+from tools.shared.meters import MemoryMeter, drop_from_cache
 from tools.shared.output import print_json, write_json
 
 BLOCK_BYTES = 2**20
@@ -101,14 +101,6 @@ def read_plainly(path: Path) -> None:
             pass
 
 
-def drop_from_cache(folder: Path) -> None:
-    """Drops a folder's pages from the page cache, so that the next read is from the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def timed(control: Control, action: Callable[[], object]) -> float:
     """Seconds until the last rank has finished."""
     control.barrier()
@@ -152,7 +144,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
         seconds["write"].append(timed(control, lambda: write_plainly(plain, held)))
         seconds["save"].append(timed(control, save))
         control.barrier()
-        drop_from_cache(args.folder)
+        drop_from_cache(path for path in args.folder.rglob("*") if path.is_file())
         seconds["read"].append(timed(control, lambda: read_plainly(plain)))
         seconds["load"].append(timed(control, load))
         control.barrier()

@@ -17,7 +17,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report.log import print_line
 from tools.shared.command_line import Parser
-from tools.shared.output import output_file
+from tools.shared.output import write_text
 
 # Tests are excluded because they are repetitive, site-packages because it differs by machine.
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -57,9 +57,7 @@ def gather(output: Path, *, min_bytes: int, seed: int) -> str:
             "use a complete Python, or give a smaller --min-bytes"
         )
     random.Random(seed).shuffle(texts)
-    with output_file(output) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        for text in texts:
-            stream.write(json.dumps({"text": text}) + "\n")
+    write_text(output, "".join(json.dumps({"text": text}) + "\n" for text in texts))
     return f"{len(texts):,} files, {size:,} bytes of Python sources from {root} -> {output}"
 
 

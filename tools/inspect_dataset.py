@@ -100,11 +100,6 @@ def prefixes_of(args: Namespace) -> list[str]:
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
-def tokenizer_of(args: Namespace) -> tuple[Tokenizer | None, Fingerprint | None]:
-    config = tokenizer_config(vars(args))
-    return (None, None) if config is None else (build_tokenizer(config), fingerprint_of(config))
-
-
 def describe(
     dataset: IndexedDataset, lengths: NDArray[np.int64], contents: Contents
 ) -> Iterator[str]:
@@ -172,7 +167,9 @@ def inspect(own: Namespace, args: Namespace) -> None:
         raise UserError(f"--documents {own.documents} must be 0 or more")
     check_can_draw(own.histogram, "--histogram")
     prefixes = prefixes_of(args)
-    tokenizer, fingerprint = tokenizer_of(args)
+    config = tokenizer_config(vars(args))
+    tokenizer = None if config is None else build_tokenizer(config)
+    fingerprint = None if config is None else fingerprint_of(config)
     by_name = {}
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)

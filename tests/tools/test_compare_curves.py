@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import printed, write_lines
+from tests.helpers.commands import measured, write_lines
 from tests.helpers.refusals import refused
 from tools.compare_curves import main
 
@@ -23,9 +22,8 @@ def test_differences_are_relative_to_the_first_run(tmp_path: Path) -> None:
     # One extra iteration, and one repeated after a restart: its last value counts.
     other = dict.fromkeys(range(1, 22), 4.0) | {2: 4.04, 20: 3.0}
     second = write_curve(tmp_path / "b.jsonl", [*other.items(), (20, 3.9)])
-    out, picture = tmp_path / "curves.json", tmp_path / "curves.png"
-    told = printed(main, first, second, "--names", "one", "two", "--json", out, "--plot", picture)
-    figures = json.loads(out.read_text())
+    picture = tmp_path / "curves.png"
+    told, figures = measured(main, first, second, "--plot", picture, "--names", "one", "two")
     (distance,) = figures["distances"]
     assert figures["reference"] == "one"
     assert figures["losses"]["two"]["20"] == 3.9

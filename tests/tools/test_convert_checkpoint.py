@@ -26,6 +26,7 @@ from paro.config.run import RunConfig
 from paro.errors import StorageError, describe
 from paro.report.log import Log
 from paro.training.resume import load_run
+from tests.helpers.commands import output_of
 from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.helpers.training import save_run
@@ -154,15 +155,14 @@ def test_what_was_trained_here_opens_in_transformers(saved: Path, tmp_path: Path
     assert_near(logits_of(own, tokens), logits_of(model, tokens))
 
 
-def test_training_begins_with_a_converted_model(
-    saved: Path, pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_begins_with_a_converted_model(saved: Path, pieces: Path, tmp_path: Path) -> None:
     convert("paro", "hf", saved, tmp_path / "hf")
     convert("hf", "paro", tmp_path / "hf", tmp_path / "again")
     flags = (*names_of(pieces), "--load", str(tmp_path / "again"), "--seed", "99")
     config, training = trained(tmp_path / "new", *flags)
-    assert load_run(config, training, Log(rank=0, world_size=1)).state is None
-    assert "is a converted model" in capsys.readouterr().out
+    told: list[str] = []
+    assert load_run(config, training, Log(rank=0, world_size=1, write=told.append)).state is None
+    assert any("is a converted model" in line for line in told)
     save_run(config, training)
     before, after = load_parameters(saved), load_parameters(tmp_path / "new")
     for name, tensor in before.items():
@@ -201,22 +201,19 @@ def test_a_converted_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
 # Messages
 
 
-def test_what_a_folder_lacks_is_said_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_folder_lacks_is_said_in_a_line(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
     (tmp_path / "hf" / "generation_config.json").unlink()
-    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro")
-    out = capsys.readouterr().out
+    out = output_of(lambda: convert("hf", "paro", tmp_path / "hf", tmp_path / "paro"))
     assert out.count("has no tokenizer: prompts are token ids\n") == 1
     assert out.count("has no generation_config.json: none is written\n") == 1
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     save_folder(tmp_path / "hf", 0)
-    convert("hf", "paro", tmp_path / "hf", tmp_path / "paro", "--dry-run")
+    words = ("hf", "paro", tmp_path / "hf", tmp_path / "paro", "--dry-run")
+    out = output_of(lambda: convert(*words))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    out = capsys.readouterr().out
     assert f"{random_fields(0)['num_hidden_layers']} layers" in out
     assert "would write" in out
 

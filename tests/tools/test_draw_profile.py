@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.commands import printed
+from tests.helpers.commands import measured
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
 from tests.helpers.training import TINY
@@ -45,11 +45,10 @@ def write_trace(path: Path, *more: dict[str, Any], rank: int = 2) -> Path:
 
 
 def test_a_step_is_computing_waits_and_the_rest(tmp_path: Path) -> None:
-    path, file = write_trace(tmp_path / "rank2.json"), tmp_path / "figures.json"
-    header, row = printed(main, path, "--json", file).splitlines()[-2:]
+    told, written = measured(main, write_trace(tmp_path / "rank2.json"))
+    header, row = told.splitlines()[-2:]
     assert header.endswith("gather 0 intra  reduce 1 inter")
     assert row.split() == ["2", "100.0", "25.0", "5.0", "5.0", "5.0", "0.0", "60.0", "14.0", "20.0"]
-    written = json.loads(file.read_text())
     assert written["device"] == "cpu"
     (rank,) = written["ranks"]
     assert (rank["rank"], rank["num_steps"]) == (2, 2)

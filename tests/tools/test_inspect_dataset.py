@@ -29,7 +29,6 @@ from tools.inspection import contents
 from tools.inspection.lengths import document_lengths, draw_text, figures, histogram
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1001"]
-DUMP = ["--dump-samples", "x", *NULL]
 EOD = 1000
 
 
@@ -45,6 +44,12 @@ def dumped(path: Path, *flags: object) -> list[dict[str, list[int]]]:
     """The samples that the tool writes."""
     printed(main, "--dump-samples", path, *flags)
     return read_lines(path)
+
+
+def line_with(text: str, *words: object) -> str:
+    """The one line with this text of what the tool prints."""
+    (line,) = (line for line in printed(main, *words).splitlines() if text in line)
+    return line
 
 
 def test_counts_lengths_and_texts(tmp_path: Path) -> None:
@@ -66,11 +71,7 @@ def test_counts_lengths_and_texts(tmp_path: Path) -> None:
 def test_every_block_is_checked_and_checksums_are_written_where_there_are_none(
     corpus: Path,
 ) -> None:
-    def told(*words: str) -> str:
-        lines = printed(main, "--data-path", corpus, *words).splitlines()
-        (line,) = (line for line in lines if "checksums" in line)
-        return line
-
+    told = partial(line_with, "checksums", "--data-path", corpus)
     path = Path(f"{corpus}.bin.crc")
     written = path.read_bytes()
     assert told("--write-checksums") == f"  checksums: all blocks of .bin agree with {path}"
@@ -121,15 +122,10 @@ def test_files_of_blends_are_understood(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_a_corpus_is_named_and_compared(corpus: Path, tmp_path: Path) -> None:
-    def told(*words: str) -> str:
-        lines = printed(main, "--data-path", corpus, *words).splitlines()
-        (line,) = (line for line in lines if "made with" in line)
-        return line
-
     smaller = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"]
     said = "the tokenizer has 1,000 ids: this corpus was made with another"
     assert said in printed(main, "--data-path", corpus, *smaller)
-
+    told = partial(line_with, "made with", "--data-path", corpus)
     assert "that no .tokenizer file names" in told()
     own = train_sentencepiece(tmp_path / "own.model")
     given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model"]
@@ -218,25 +214,6 @@ def test_mock_data_can_be_dumped(tmp_path: Path) -> None:
     flags = ["--mock-data", "--vocab-size", 50, "--seq-length", 8, "--train-samples", 5]
     samples = dumped(tmp_path / "samples.jsonl", *flags)
     assert [len(sample["tokens"]) for sample in samples] == [8] * 5
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "give --data-path PREFIX"),
-        (["--data-path", "none"], "none.idx is missing"),
-        (["--data-path", "-0.3", "x", "1", "y"], "--data-path the weight -0.3 is no share"),
-        (["--data-args-path", "none"], "--data-args-path none cannot be read"),
-        (["--data-path", "none", "--documents", "-1"], "--documents -1 must be 0 or more"),
-        (["--data-path", "none", "--histogram", "x.txt"], "the name must end in .png"),
-        (["--data-path", "none", "--no-such-flag"], "--no-such-flag is unknown"),
-        ([*DUMP, "--train-samples", "3", "--mock-data"], "--seq-length is missing"),
-        ([*DUMP, "--train-iters", "3", "--seq-length", "3"], "needs --global-batch-size"),
-        ([*DUMP, "--seq-length", "3", "--mock-data"], "--train-iters or --train-samples"),
-    ],
-)
-def test_mistakes_are_one_line(flags: list[str], message: str) -> None:
-    refused(lambda: main(flags), message)
 
 
 def test_a_failed_dump_leaves_what_was_there(corpus: Path, tmp_path: Path) -> None:

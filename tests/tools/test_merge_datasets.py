@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import partial
 from pathlib import Path
 
@@ -37,17 +36,6 @@ def test_joined_is_as_if_written_at_once(
 
 def merged(source: Path, target: Path) -> None:
     main(["--input", str(source), "--output-prefix", str(target)])
-
-
-def test_sequences_in_another_order_are_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    write_corpus(folder / "a", [[[1]], [[2], [3]], [[4, 5]]])
-    whole = (folder / "a.idx").read_bytes()
-    for at, values in ((34 + 4 * 4, (0, 4, 2, 6)), (34 + 12 * 4, (0, 3, 1, 4))):
-        content = bytearray(whole)
-        struct.pack_into("<4q", content, at, *values)
-        (folder / "a.idx").write_bytes(content)
-        refused(partial(merged, folder, tmp_path / "x"), f"{folder / 'a.idx'} contradicts itself")
 
 
 def test_half_data_sets_other_types_folders_and_targets_are_refused(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
+from tools.shared.meters import drop_from_cache
 from tools.shared.output import write_json
 
 VOCAB_SIZE = 60_000
@@ -112,7 +113,8 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
     )
     dataset = build_gpt_dataset(indexed, request)
     if cold:
-        drop_pages(options.folder)
+        gc.collect()  # pages that an earlier turn has mapped would stay
+        drop_from_cache((*options.folder.glob("*.bin"), *options.folder.glob("*.crc")))
     batches = MicroBatches(
         Fetch(dataset),
         micro_batch_size=options.micro_batch_size,
@@ -126,14 +128,6 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
 
 def num_batches(options: argparse.Namespace) -> int:
     return int(options.samples // options.micro_batch_size)
-
-
-def drop_pages(folder: Path) -> None:
-    """Takes the contents of .bin and of the checksums out of the page cache."""
-    gc.collect()  # pages that an earlier turn has mapped would stay
-    for path in (*folder.glob("*.bin"), *folder.glob("*.crc")):
-        with path.open("rb") as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

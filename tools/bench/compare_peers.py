@@ -44,10 +44,10 @@ from paro.text import ranks_text
 from paro.training.planned_time import planned_step
 from tools.bench.peers import figures
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
-from tools.bench.peers.deepspeed_zero import import_deepspeed
+from tools.bench.peers.deepspeed_zero import import_deepspeed, lacks_deepspeed
 from tools.bench.peers.figures import Rounds, Turn
 from tools.bench.peers.plot import plot
-from tools.bench.peers.registry import flags_of, is_own, reason_to_leave_out
+from tools.bench.peers.registry import flags_of, is_own
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
 from tools.bench.shared.turns import order_of_round, training_flags
@@ -184,7 +184,8 @@ def plan_of(args: argparse.Namespace, world: World) -> Comparison:
     """The contenders that this machine can run; `UserError` for unknown names."""
     asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
     tasks = {name: task_of(args, name, world) for name in asked}
-    left_out = {name: reason for name in asked if (reason := reason_to_leave_out(name))}
+    lacks = lacks_deepspeed()
+    left_out = {name: lacks for name in asked if lacks and name in DEEPSPEED_MODES}
     tasks = {name: task for name, task in tasks.items() if name not in left_out}
     if not tasks:
         reasons = "; ".join(dict.fromkeys(left_out.values())) or "no name is given"

@@ -180,11 +180,12 @@ def counts(trials: Sequence[Trial]) -> Iterator[str]:
     yield ""
     unknown = Counter(flag for trial in trials for flag in trial.unknown)
     given = {flag for trial in trials for flag, *_ in by_flag(trial.words)}
-    outcomes = Counter(_outcome(flag, {*unknown}) for flag in given)
+    rules = {flag: rule_of(flag) for flag in given - unknown.keys()}
+    outcomes = Counter(rule.outcome.value if rule else "setting" for rule in rules.values())
     yield (
         f"They have {len(given)} different flags: {outcomes['setting']} are settings "
         f"here, {outcomes['accepted']} are accepted, {outcomes['ignored']} have no effect, "
-        f"{outcomes['refused']} are refused whatever their value, {outcomes['unknown']} are "
+        f"{outcomes['refused']} are refused whatever their value, {len(unknown)} are "
         "unknown."
     )
     yield from ("", "| refused | in configurations | what to do |", "|---|---|---|")
@@ -268,13 +269,6 @@ def _reason(rule: Rule) -> str:
 
 def _spelled(rule: Rule) -> str:
     return " ".join((f"`{rule.flag}`", ", ".join(f"`{value}`" for value in rule.values))).strip()
-
-
-def _outcome(flag: str, unknown: set[str]) -> str:
-    if flag in unknown:
-        return "unknown"
-    rule = rule_of(flag)
-    return rule.outcome.value if rule else "setting"
 
 
 def _short(given: str) -> str:

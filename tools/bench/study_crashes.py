@@ -25,7 +25,7 @@ from pathlib import Path
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from paro.checkpoint.directory import TRACKER
+from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
 from tools.bench.shared.turns import ROOT, rows_in, torchrun
@@ -124,12 +124,6 @@ class Launched:
                 return iteration
         return None
 
-    def saved(self) -> int:
-        try:
-            return int((self.checkpoints / TRACKER).read_text())
-        except (OSError, ValueError):
-            return 0
-
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -192,7 +186,7 @@ def kill_one(
     training.cut_short |= training.unfinished().keys()
     return Kill(
         rank=rank,
-        inside_save=saving is not None and training.saved() < saving,
+        inside_save=saving is not None and (latest_iteration(training.checkpoints) or 0) < saving,
         asynchronous=training.asynchronous,
         survivors_gone_seconds=gone,
     )

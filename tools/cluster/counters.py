@@ -72,10 +72,6 @@ def counters(spec: ClusterSpec) -> dict[str, int]:
             counted[f"{namespace}/{device}"] = int(sent)
     # An unshaped loopback has no queue; the device's own counters serve shaped and unshaped ones.
     for node in map(spec.node, range(spec.nodes)):
-        counted[f"{node}/lo"] = _loopback_bytes(node)
+        (loopback,) = (link for link in network.links(node) if link["ifname"] == "lo")
+        counted[f"{node}/lo"] = int(loopback["stats64"]["tx"]["bytes"])
     return counted
-
-
-def _loopback_bytes(namespace: str) -> int:
-    loopback = next(link for link in network.links(namespace) if link["ifname"] == "lo")
-    return int(loopback["stats64"]["tx"]["bytes"])

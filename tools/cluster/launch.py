@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +163,9 @@ def start(
         command,
         env={"OMP_NUM_THREADS": "1", **os.environ, **env, **own},
         start_new_session=True,  # so that a terminal's Ctrl-C arrives once, forwarded from here
-        preexec_fn=_end_with_parent,
+        preexec_fn=partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM),
         **streams,
     )
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], signals: list[int]) -> int:
@@ -183,12 +180,12 @@ def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], signals: list[int]) -> 
         for node, process in nodes.items():
             if node in running and process.poll() is not None:
                 del running[node]
-                if process.returncode != 0 and status == 0:
-                    status = _as_a_shell_has_it(process.returncode)
+                if (code := process.returncode) != 0 and status == 0:
+                    status = code if code >= 0 else 128 - code  # as a shell has it
                     end_at = now + _LAST_WORDS_SECONDS
                     kill_at = end_at + _CLEANUP_SECONDS
-        if running.keys() <= {0}:
-            _let_leave(nodes[0])
+        if running.keys() <= {0} and (stdin := nodes[0].stdin) is not None:
+            stdin.close()  # tells node 0, whose store the others use, that they have all ended
         if len(signals) > signals_seen == 0:
             status = 128 + signals[0]
             _send(signals[0], running)
@@ -205,16 +202,6 @@ def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], signals: list[int]) -> 
     return status
 
 
-def _let_leave(node: subprocess.Popen[bytes]) -> None:
-    """Signals node 0, whose store the other nodes use, that they have all ended."""
-    if node.stdin is not None:
-        node.stdin.close()
-
-
 def _send(number: int, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
     for process in processes.values():
         process.send_signal(number)
-
-
-def _as_a_shell_has_it(status: int) -> int:
-    return status if status >= 0 else 128 - status

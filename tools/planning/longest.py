@@ -30,12 +30,14 @@ def longest_table(args: Namespace) -> str:
     """
     fields = {**ContextParallelConfig().flags, "global_batch_size": None, "micro_batch_size": 1}
     workload = case_of(Namespace(**vars(args) | fields))
+    types = types_asked(args, workload.model, workload.device_type, workload.precision.compute)
     rows: list[tuple[str, ...]] = [_HEADS]
     for name, strategy in _strategies(workload):
         for size in _sizes(args, workload):
+            limits = replace(workload.context_limits, seq_length=_unit(size))
             found = [
                 (way, length)
-                for way in _ways(args, workload, size)
+                for way in ways(take_context(args), [size], types, limits)
                 if (length := _longest(workload, way, strategy))
             ]
             if found:
@@ -61,12 +63,6 @@ def _sizes(args: Namespace, workload: Workload) -> list[int]:
     if args.context_parallel_size not in (1, AUTO):
         return [args.context_parallel_size]
     return [n for n in range(1, workload.world_size + 1) if workload.world_size % n == 0]
-
-
-def _ways(args: Namespace, workload: Workload, size: int) -> Iterator[ContextParallelConfig]:
-    types = types_asked(args, workload.model, workload.device_type, workload.precision.compute)
-    limits = replace(workload.context_limits, seq_length=_unit(size))
-    return ways(take_context(args), [size], types, limits)
 
 
 def _unit(size: int) -> int:

@@ -40,19 +40,14 @@ class Progress:
             self._bar.set_postfix_str(f"{self.tally.documents:,} documents", refresh=False)
             self._bar.update(tally.advance)
         elif self.tally.documents // self._interval > before:
-            self._print(f" {self._percent()}% done, {self._time_left()} left.")
+            done = self._done_before + self.tally.advance
+            rest = max(0, self._total - done) / max(1, self.tally.advance) * self._seconds()
+            self._print(f" {min(99, 100 * done // self._total)}% done, {duration(rest)} left.")
 
     def finish(self) -> None:
         if self._bar is not None:
             self._bar.close()
         self._print("")
-
-    def _percent(self) -> int:
-        return min(99, 100 * (self._done_before + self.tally.advance) // self._total)
-
-    def _time_left(self) -> str:
-        rest = max(0, self._total - self._done_before - self.tally.advance)
-        return duration(rest / max(1, self.tally.advance) * self._seconds())
 
     def _seconds(self) -> float:
         return max(time.perf_counter() - self._begin, 1e-9)

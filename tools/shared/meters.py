@@ -7,6 +7,7 @@ import ctypes.util
 import os
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -55,6 +56,13 @@ def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
 def node_name() -> str:
     """The name that identifies this node: torchrun's number of it."""
     return os.environ.get("GROUP_RANK", "0")
+
+
+def drop_from_cache(files: Iterable[Path]) -> None:
+    """Drops the files' pages from the page cache, so that the next read is from the disk."""
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class MemoryMeter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any, Protocol
 
 import pytest
 
@@ -13,7 +14,6 @@ from paro.measuring.device import Effort, measure_device
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
-from tests.helpers.refusals import refused
 from tests.paro.measuring.test_race import alone
 from tools.collective_timing.training import training_config
 
@@ -23,14 +23,27 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize("part", ["", "--trainable last-blocks:0.5", "--lora-rank 2"])
-def test_the_planner_computes_what_was_timed(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    config = training_config(f"{TINY} {part}", "gloo")
-    # Update, 1 and 5 micro-batches, attention, product, codes, jobs.
-    times = iter((0.3, 1.4, 1.4 + 4 * 1.0, 0.1, 1e-9, 0.017, 0.2))
-    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+class Timing(Protocol):
+    def __call__(self, flags: str, *seconds: float, **more: Any) -> tuple[RunConfig, Device]: ...
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Timing:
+    """The device of a training whose timings take these seconds, in their order."""
+
+    def measure(flags: str, *seconds: float, **more: Any) -> tuple[RunConfig, Device]:
+        times, config = iter(seconds), training_config(f"{TINY} {flags}", "gloo")
+        monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
+        return config, measure_device(config, alone(), **{"group_size": 1, **more})
+
     monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
-    device = measure_device(config, alone(), group_size=1)
+    return measure
+
+
+@pytest.mark.parametrize("part", ["", "--trainable last-blocks:0.5", "--lora-rank 2"])
+def test_the_planner_computes_what_was_timed(timed: Timing, part: str) -> None:
+    # Update, 1 and 5 micro-batches, attention, product, codes, jobs.
+    config, device = timed(part, 0.3, 1.4, 1.4 + 4 * 1.0, 0.1, 1e-9, 0.017, 0.2)
     assert device.job_seconds == pytest.approx(0.2 / 100)
     assert device.attention_flops == pytest.approx(2 * 12 * 16 * 16 * 32 / 0.1)  # of two blocks
     assert device.coding_bytes_per_second == pytest.approx(170 * 2**20 / 0.017)
@@ -64,14 +77,12 @@ def planned_seconds(config: RunConfig, device: Device, length: int, count: int =
     ],
 )
 def test_attention_is_timed_for_the_sequence_to_plan_for(
-    monkeypatch: pytest.MonkeyPatch, flags: str, sequence: int, longest: int, heads: int
+    timed: Timing, flags: str, sequence: int, longest: int, heads: int
 ) -> None:
-    config = training_config(f"{TINY} {flags}", "gloo")
     # Two heads and 16 tokens take 0.0245 s, one head and 80 tokens 0.31 s.
     attention = (0.049, *([0.3] if longest > 16 else []))
-    times = iter((0.3, 1.4, 1.4 + 4 * 1.0, *attention, 1e-9, 1e-9, 1e-9))
-    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
-    device = measure_device(config, alone(), group_size=1, sequence=sequence)
+    times = (0.3, 1.4, 1.4 + 4 * 1.0, *attention, 1e-9, 1e-9, 1e-9)
+    config, device = timed(flags, *times, sequence=sequence)
     of_micro_batch = 2 * 12 * 16 * 16 * 32 / 0.049
     of_longest = 12 * longest**2 * heads * 16 / 0.3 if longest > 16 else of_micro_batch
     assert device.attention_flops == pytest.approx(of_longest)
@@ -79,16 +90,11 @@ def test_attention_is_timed_for_the_sequence_to_plan_for(
     assert planned_seconds(config, as_timed, 16) == pytest.approx(1.4)
 
 
-def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = training_config(f"{TINY} --num-layers 6", "gloo")
+def test_blocks_that_are_not_timed_take_as_long_as_those_that_are(timed: Timing) -> None:
     # Update; 1 and 3 micro-batches of 2 layers, then of 1; attention, product, codes, jobs.
-    times = iter((0.3, 1.4, 1.4 + 2 * 1.0, 0.9, 0.9 + 2 * 0.6, 0.1, 1e-9, 0.017, 0.2))
-    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
-    monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
+    times = (0.3, 1.4, 1.4 + 2 * 1.0, 0.9, 0.9 + 2 * 0.6, 0.1, 1e-9, 0.017, 0.2)
     effort = Effort(num_layers=2, micro_batches=2)
-    device = measure_device(config, alone(), group_size=1, effort=effort)
+    config, device = timed("--num-layers 6", *times, effort=effort)
     rates = device.sustained_flops, device.memory_bytes_per_second, device.attention_flops
     computed = timing._computed(config, *rates)
     assert computed.micro_batch == pytest.approx(1.0 + 4 * (1.0 - 0.6))
@@ -106,14 +112,11 @@ def test_steps_that_count_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(list(took)) == left
 
 
-def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for part in ("", "--trainable last-blocks:0.5", "--lora-rank 2"):
-        times = iter((0.3, 1.4, 5.4, 1e-9, 1e-9, 0.017, 0.2))
-        monkeypatch.setattr(timing._Clock, "median", lambda *_, times=times: next(times))
-        config = training_config(f"{TINY} {part}", "gloo")
-        found.append(measure_device(config, alone(), group_size=1))
-    whole, last, adapters = found
+def test_memory_is_as_fast_where_a_part_trains(timed: Timing) -> None:
+    whole, last, adapters = (
+        timed(part, 0.3, 1.4, 5.4, 1e-9, 1e-9, 0.017, 0.2)[1]
+        for part in ("", "--trainable last-blocks:0.5", "--lora-rank 2")
+    )
     assert whole.memory_bytes_per_second == last.memory_bytes_per_second
     assert whole.memory_bytes_per_second == adapters.memory_bytes_per_second
     # Of the same seconds: half of the blocks have no backward, and adapters no weight gradients.
@@ -121,13 +124,10 @@ def test_memory_is_as_fast_where_a_part_trains(monkeypatch: pytest.MonkeyPatch) 
     assert adapters.sustained_flops < 0.8 * whole.sustained_flops
 
 
-def test_slices_cost_what_as_many_small_models_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = training_config(TINY, "gloo")
+def test_slices_cost_what_as_many_small_models_take_longer(timed: Timing) -> None:
     # Of it, its attention, of a slice.
-    times = iter((0.3, 1.4, 5.4, 0.1, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9, 1e-9))
-    monkeypatch.setattr(timing._Clock, "median", lambda *_: next(times))
-    monkeypatch.setattr(timing, "_cores", lambda _: 0.25)
-    device = measure_device(config, alone(), group_size=2)
+    times = (0.3, 1.4, 5.4, 0.1, 0.9, 0.9 + 4 * 0.8, 1e-9, 1e-9, 1e-9)
+    _, device = timed("", *times, group_size=2)
     longer = 2 * 0.8 - 1.0
     adding = 2 * 3 * 16 * 32 * 2 / device.memory_bytes_per_second
     assert device.piece_seconds == pytest.approx(longer / 6 - adding)  # 6 parts, each with one cut
@@ -152,7 +152,3 @@ def test_a_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.reserved_bytes < device.memory_bytes
     assert device.cores is not None
     assert device.cores == len(os.sched_getaffinity(0))
-
-
-def test_flags_that_cannot_be_are_refused() -> None:
-    refused(lambda: training_config("--llama-preset 7B", "gloo"), "--seq-length")

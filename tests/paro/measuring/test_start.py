@@ -19,6 +19,7 @@ from paro.measuring import start
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
 from paro.report.watchdog import WatchConfig, Watchdog
+from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
 from tests.paro.measuring.test_race import alone
@@ -109,14 +110,11 @@ def test_a_machine_is_measured_once_and_again_when_asked(
     assert len(measured) == 3
 
 
-def test_a_file_that_cannot_be_read_is_measured_again(
-    measured: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_is_measured_again(measured: list[str], tmp_path: Path) -> None:
     flags = f"--save {tmp_path}"
     path = tmp_path / f"{stem('')}.json"
     path.write_text("{", encoding="utf-8")
-    found(flags)
-    told = capsys.readouterr().out
+    told = output_of(lambda: found(flags))
     assert f"{path} is measured again: machine file {path} is not valid JSON" in told
     assert path.read_text(encoding="utf-8") == machine_to_json(MACHINE)
     assert len(measured) == 1
@@ -130,11 +128,9 @@ def test_without_save_files_are_in_the_user_s_cache(
     assert (tmp_path / "llama-paro" / f"{measured[0]}.json").exists()
 
 
+@pytest.mark.usefixtures("measured")
 def test_a_run_starts_where_no_file_can_be_written(
-    measured: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "llama-paro").write_text("a file", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -151,9 +147,7 @@ class Differing(Control):
 
 
 @pytest.mark.usefixtures("measured")
-def test_ranks_that_choose_differently_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
     args = parse_args(f"{AUTO} --save {tmp_path}".split())
     config = RunConfig.from_args(args, TWO_BY_TWO)
     assert config.sharding.is_unmeasured

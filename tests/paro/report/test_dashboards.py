@@ -15,6 +15,7 @@ import pytest
 from paro.report.config import ReportConfig
 from paro.report.dashboards import RUN_ID_FILE, Dashboards, check_login, open_dashboards
 from paro.report.log import Log
+from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused
 from tests.helpers.wandb_server import wandb_server
 
@@ -26,29 +27,15 @@ class FakeWandb(ModuleType):
         super().__init__("wandb")
         self.id = "abc123"
         self.starting_step = 0
-        self.rewinds = True
         self.given: dict[str, Any] = {}
         self.settings = SimpleNamespace(mode="online", sync_dir="wandb/offline-run-1")
         self.url = "https://wandb.ai/e/p/runs/abc123"
         self.logged: list[tuple[dict[str, float], int]] = []
         self.finished = False
 
-    class Error(Exception):
-        """What the service refuses."""
-
     def init(self, **given: Any) -> "FakeWandb":
-        if "resume_from" in given and not self.rewinds:
-            raise self.Error("this server has no rewind")
         self.given = given
-        if "resume_from" in given:
-            self.starting_step = int(given["resume_from"].split("=")[1]) + 1
         return self
-
-    def setup(self) -> "FakeWandb":
-        return self
-
-    def teardown(self) -> None:
-        pass
 
     def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802
         return settings
@@ -100,14 +87,10 @@ def test_wandb_needs_no_tensorboard(wandb: FakeWandb) -> None:
     assert wandb.finished
 
 
-def test_a_run_that_is_not_online_says_where_it_is(
-    wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_not_online_says_where_it_is(wandb: FakeWandb) -> None:
     wandb.settings.mode = "offline"
-    open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close()
-    assert capsys.readouterr().out == (
-        "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
-    )
+    told = output_of(lambda: open_dashboards(ReportConfig(wandb_project="p"), Log(), {}).close())
+    assert told == "> Weights & Biases: offline, until you run wandb sync wandb/offline-run-1\n"
 
 
 def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Path) -> None:
@@ -185,25 +168,38 @@ def wandb_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any
 )
 @pytest.mark.usefixtures("wandb_alone")
 def test_wandb_has_one_value_a_step_after_a_resume_from_an_earlier_iteration(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, rewinds: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    mode: str,
+    rewinds: bool,
 ) -> None:
+    """The third start is where the second ended; the run is the same until a fresh start."""
+    place, ids = tmp_path / "ckpt" / RUN_ID_FILE, []
     with wandb_server(rewinds=rewinds) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_MODE", mode)
         config = ReportConfig(wandb_project="p", wandb_entity="e", wandb_save_dir=str(tmp_path))
-        for begin, value in ((0, 1.0), (3, 2.0)):
-            boards = open_dashboards(config, Log(), {}, start_iteration=begin)
+        arguments = {"save": str(place.parent)}
+        for begin, value in ((0, 1.0), (3, 2.0), (8, 3.0)):
+            boards = open_dashboards(config, Log(), arguments, start_iteration=begin)
             for step in range(begin + 1, begin + 6):
                 boards.write({"lm loss": value}, iteration=step, samples=step)
             boards.close()
+            ids.append(place.read_text())
         for folder in sorted(tmp_path.glob("wandb/offline-run-*")):
             command = [sys.executable, "-m", "wandb", "sync", folder]
             subprocess.run(command, env=os.environ | {"WANDB_MODE": "online"}, check=True)
         kept = 3 if rewinds else 5
-        assert server.values("lm loss") == dict.fromkeys(range(1, kept + 1), 1.0) | dict.fromkeys(
-            range(kept + 1, 9), 2.0
-        )
+        assert server.values("lm loss") == {
+            step: 1.0 if step <= kept else 2.0 if step <= 8 else 3.0 for step in range(1, 14)
+        }
+        open_dashboards(config, Log(), arguments).close()
+    assert len({*ids}) == 1
+    assert place.read_text() not in ids
+    told = "keeps its values up to iteration 5: it cannot rewind"
+    assert capsys.readouterr().out.count(told) == (not rewinds)
 
 
 @pytest.mark.process
@@ -271,38 +267,6 @@ def test_one_that_hangs_holds_nobody(capsys: pytest.CaptureFixture[str]) -> None
     stuck.released.set()
 
 
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(
-    wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ReportConfig(wandb_project="p")
-
-    def start(iteration: int) -> dict[str, Any]:
-        arguments = {"save": str(tmp_path / "ckpt")}
-        boards = open_dashboards(config, Log(), arguments, start_iteration=iteration)
-        for step in (iteration + 1, iteration + 2):
-            boards.write({"lm loss": 2.0}, iteration=step, samples=8)
-        boards.close()
-        return wandb.given
-
-    assert "id" not in start(0)
-    assert (tmp_path / "ckpt" / RUN_ID_FILE).read_text() == "abc123\n"
-    wandb.starting_step, wandb.logged = 6, []
-    settings = start(5)
-    assert (settings["id"], settings["resume"]) == ("abc123", "allow")
-    assert [step for _, step in wandb.logged] == [6, 7]
-
-    wandb.starting_step, wandb.logged = 8, []  # the service got further than the checkpoint
-    assert start(5)["resume_from"] == "abc123?_step=5"
-    assert [step for _, step in wandb.logged] == [6, 7]
-    assert "rewind" not in capsys.readouterr().out
-
-    wandb.starting_step, wandb.logged, wandb.rewinds = 7, [], False
-    assert start(5)["resume"] == "allow"
-    assert [step for _, step in wandb.logged] == [7]
-    assert "keeps its values up to iteration 6: it cannot rewind" in capsys.readouterr().out
-    assert not {"id", "resume_from"} & start(0).keys()  # a fresh run gets a new id
-
-
 def test_names_are_cleaned_before_they_are_sent(wandb: FakeWandb) -> None:
     config = ReportConfig(wandb_project="p\x1b", wandb_exp_name=f"n\u202e{'x' * 5000}")
     boards = open_dashboards(config, Log(), {"load": "\x1b[2J", "lr": 0.5})
@@ -320,11 +284,8 @@ def test_names_are_cleaned_before_they_are_sent(wandb: FakeWandb) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"a/b", b"x" * 1000, b"\xff\xfe", b"\x1b[2J"])
 @pytest.mark.usefixtures("wandb")
-def test_a_damaged_id_of_a_run_is_named(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_id_of_a_run_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / RUN_ID_FILE).write_bytes(content)
-    config = ReportConfig(wandb_project="p")
-    open_dashboards(config, Log(), {"save": str(tmp_path)}, start_iteration=5)
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")
+    config, arguments = ReportConfig(wandb_project="p"), {"save": str(tmp_path)}
+    told = output_of(lambda: open_dashboards(config, Log(), arguments, start_iteration=5))
+    assert told.startswith(f"--wandb-project has no effect: UserError: {tmp_path / RUN_ID_FILE}")

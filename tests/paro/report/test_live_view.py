@@ -38,19 +38,24 @@ def show(view: LiveView, seen: IterationRecord) -> None:
     view.iteration(seen, metrics, seconds_left=2.0)
 
 
-def last_drawn(stream: io.StringIO) -> list[str]:
+def drawn(*seen: IterationRecord | Validation, **sizes: int) -> str:
+    """All that a view draws until its end."""
+    view, stream = make(**sizes)
+    for one in seen:
+        view.validation(one) if isinstance(one, Validation) else show(view, one)
+    view.close()
+    return stream.getvalue()
+
+
+def last_of(text: str) -> list[str]:
     """The lines of the view as it was drawn last."""
-    drawn = "╭" + stream.getvalue().rpartition("╭")[2]
-    return drawn[: drawn.rindex("╯") + 1].splitlines()
+    last = "╭" + text.rpartition("╭")[2]
+    return last[: last.rindex("╯") + 1].splitlines()
 
 
 def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
-    view, stream = make()
-    view.validation(Validation(2, 16, 6.5, "all"))
-    view.validation(Validation(4, 32, 5.25, "all", 1.5))
-    show(view, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
-    view.close()
-    text = stream.getvalue()
+    evaluations = Validation(2, 16, 6.5, "all"), Validation(4, 32, 5.25, "all", 1.5)
+    text = drawn(*evaluations, replace(record(5), exposed=Exposed(gather=0.02, reduce=0.005)))
     for wanted in (
         "llama",
         "iteration 5/20",
@@ -68,29 +73,19 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
 
 
 def test_the_allocator_of_a_gpu_counts_what_is_predicted() -> None:
-    view, stream = make(bytes_before=0)
-    show(view, record(5))
-    view.close()
-    assert "tensors 300.0 MB at most, 5.0 MB predicted " in stream.getvalue()
+    assert "tensors 300.0 MB at most, 5.0 MB predicted " in drawn(record(5), bytes_before=0)
 
 
 def test_sets_of_held_out_data_are_named() -> None:
-    view, stream = make()
-    for name, lm_loss in (("validation-web", 2.0), ("validation-books", 3.0), ("test", 4.0)):
-        view.validation(Validation(4, 32, lm_loss, "all", data_set=name))
-    show(view, record(5))
-    view.close()
+    losses = {"validation-web": 2.0, "validation-books": 3.0, "test": 4.0}
+    found = [Validation(4, 32, loss, "all", data_set=name) for name, loss in losses.items()]
     wanted = "web 2.0000 at iteration 4, books 3.0000 at iteration 4, test 4.0000 at iteration 4"
-    assert wanted in stream.getvalue()
+    assert wanted in drawn(*found, record(5))
 
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_it_is_as_wide_as_the_terminal(width: int) -> None:
-    view, stream = make(width=width)
-    for iteration in range(1, 20):
-        show(view, record(iteration))
-    view.close()
-    lines = last_drawn(stream)
+    lines = last_of(drawn(*map(record, range(1, 20)), width=width))
     assert {len(line) for line in lines} == {width}
     (loss,) = (line for line in lines if "loss " in line)
     assert re.search("19.0000  ▁[▁-█]+█ +least 1.0000", loss)
@@ -98,10 +93,7 @@ def test_it_is_as_wide_as_the_terminal(width: int) -> None:
 
 
 def test_a_low_terminal_shows_figures_and_no_placement() -> None:
-    view, stream = make(height=12)
-    show(view, record(5))
-    view.close()
-    lines = last_drawn(stream)
+    lines = last_of(drawn(record(5), height=12))
     assert len(lines) <= 12
     assert "gradient norm" in "".join(lines)
     assert "parameters" not in "".join(lines)
@@ -118,7 +110,7 @@ def test_a_terminal_that_gets_narrower_keeps_nothing_of_the_wrapped_view_on_the_
     view.console.width = 60
     view.close()
     assert stream.getvalue().count(anew) == 3
-    assert {len(line) for line in last_drawn(stream)} == {60}
+    assert {len(line) for line in last_of(stream.getvalue())} == {60}
 
 
 def test_what_is_printed_meanwhile_scrolls_by_above() -> None:
@@ -155,11 +147,8 @@ def test_it_is_drawn_a_few_times_a_second_at_most() -> None:
 
 
 def test_a_skipped_iteration_has_no_part_in_the_loss() -> None:
-    view, stream = make()
-    for seen in (record(2), replace(record(3), skipped=True, lm_loss=math.nan)):
-        show(view, seen)
-    view.close()
-    assert "least 2.0000" in stream.getvalue()
+    skipped = replace(record(3), skipped=True, lm_loss=math.nan)
+    assert "least 2.0000" in drawn(record(2), skipped)
 
 
 @pytest.mark.parametrize(

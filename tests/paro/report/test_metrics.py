@@ -1,6 +1,5 @@
 """The metrics file: its fields, its precision, and the effect of a resume."""
 
-import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from paro.report.metrics import MetricsFile
 from paro.report.record import Metrics, summarize
+from tests.helpers.commands import read_lines
 from tests.helpers.refusals import refused
 from tests.paro.report.test_report import FACTS, record
 
@@ -22,16 +22,12 @@ def write(path: Path, iterations: range, start_iteration: int, *, loss: float = 
     metrics_file.close()
 
 
-def read(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_numbers_are_whole_or_null_and_lines_are_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     metrics_file = MetricsFile(str(path), start_iteration=0)
     metrics_file.write(LINE)
     metrics_file.write(replace(LINE, lm_loss=math.nan, grad_norm=math.inf))
-    whole, null = read(path)
+    whole, null = read_lines(path)
     assert list(whole) == [field.name for field in fields(Metrics)]
     assert whole["lm_loss"] == 0.1 + 0.2
     assert null["lm_loss"] is null["grad_norm"] is None
@@ -52,7 +48,7 @@ def test_a_line_cut_short_by_a_crash_goes(tmp_path: Path) -> None:
     with path.open("a") as stream:
         stream.write('{"iteration": 4, "consumed_sam')
     write(path, range(4, 5), 3)
-    assert [line["iteration"] for line in read(path)] == [1, 2, 3, 4]
+    assert [line["iteration"] for line in read_lines(path)] == [1, 2, 3, 4]
 
 
 def test_a_fresh_run_keeps_the_old_file_aside(tmp_path: Path) -> None:
@@ -60,7 +56,7 @@ def test_a_fresh_run_keeps_the_old_file_aside(tmp_path: Path) -> None:
     write(path, range(1, 4), 0)
     before = path.read_bytes()
     write(path, range(1, 2), 0)
-    assert [line["iteration"] for line in read(path)] == [1]
+    assert [line["iteration"] for line in read_lines(path)] == [1]
     assert (tmp_path / "metrics.jsonl.previous").read_bytes() == before
 
 

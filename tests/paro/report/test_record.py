@@ -72,9 +72,13 @@ def test_a_single_loss_keeps_every_bit() -> None:
     assert metrics.lm_loss == loss
 
 
-def test_a_dashboard_shows_reserved_memory_where_there_is_any() -> None:
-    for reserved in (None, 66):
-        metrics = summarize([FIRST], FACTS, peak_memory_bytes=55, peak_reserved_bytes=reserved)
-        found = scalars_of(FIRST, metrics, FACTS, totals={})
-        assert found.get("memory/peak-reserved-bytes") == reserved
+def test_a_dashboard_has_tags_of_what_was_measured() -> None:
+    full = replace(FIRST, num_zeros=7.0, params_norm=2.5)
+    for seen, reserved in ((FIRST, None), (full, 66)):
+        metrics = summarize([seen], FACTS, peak_memory_bytes=55, peak_reserved_bytes=reserved)
+        found = scalars_of(seen, metrics, FACTS, totals={})
         assert found["memory/peak-measured-bytes"] == 55
+        assert found.get("memory/peak-reserved-bytes") == reserved
+        assert (found.get("num-zeros"), found.get("params-norm")) == (
+            seen.num_zeros, seen.params_norm,
+        )  # fmt: skip

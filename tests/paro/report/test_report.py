@@ -15,6 +15,7 @@ from paro.report.log import Log
 from paro.report.memory import MemoryForecast
 from paro.report.record import IterationRecord, Peak, PlannedStep, RunFacts, Validation
 from paro.report.report import Report, open_report
+from tests.helpers.commands import output_of
 
 FACTS = RunFacts(
     world_size=2,
@@ -51,21 +52,24 @@ def record(iteration: int) -> IterationRecord:
     )
 
 
-def run(report: Report, iterations: range) -> None:
-    for iteration in iterations:
-        report.iteration(record(iteration))
-    report.close()
+def run(report: Report, iterations: range) -> str:
+    """What it prints."""
+
+    def iterate() -> None:
+        for iteration in iterations:
+            report.iteration(record(iteration))
+        report.close()
+
+    return output_of(iterate)
 
 
-def test_multiples_of_the_interval_and_the_first_are_logged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_multiples_of_the_interval_and_the_first_are_logged(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    run(make(ReportConfig(log_interval=5, metrics_file=str(path))), range(1, 13))
+    told = run(make(ReportConfig(log_interval=5, metrics_file=str(path))), range(1, 13))
     logged = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["iteration"] for line in logged] == [1, 5, 10]
     assert [line["lm_loss"] for line in logged] == [1.0, 3.5, 8.0]
-    assert capsys.readouterr().out.count("| lm loss: ") == 3
+    assert told.count("| lm loss: ") == 3
 
 
 def test_after_a_resume_the_next_iteration_is_logged_and_none_twice(tmp_path: Path) -> None:
@@ -77,49 +81,42 @@ def test_after_a_resume_the_next_iteration_is_logged_and_none_twice(tmp_path: Pa
     assert logged == [1, 5, 8, 10, 15]
 
 
-def test_the_first_rank_writes_and_the_last_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_rank_writes_and_the_last_prints(tmp_path: Path) -> None:
     config = ReportConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl"))
-    run(make(config, rank=0, world_size=2), range(1, 2))
-    assert capsys.readouterr().out == ""
+    assert run(make(config, rank=0, world_size=2), range(1, 2)) == ""
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    run(make(config, rank=1, world_size=2), range(1, 2))
-    assert " iteration        1/      20 |" in capsys.readouterr().out
+    assert " iteration        1/      20 |" in run(make(config, rank=1, world_size=2), range(1, 2))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_start_states_how_numbers_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    make(ReportConfig()).start({"precision": "all fp32"})
-    lines = capsys.readouterr().out.splitlines()
+def test_the_start_states_how_numbers_are_counted() -> None:
+    report = make(ReportConfig())
+    lines = output_of(lambda: report.start({"precision": "all fp32"})).splitlines()
     assert lines[0] == "> precision: all fp32"
     assert "6.0000E+06 forward and backward (mfu)" in lines[1]
     assert "5.0000E+06 with causal attention halved (mfu_causal)" in lines[1]
     assert lines[2] == "> peak of one device: 1.000 TFLOP/s, typed in"
 
 
-def test_a_speed_beyond_the_peak_is_doubted_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_speed_beyond_the_peak_is_doubted_once() -> None:
     for flops_per_second, warnings in ((1e6, 1), (1e18, 0)):
         report = make(ReportConfig(log_interval=1))
         report.facts = replace(
             FACTS, peak=Peak(flops_per_second=flops_per_second, source="typed in")
         )
-        run(report, range(1, 4))
-        assert capsys.readouterr().out.count("WARNING: MFU of ") == warnings
+        assert run(report, range(1, 4)).count("WARNING: MFU of ") == warnings
 
 
-def test_a_run_without_records_prints_and_writes_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_records_prints_and_writes_no_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     config = ReportConfig(log_interval=1, metrics_file=str(path), tensorboard_dir=str(tmp_path))
-    run(make(config.without_records()), range(1, 2))
-    assert " iteration        1/      20 |" in capsys.readouterr().out
+    told = run(make(config.without_records()), range(1, 2))
+    assert " iteration        1/      20 |" in told
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_costs_the_metrics_and_not_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = make(ReportConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl")))
 
@@ -127,43 +124,24 @@ def test_a_full_disk_costs_the_metrics_and_not_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("paro.report.metrics.MetricsFile.write", fail)
-    run(report, range(1, 4))
-    text = capsys.readouterr().out
+    text = run(report, range(1, 4))
     assert text.count("--metrics-file is left out from here on") == 1
     assert text.count("| lm loss: ") == 3
 
 
-def test_zeros_and_the_norm_of_parameters_have_megatrons_tags(
+def test_an_evaluation_has_megatrons_tags_and_bits_where_they_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[Mapping[str, float]] = []
-
-    def write(_: object, scalars: Mapping[str, float], **_at: int) -> None:
-        written.append(scalars)
-
-    monkeypatch.setattr("paro.report.dashboards.Dashboards.write", write)
-    monkeypatch.setattr("paro.report.dashboards.Dashboards.any_open", True)
     report = make(ReportConfig())
-    report.iteration(replace(record(1), num_zeros=7.0, params_norm=2.5))
-    report.iteration(record(2))
-    assert (written[0]["num-zeros"], written[0]["params-norm"]) == (7.0, 2.5)
-    assert not {"num-zeros", "params-norm"} & written[1].keys()
+    monkeypatch.setattr(report, "scalars", lambda values, *_: written.append(values))
     report.validation(Validation(2, 16, 1.0, "all", 0.5))
     report.validation(Validation(2, 16, 1.0, "all", data_set="test"))
-    assert written[2].items() > {"lm loss validation": 1.0, "bits per byte validation": 0.5}.items()
-    assert "bits per byte test" not in written[3]
-
-
-def test_evaluations_and_memory_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    report = make(ReportConfig())
-    report.forecast = MemoryForecast(
-        predicted_bytes=2**21, reserved_bytes=2**21, states_bytes=2**20, bytes_before=0
-    )
-    report.memory(iteration=1)
-    report.validation(Validation(9, 72, 1.0, "1 to 8", data_set="test"))
-    text = capsys.readouterr().out
-    assert "model states: 1.0 | predicted peak: 2.0" in text
-    assert " validation loss at iteration 9 on test set | lm loss value: 1.000000E+00 |" in text
+    ppl = pytest.approx(2.718281828)
+    assert written == [
+        {"lm loss validation": 1.0, "lm loss validation ppl": ppl, "bits per byte validation": 0.5},
+        {"lm loss test": 1.0, "lm loss test ppl": ppl},
+    ]
 
 
 def test_a_run_that_was_replaced_leaves_the_files_to_its_successor(tmp_path: Path) -> None:
@@ -188,9 +166,7 @@ PLANNED = PlannedStep(
 )
 
 
-def compared(
-    path: Path, planned: PlannedStep, last: int, capsys: pytest.CaptureFixture[str]
-) -> str:
+def compared(path: Path, planned: PlannedStep, last: int) -> str:
     """What a run prints of a plan, whose steps take 100 ms and wait 40 of them."""
     report = make(ReportConfig(log_interval=100, metrics_file=str(path)))
     report.facts = replace(FACTS, planned=planned)
@@ -198,23 +174,24 @@ def compared(
         predicted_bytes=0, reserved_bytes=0, states_bytes=0, bytes_before=2**60
     )
     waits = Exposed(gather=0.01, reduce=0.02, publish=0.01)
-    for iteration in range(1, last + 1):
-        # The first steps of a process take longer, and a ramp-up has smaller ones.
-        slower = replace(record(iteration), iteration_time_ms=900.0 if iteration < 10 else 100.0)
-        size = 4 if iteration == 12 else 8
-        report.iteration(replace(slower, exposed=waits, global_batch_size=size))
-    report.close()
-    return "\n".join(
-        line for line in capsys.readouterr().out.splitlines() if "iteration" not in line
-    )
+
+    def iterate() -> None:
+        for iteration in range(1, last + 1):
+            # The first steps of a process take longer, and a ramp-up has smaller ones.
+            milliseconds = 900.0 if iteration < 10 else 100.0
+            slower = replace(record(iteration), iteration_time_ms=milliseconds)
+            size = 4 if iteration == 12 else 8
+            report.iteration(replace(slower, exposed=waits, global_batch_size=size))
+        report.close()
+
+    lines = output_of(iterate).splitlines()
+    return "\n".join(line for line in lines if "iteration" not in line)
 
 
-def test_measured_steps_are_set_beside_the_planners(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_steps_are_set_beside_the_planners(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert compared(path, PLANNED, 19, capsys) == ""
-    as_planned = compared(path, PLANNED, 25, capsys)
+    assert compared(path, PLANNED, 19) == ""
+    as_planned = compared(path, PLANNED, 25)
     assert as_planned.startswith(
         "> measured (and planned on machine ours), in seconds: a step 0.1 (0.1): computing 0.06 "
         "(0.06), gathers 0.01 (0.01), gradient reductions 0.02 (0.02), updated parameters 0.01 "
@@ -225,7 +202,7 @@ def test_measured_steps_are_set_beside_the_planners(
     start = json.loads(Path(f"{path}.run.json").read_text())["starts"][-1]
     assert start["measured"]["seconds"] == pytest.approx(dict(PLANNED.seconds))
     slow = {**PLANNED.seconds, "step": 0.05, "reduce": 0.001, "computing": 0.029}
-    lines = compared(path, replace(PLANNED, seconds=slow), 25, capsys).splitlines()
+    lines = compared(path, replace(PLANNED, seconds=slow), 25).splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "> measured (and planned on machine ours), in seconds",
         "> computing",
@@ -234,13 +211,11 @@ def test_measured_steps_are_set_beside_the_planners(
     ]
     assert lines[2].startswith("> gradient reductions: 0.019 s more than planned; tools/bench_coll")
     shares = {**PLANNED.seconds, "context": 0.03}  # attention waits for other ranks
-    lines = compared(path, replace(PLANNED, seconds=shares), 25, capsys).splitlines()
+    lines = compared(path, replace(PLANNED, seconds=shares), 25).splitlines()
     assert "updated parameters 0.01 (0.01), attention's tokens 0 (0.03); memory" in lines[0]
     assert lines[1].startswith("> attention's tokens: 0.03 s less than planned; tools/bench_coll")
 
 
-def test_steps_of_another_batch_size_are_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_another_batch_size_are_not_compared(tmp_path: Path) -> None:
     larger = replace(PLANNED, global_batch_size=16)
-    assert compared(tmp_path / "metrics.jsonl", larger, 25, capsys) == ""
+    assert compared(tmp_path / "metrics.jsonl", larger, 25) == ""

@@ -1,13 +1,11 @@
 """The benchmark of the loader: all contenders read the same, and every figure is printed."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import printed
-from tests.helpers.refusals import refused
+from tests.helpers.commands import measured
 from tools.bench import bench_loader
 from tools.bench.bench_loader import BLOCKS, main, make_corpus
 
@@ -31,11 +29,9 @@ def test_all_contenders_read_the_same(tmp_path: Path) -> None:
 
 
 def test_every_figure_is_printed_and_written(tmp_path: Path) -> None:
-    flags = ["--folder", str(tmp_path / "corpus"), "--json", str(tmp_path / "figures.json")]
-    flags += ["--gigabytes", "0.0002", "--seq-length", "64", "--samples", "8", "--rounds", "1"]
-    lines = printed(main, *flags).splitlines()
-    found = json.loads((tmp_path / "figures.json").read_text())
-    rows = found["reading"]
+    flags = ["--gigabytes", "0.0002", "--seq-length", "64", "--samples", "8", "--rounds", "1"]
+    told, found = measured(main, "--folder", tmp_path / "corpus", *flags)
+    rows, lines = found["reading"], told.splitlines()
     assert len(rows) == 2 * (2 + len(BLOCKS))
     assert len(lines) == len(rows) + 1
     assert re.fullmatch(r"opened in \d+\.\d ms: (\d+) documents", lines[-1])
@@ -44,4 +40,3 @@ def test_every_figure_is_printed_and_written(tmp_path: Path) -> None:
     assert all(row["tokens_per_second"] > 0 for row in rows)
     for row in rows:
         assert (row["of_mapped"] == 1) is (row["contender"] == "mapped")
-    refused(lambda: main([*flags, "--samples", "3"]), "--samples")

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.commands import printed
-from tests.helpers.refusals import refused
+from tests.helpers.commands import measured
 from tests.helpers.warm_python import run_python
 from tools.bench.bench_model import (
     Result,
@@ -51,23 +50,18 @@ def check_rows(written: dict[str, Any]) -> None:
             assert row["ratios"][other["contender"]] == pytest.approx(ratio)
 
 
-def test_all_contenders_start_from_the_same_loss(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    told = printed(main, *TINY, "--json", file)
-    written = json.loads(file.read_text())
+def test_all_contenders_start_from_the_same_loss() -> None:
+    told, written = measured(main, *TINY)
     check_rows(written)
     assert written["rows"][0]["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
     names = re.findall(r"^(\S+) +\d+ tokens/s, ", told, re.MULTILINE)
     assert names == list(DEFAULT)
     assert len(re.findall(r"^round +\d, seconds: ", told, re.MULTILINE)) == 2
-    assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_a_model_may_be_is_the_same_for_all(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
+def test_what_a_model_may_be_is_the_same_for_all() -> None:
     more = ["--num-query-groups", "1", "--tie-embeddings-and-output-weights", "--recompute"]
-    main([*TINY, *more, "--clock", "cpu", "--json", str(file)])
-    written = json.loads(file.read_text())
+    _, written = measured(main, *TINY, *more, "--clock", "cpu")
     check_rows(written)
     assert written["clock"] == "cpu"
     # Embedding, 2 blocks of attention, MLP and 2 norms, the last norm; one head of keys and values.
@@ -75,12 +69,10 @@ def test_what_a_model_may_be_is_the_same_for_all(tmp_path: Path) -> None:
     assert written["parameters"] == VOCAB_SIZE * 16 + 2 * block + 16
 
 
-def test_accumulated_micro_batches_are_one_step(tmp_path: Path) -> None:
+def test_accumulated_micro_batches_are_one_step() -> None:
     """The mean loss of equal micro-batches is that of one; tokens, and the peak's share, count."""
-    file = tmp_path / "figures.json"
     more = ["--contenders", "ours,trainer", "--num-micro-batches", "3", "--peak-tflops", "0.5"]
-    main([*TINY, *more, "--json", str(file)])
-    ours, trainer = json.loads(file.read_text())["rows"]
+    ours, trainer = measured(main, *TINY, *more)[1]["rows"]
     assert ours["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
     assert trainer["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-6)
     for row in (ours, trainer):
@@ -201,26 +193,3 @@ def test_models_that_differ_are_no_race() -> None:
     for wrong in (4.1, math.nan):
         with pytest.raises(RuntimeError, match="first losses differ"):
             check_losses({"one": 4.0, "other": wrong}, tolerance=1e-4)
-
-
-def test_a_ratio_is_the_median_of_neighbours_in_time() -> None:
-    # The machine was ten times slower in the last round, for both.
-    seconds = {"ours": [1.0, 1.0, 10.0], "theirs": [2.0, 3.0, 25.0]}
-    result = Result(seconds=seconds, first_losses={}, tokens_per_turn=6)
-    assert result.ratio("ours", "theirs") == 2.5
-    assert result.tokens_per_second("ours") == 6.0
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--contenders", "ours,what"], "--contenders ... ours, ... not what"),
-        (["--num-attention-heads", "3"], "--hidden-size 16 ... --num-attention-heads 3"),
-        (["--rounds", "0"], "--rounds 0 must be at least 1"),
-        (["--clip-grad", "-1"], "--clip-grad -1.0 is not a norm; 0 turns clipping off"),
-        (["--clip-grad", "nan"], "--clip-grad nan is not a norm"),
-        (["--json", "nowhere/figures.json"], "--json nowhere/figures.json cannot be written"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(flags: list[str], told: str) -> None:
-    refused(lambda: main([*TINY, *flags]), told)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paro.optim.matrices import newton_schulz
-from tests.helpers.refusals import refused
-from tools.bench.bench_newton_schulz import CONFIG, batched, flops_of, main
+from tools.bench.bench_newton_schulz import CONFIG, batched, flops_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,16 +25,3 @@ def test_a_batch_has_the_results_of_its_matrices(
 def test_the_flops_are_those_of_three_products_a_step() -> None:
     # X X^T and its square on the shorter side, and the result times X.
     assert flops_of(12, 4) == flops_of(4, 12) == 5 * 2 * (4 * 12 * 4 + 4**3 + 4 * 4 * 12)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--shapes 4x", "'4x' is no ROWSxCOLUMNS"),
-        ("--shapes 0x4", "'0x4' is no ROWSxCOLUMNS"),
-        ("--batch 0", "--batch 0 must be at least 1"),
-        ("--json nowhere/x.json", "--json nowhere/x.json cannot be written"),
-    ],
-)
-def test_a_mistake_is_one_line(words: str, told: str) -> None:
-    refused(lambda: main(words.split()), told)

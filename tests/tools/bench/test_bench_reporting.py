@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.helpers.commands import printed
-from tests.helpers.refusals import refused
+from tests.helpers.commands import measured
 from tests.helpers.training import TINY
 from tools.bench import bench_reporting
 from tools.bench.bench_reporting import costs, is_reported, main
@@ -31,18 +27,13 @@ def test_neighbours_are_compared_and_the_first_round_is_left_out() -> None:
 
 
 @pytest.mark.slow("trains under every reporter")
-def test_every_second_step_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_second_step_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     flags = f"{TINY} --eval-iters 0 --peak-tflops 1 --log-interval 1"
     monkeypatch.setattr(bench_reporting, "MODEL", flags)
-    told = printed(main, "--rounds", 3, "--json", tmp_path / "cost.json")
-    rows = json.loads((tmp_path / "cost.json").read_text())
+    told, rows = measured(main, "--rounds", 3)
     assert [row["clock"] for row in rows] == ["wall", "cpu"]
     assert all(len(row["bare"]) == len(row["reported"]) == 3 for row in rows)
     assert min(rows[0]["in_report"]) > 0.0
     assert "with TensorBoard, W&B and the view" in told
-
-
-def test_too_few_rounds_are_a_mistake() -> None:
-    refused(lambda: main(["--rounds", "0"]), "--rounds 0 must be at least 1")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.refusals import refused
 from tests.helpers.warm_python import run_python
-from tools.bench.check_gpu import PARTS, Found, check_machine, main, make_parser, parts_of
+from tools.bench.check_gpu import PARTS, Found, check_machine, make_parser, parts_of
 from tools.bench.gpu_check import running, suites
 from tools.bench.gpu_check.measures import (
     HEADLINE,
@@ -127,22 +127,10 @@ def test_parts_that_are_chosen(flags: str, letters: str) -> None:
     assert set(letters) <= set(PARTS)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--parts a,z", "--parts a,z: there is no part 'z', only a to l"),
-        ("--parts i", "part i needs --gpus 2 or more"),
-        ("--gpus 0", "--gpus 0 must be at least 1"),
-        ("", "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"),
-    ],
-)
-def test_a_mistake_is_one_line(flags: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.bench.check_gpu.ask_torch", lambda: Found(torch="2.13", gpus=0))
-    refused(lambda: main(flags.split()), message)
-
-
-def test_an_old_gpu_is_refused_before_anything_runs() -> None:
+def test_a_machine_without_a_gpu_or_with_an_old_one_is_refused() -> None:
     args = make_parser().parse_args([])
+    told = "sees 0 GPUs; run it with a Python whose torch has CUDA, or give --rehearse"
+    refused(lambda: check_machine(Found(torch="2.13", gpus=0), args), told)
     found = Found(torch="2.11.0", gpus=1, name="Tesla V100", bytes=2**34, capability=(7, 0))
     refused(lambda: check_machine(found, args), "Tesla V100 ... 7.0: 8.0 is needed")
     check_machine(Found(torch="2.11.0", gpus=1, name="A100", bytes=2**35, capability=(8, 0)), args)

@@ -19,7 +19,6 @@ from tests.helpers.scripts import run_script
 from tests.paro.planning.cases import machine
 from tools.bench import compare_peers
 from tools.bench.compare_peers import main, make_parser, plan_of, task_of
-from tools.bench.peers import registry
 from tools.bench.peers.deepspeed_zero import MODES, lacks_deepspeed, zero_config
 
 SCRIPT = "tools/bench/compare_peers.py"
@@ -163,12 +162,11 @@ def test_a_mistake_is_one_line(flags: str, told: str) -> None:
     refused(run_script([SCRIPT, *flags.split()]), told)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
 
-@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -196,21 +194,32 @@ def test_a_plan_that_cannot_be_is_refused(flags: str, told: str) -> None:
     [
         ("--json nowhere/a.json", "--json nowhere/a.json cannot be written"),
         ("--plot peers.txt", "--plot peers.txt: the name must end in .png, .svg, .pdf"),
+        (
+            "--group-size 2 --paro-machine {machine} --contenders paro:IIG+p2p/4,paro:IIG+flat/4",
+            "--contenders paro:IIG+flat/4: machine typed: ... by ring ... bench_collectives.py",
+        ),
     ],
 )
-@pytest.mark.usefixtures("launched")
-def test_a_file_that_could_not_be_written_is_refused_at_the_start(
-    flags: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_could_not_be_written_or_lacks_something_is_told_before_the_turns(
+    flags: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["compare_peers.py", *flags.split()])
-    monkeypatch.setattr("tools.bench.compare_peers.read_world", lambda: WORLD)
+    rows = tuple(
+        Measured(axes=axes, op=op, algorithm="native", bytes=64, seconds=1.0)
+        for axes in (Axes.INTRA, Axes.INTER)
+        for op in Op
+    )
+    path = tmp_path / "native.json"
+    path.write_text(machine_to_json(machine(world_size=4, group_size=2, measured=rows)))
+    words = ["compare_peers.py", *flags.format(machine=path).split()]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
+    monkeypatch.delattr(compare_peers, "race")
     refused(main, told)
 
 
-@pytest.mark.usefixtures("launched")
 def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "DeepSpeed is not installed"
-    monkeypatch.setattr(registry.deepspeed_zero, "lacks_deepspeed", lambda: missing)
+    monkeypatch.setattr(compare_peers, "lacks_deepspeed", lambda: missing)
     args = make_parser().parse_args(["--contenders", "deepspeed-1,ddp,deepspeed-hpz,paro:4/4/4"])
     plan = plan_of(args, WORLD)
     assert list(plan.tasks) == ["ddp", "paro:4/4/4"]
@@ -220,7 +229,6 @@ def test_without_deepspeed_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> 
     refused(lambda: plan_of(args, WORLD), f"none is left: {missing}")
 
 
-@pytest.mark.usefixtures("launched")
 def test_the_default_is_the_small_llama_in_bf16_and_a_preset_has_its_own_sizes() -> None:
     task = task_of(make_parser().parse_args([]), "paro:IIG", WORLD)
     sizes = task.model.num_layers, task.model.hidden_size, task.model.ffn_hidden_size
@@ -232,7 +240,6 @@ def test_the_default_is_the_small_llama_in_bf16_and_a_preset_has_its_own_sizes()
     assert (model.num_layers, model.hidden_size, model.vocab_size) == (2, 2048, 128256)
 
 
-@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("flags", ["", "--paro-flags=--optimizer=muon"])
 def test_those_of_one_optimizer_must_agree(flags: str) -> None:
     args, names = make_parser().parse_args(flags.split()), ("ddp", "paro:IIG", "paro:IIG+muon")
@@ -241,7 +248,6 @@ def test_those_of_one_optimizer_must_agree(flags: str) -> None:
     assert [task.run.precision.optimizer for task in tasks] == expected
 
 
-@pytest.mark.usefixtures("launched")
 def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
     task = task_of(make_parser().parse_args(["--group-size", "2"]), "deepspeed-hpz", WORLD)
     zero = zero_config(task, MODES["deepspeed-hpz"])["zero_optimization"]
@@ -251,22 +257,3 @@ def test_deepspeed_is_told_sizes_that_fit_the_model() -> None:
     assert task.model.hidden_size < zero["stage3_param_persistence_threshold"] < 256 * 256
     kept = zero_config(task, MODES["deepspeed-3-kept"])["zero_optimization"]
     assert not any(name.startswith("stage3") for name in kept)
-
-
-@pytest.mark.usefixtures("launched")
-def test_a_machine_file_that_lacks_something_is_told_before_the_turns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rows = tuple(
-        Measured(axes=axes, op=op, algorithm="native", bytes=64, seconds=1.0)
-        for axes in (Axes.INTRA, Axes.INTER)
-        for op in Op
-    )
-    path = tmp_path / "native.json"
-    path.write_text(machine_to_json(machine(world_size=4, group_size=2, measured=rows)))
-    words = ["compare_peers.py", "--group-size", "2", "--paro-machine", str(path)]
-    monkeypatch.setattr(sys, "argv", [*words, "--contenders", "paro:IIG+p2p/4,paro:IIG+flat/4"])
-    monkeypatch.setattr(compare_peers, "read_world", lambda: WORLD)
-    monkeypatch.delattr(compare_peers, "race")
-    told = "--contenders paro:IIG+flat/4: machine typed: ... by ring ... bench_collectives.py"
-    refused(compare_peers.main, told)

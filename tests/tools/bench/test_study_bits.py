@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from paro.arguments.parser import parse_args
-from tests.helpers.refusals import refused
 from tools.bench.shared.trainings import Found, Losses
 from tools.bench.study_bits import (
     FLAGS,
@@ -15,7 +14,6 @@ from tools.bench.study_bits import (
     SHORT,
     VARIANTS,
     key_of,
-    main,
     plot,
     table,
 )
@@ -56,8 +54,3 @@ def test_flags_are_those_of_a_run() -> None:
         args = parse_args([*f"{FLAGS} {variant.flags}".split(), "--train-iters", "4"])
         bits = f"{args.paro_inter_grad_bits}/{args.paro_inter_param_bits}"
         assert variant.name.split()[0] == bits
-
-
-def test_without_the_quickstart_it_says_so(tmp_path: Path) -> None:
-    words = ["--json", tmp_path / "x.json", "--folder", tmp_path / "x", "--data", tmp_path]
-    refused(lambda: main(list(map(str, words))), "make quickstart")

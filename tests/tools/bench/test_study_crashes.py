@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.scripts import run_script
-from tools.bench.study_crashes import losses
 
 
 @pytest.mark.verify
@@ -24,9 +23,3 @@ def test_thirty_kills_half_of_them_inside_saves(tmp_path: Path) -> None:
     assert figures["inside_asynchronous_saves"] >= 7
     assert figures["complaints"] == []
     assert figures["survivors_gone_seconds"]["most"] < 60.0  # --distributed-timeout-minutes 1
-
-
-def test_a_line_that_a_kill_cut_short_is_no_loss(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1, "lm_loss": 2.5}\n{"iteration": 2, "lm_')
-    assert losses(path) == [(1, 2.5)]

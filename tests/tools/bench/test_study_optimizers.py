@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from paro.arguments.parser import parse_args
-from tests.helpers.refusals import refused
 from tools.bench.shared.trainings import Found, Losses
 from tools.bench.study_optimizers import (
     ADAMW,
@@ -21,7 +20,6 @@ from tools.bench.study_optimizers import (
     SHORTER,
     Job,
     jobs_for,
-    main,
     plot,
     report,
     steps_to,
@@ -95,9 +93,3 @@ def test_flags_are_those_of_a_run() -> None:
         assert args.train_iters == (300 if variant == SHORTER else 400)
         assert args.optimizer == ("muon" if LIKE[variant] == MUON else "adam")
         assert (args.exp_avg_dtype == args.exp_avg_sq_dtype == "bf16") is (variant == ROUNDED)
-
-
-def test_without_a_corpus_it_says_so(tmp_path: Path) -> None:
-    words = ["--folder", str(tmp_path), "--data-path", str(tmp_path / "none")]
-    refused(lambda: main(words), "--data-path ... make quickstart")
-    refused(lambda: main([*words, "--at-once", "0"]), "--at-once 0 must be at least 1")

@@ -133,21 +133,6 @@ def test_a_failure_in_the_cluster_and_links_of_another_speed_are_one_line(
         refused(partial(main, [*measure, "--inter", speed]), "--inter", told)
 
 
-@pytest.mark.parametrize(
-    ("candidate", "told"),
-    [
-        ("IIG", "IIG: names no collective"),
-        ("IIG@native+turn", "+turn is none of +rotate, +in-place, +4-bit"),
-        ("IIG@native+muon", "+muon is not predicted: give +rotate, +in-place, +4-bit"),
-        ("IIG@native+rotate", "cannot cut --num-attention-heads 6"),  # of the wide model
-        ("IIX@native", "--paro-strategy 'IIX' is unknown"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_one_line(candidate: str, told: str, tmp_path: Path) -> None:
-    words = ["measure", "--folder", str(tmp_path), "--settings", candidate]
-    refused(lambda: main(words), told)
-
-
 @pytest.mark.slow("imports matplotlib")
 def test_a_report_tells_of_what_was_measured(tmp_path: Path) -> None:
     measured = ROOT / "examples/measured/steps-100mbit"

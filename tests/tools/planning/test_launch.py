@@ -11,8 +11,8 @@ import pytest
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Nic
 from paro.training.dry_run import PlannedRun, plan_run
+from tests.helpers.commands import measured
 from tests.helpers.flags import configured
-from tests.helpers.refusals import refused
 from tests.tools.test_plan import planned
 from tools.plan import main
 
@@ -55,7 +55,7 @@ def dry_run(lines: list[str]) -> PlannedRun:
 def test_a_launch_is_the_choice_of_its_plan(tmp_path: Path, flags: str) -> None:
     if "--gpu" in flags:
         flags += f" --machine-file {tmp_path}/machine.json"
-    fields = planned(tmp_path, flags)
+    fields = planned(flags)
     best, run = fields["best"], dry_run(fields["launch"])
     chosen, degrees = run.launch.candidate, list(run.config.strategy.degrees)
     assert degrees == best["degrees"]
@@ -66,15 +66,15 @@ def test_a_launch_is_the_choice_of_its_plan(tmp_path: Path, flags: str) -> None:
 
 
 @pytest.mark.slow("searches all candidates of a model")
-def test_both_ways_to_launch_start_every_rank(tmp_path: Path) -> None:
-    several = planned(tmp_path, f"{MODEL} --gpu h100 --gpus-per-node 4 --inter 25gbit")["launch"]
+def test_both_ways_to_launch_start_every_rank() -> None:
+    several = planned(f"{MODEL} --gpu h100 --gpus-per-node 4 --inter 25gbit")["launch"]
     torchrun, srun = several[-3], several[-1]
     assert "torchrun --nnodes 4 --nproc-per-node 4 --node-rank $NODE_RANK " in torchrun
     assert " srun --nodes 4 --ntasks-per-node 4 --gpus-per-node 4 python " in srun
     assert "0 to 3 in NODE_RANK" in several[-4]
-    lone = planned(tmp_path, f"{MODEL} --gpu h100 --gpus-per-node 16")["launch"]
+    lone = planned(f"{MODEL} --gpu h100 --gpus-per-node 16")["launch"]
     assert lone[-3].startswith("bash examples/one_machine.sh --nproc-per-node 16 pretrain_llama.py")
-    of_cpus = planned(tmp_path, MEASURED)["launch"]
+    of_cpus = planned(MEASURED)["launch"]
     assert not any("gpus-per-node" in line or "PYTORCH_ALLOC" in line for line in of_cpus)
 
 
@@ -82,7 +82,7 @@ def test_both_ways_to_launch_start_every_rank(tmp_path: Path) -> None:
 def test_a_machine_of_three_figures(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     machine = "--gpu h100 --gpus-per-node 4 --inter 25gbit --intra 64gbit"
-    planned(tmp_path, f"{MODEL} {machine} --machine-file {path}")
+    planned(f"{MODEL} {machine} --machine-file {path}")
     made, shipped = find_machine(str(path)), find_machine("dgx-h100")
     assert (made.world_size, made.group_size, made.nic) == (16, 4, Nic.SHARED)
     assert made.intra.bits_per_second == 64e9
@@ -90,42 +90,18 @@ def test_a_machine_of_three_figures(tmp_path: Path) -> None:
     assert made.device == shipped.device
     assert dict(made.sources)["links.inter.bandwidth"] == "--inter 25gbit"
     assert dict(made.sources)["device.sustained_flops"] == "an assumption: 0.45 of the peak"
-    planned(
-        tmp_path, f"{MODEL} {machine.split(' --intra')[0]} --nic per-rank --machine-file {path}"
-    )
+    planned(f"{MODEL} {machine.split(' --intra')[0]} --nic per-rank --machine-file {path}")
     per_rank = find_machine(str(path))
     assert (per_rank.nic, per_rank.intra) == (Nic.PER_RANK, shipped.intra)
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("", "--paro-machine is missing"),
-        ("--gpu h100 --paro-machine dgx-h100", "--paro-machine and --gpu contradict each other"),
-        ("--paro-machine dgx-h100 --inter 25gbit", "--inter 25gbit needs --gpu"),
-        ("--gpu h100", "--inter is missing ... 16 ranks are more than one node of 8"),
-        ("--gpu h100 --inter 25", "--inter: '25' is no rate: write it as"),
-        ("--gpu h100 --inter 25gbit --intra fast", "--intra: 'fast' is no rate"),
-        ("--gpu h100 --inter 25gbit --gpus-per-node 3", "groups of 3 ... choose a multiple of 3"),
-        ("--gpu h100 --inter 25gbit --gpus-per-node 0", "--gpus-per-node 0 must be at least 1"),
-        ("--gpu k80 --inter 25gbit", "--gpu: invalid choice"),
-        ("--gpu h100 --inter 25gbit --paro-group-size 3", "--paro-group-size 3 does not divide"),
-        ("--paro-machine dgx-h100 --why-not NGX", "--why-not: --paro-strategy 'NGX'"),
-    ],
-)
-def test_a_machine_or_strategy_that_is_none_is_one_line(flags: str, told: str) -> None:
-    refused(lambda: main([*MODEL.split(), *flags.split()]), told)
-
-
 @pytest.mark.slow("searches all candidates of a model")
-def test_why_another_strategy_is_not_the_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_another_strategy_is_not_the_best() -> None:
     slow = f"{MODEL} --gpu a100 --gpus-per-node 4 --inter 1gbit --device-memory-gb 4"
 
     def told(strategy: str, more: str = "") -> list[str]:
-        fields = planned(tmp_path, f"{slow} {more} --why-not {strategy}")
-        lines = capsys.readouterr().out.splitlines()
+        out, fields = measured(main, *f"{slow} {more} --why-not {strategy}".split())
+        lines = out.splitlines()
         first = next(i for i, line in enumerate(lines) if line.startswith(f"why not {strategy}"))
         assert lines[first + 2] == ""
         degrees = ",".join(map(str, fields["best"]["degrees"]))

@@ -10,7 +10,6 @@ from paro.context_parallel.layout import ContextLayout
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from tests.helpers.commands import printed
-from tests.helpers.refusals import refused
 from tools.plan import main
 from tools.planning.workload import case_of, make_parser
 
@@ -60,8 +59,3 @@ def test_auto_takes_the_type_with_the_most_tokens() -> None:
         for name in ("p2p", "a2a", "allgather", "auto")
     }
     assert longest["auto"] == max(longest.values())
-
-
-def test_a_plan_with_ranks_that_share_samples_is_refused_as_a_training_is() -> None:
-    words = f"{FLAGS} --context-parallel-size 16".split()
-    refused(lambda: case_of(make_parser().parse_args(words)), "16 does not fit: ... 1, 2, 4 and 8")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.commands import printed
+from tests.helpers.commands import measured
 from tests.helpers.refusals import refused
 from tests.tools.test_draw_profile import drawn_of, write_trace
 from tools.draw_profile import main
@@ -101,9 +101,7 @@ def gpu_events() -> list[dict[str, Any]]:
 
 def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "gpu.json", *gpu_events(), rank=3)
-    file = tmp_path / "figures.json"
-    told = printed(main, trace, "--json", file)
-    written = json.loads(file.read_text())
+    told, written = measured(main, trace)
     assert written["device"] == "cuda"
     (found,) = written["ranks"]
     assert (found["rank"], found["num_steps"], found["compute_stream"]) == (3, 2, 7)
@@ -137,10 +135,8 @@ def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_without_steps_on_the_gpu_those_of_the_host_count(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    trace = write_trace(tmp_path / "gpu.json", on_gpu(GEMM, 1050, 1100, 7))
-    main([str(trace), "--json", str(file)])
-    (found,) = json.loads(file.read_text())["ranks"]
+    _, written = measured(main, write_trace(tmp_path / "gpu.json", on_gpu(GEMM, 1050, 1100, 7)))
+    (found,) = written["ranks"]
     assert found["seconds_per_step"] == pytest.approx(0.1)
     assert found["busy_share"] == pytest.approx(0.25)
 

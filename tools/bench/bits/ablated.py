@@ -29,17 +29,12 @@ def scaled(values: Tensor) -> Tensor:
     return padded * PAD**0.5
 
 
-def take_out(what: str) -> None:
-    """Replaces the part in this process."""
+def main() -> None:
+    what, *argv = sys.argv[1:]
     assert what in WITHOUT, what
     blocks.hadamard = coded.hadamard = scaled
     if what == "transform+blocks":
         ranges.GRADIENT_BLOCK = 2048
-
-
-def main() -> None:
-    what, *argv = sys.argv[1:]
-    take_out(what)
     sys.argv = ["pretrain_llama.py", *argv]
     run_script("pretrain_llama.py", pretrain)
 

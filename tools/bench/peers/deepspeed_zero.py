@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from data.loader import Batch
 from paro.distributed.control import Control
@@ -148,11 +149,4 @@ class Zero(Contender):
 
 def _tensors(held: object) -> Iterator[Tensor]:
     """All tensors in nested dictionaries and sequences."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, dict):
-        for value in held.values():
-            yield from _tensors(value)
-    elif isinstance(held, list | tuple):
-        for value in held:
-            yield from _tensors(value)
+    return (leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))

@@ -109,22 +109,22 @@ class Ratios:
 
 def compare(rounds: Rounds, baseline: str) -> list[Ratios]:
     """The ratios of every contender to the baseline, including its own."""
-    return [_compare(turns, rounds[baseline]) for turns in rounds.values()]
-
-
-def _compare(turns: list[Turn], others: list[Turn]) -> Ratios:
-    pairs = list(zip(turns, others, strict=True))
-    speeds = [other.seconds / turn.seconds for turn, other in pairs]
-    return Ratios(
-        contender=turns[0].contender,
-        baseline=others[0].contender,
-        speed=median(speeds),
-        slowest=min(speeds),
-        fastest=max(speeds),
-        state_bytes=median(turn.state_bytes / other.state_bytes for turn, other in pairs),
-        peak_bytes=median_known(_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs),
-        nic_bytes=median_known(_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs),
-    )
+    found = []
+    for name, turns in rounds.items():
+        pairs = list(zip(turns, rounds[baseline], strict=True))
+        speeds = [other.seconds / turn.seconds for turn, other in pairs]
+        ratios = Ratios(
+            contender=name,
+            baseline=baseline,
+            speed=median(speeds),
+            slowest=min(speeds),
+            fastest=max(speeds),
+            state_bytes=median(turn.state_bytes / other.state_bytes for turn, other in pairs),
+            peak_bytes=median_known(_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs),
+            nic_bytes=median_known(_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs),
+        )
+        found.append(ratios)
+    return found
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:

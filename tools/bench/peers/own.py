@@ -16,6 +16,7 @@ from paro.training.step import train_step
 from tools.bench.peers.task import Outcome, Task
 
 PREFIX = "paro:"
+WAITS = ("gather", "reduce", "publish", "context")
 _ROTATES = ["--paro-materialize", "rotate"]
 _FOUR_BITS = ["--paro-inter-grad-bits", "4", "--paro-inter-param-bits", "4"]
 _AT_ONCE = ["--paro-updated-ahead", "all"]
@@ -77,13 +78,7 @@ class Own:
         if result.skipped:
             raise RuntimeError(f"step {self.state.iteration} was skipped: a gradient overflowed")
         observe()  # the accumulators stay allocated, whether in use or not
-        exposed = result.exposed
-        waited = {
-            "gather": exposed.gather,
-            "reduce": exposed.reduce,
-            "publish": exposed.publish,
-            "context": exposed.context,
-        }
+        waited = {kind: getattr(result.exposed, kind) for kind in WAITS}
         return Outcome(result.loss, result.grad_norm, waited)
 
     def held(self) -> Iterable[Tensor]:

@@ -48,11 +48,6 @@ def is_own(name: str) -> bool:
     return name.startswith(own.PREFIX)
 
 
-def reason_to_leave_out(name: str) -> str | None:
-    """What this machine lacks for a contender, or None."""
-    return deepspeed_zero.lacks_deepspeed() if name in deepspeed_zero.MODES else None
-
-
 def build(task: Task, name: str, control: Control) -> Contender:
     """Builds the contender; collective over all ranks."""
     if is_own(name):

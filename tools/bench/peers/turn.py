@@ -12,10 +12,11 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -209,11 +210,9 @@ def _agree(
         state_bytes=max(states for states, _ in bytes_held),
         peak_bytes=max(peaks) if peaks else None,
         nic_bytes=add_up_sent([(rank.node, rank.sent) for rank in ranks]),
-        waited_seconds=_mean_by_kind(waits) if waits else None,
+        waited_seconds={kind: fmean(wait[kind] for wait in waits) for kind in waits[0]}
+        if waits
+        else None,
         losses=[loss / control.world.size for loss in losses],
         grad_norms=[float(outcome.grad_norm) for outcome in outcomes],
     )
-
-
-def _mean_by_kind(waits: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {kind: sum(wait[kind] for wait in waits) / len(waits) for kind in waits[0]}

@@ -194,9 +194,8 @@ def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
         "machine_seconds": max(rank.machine_seconds for rank in by_rank),
         "peak_in_use": max((peak for peak in in_use if peak is not None), default=None),
         "exposed": {
-            "gather": fmean(one.gather for one in exposed),
-            "reduce": fmean(one.reduce for one in exposed),
-            "publish": fmean(one.publish for one in exposed),
+            kind: fmean(getattr(one, kind) for one in exposed)
+            for kind in ("gather", "reduce", "publish")
         },
     }
 

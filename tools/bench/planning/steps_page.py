@@ -47,16 +47,13 @@ def page(folder: Path, chapters: Sequence[Chapter], shapes: dict[str, str]) -> s
     lines = [
         HEAD.rstrip("\n").format(folder=folder.as_posix()),
         "",
-        *_shapes(shapes),
+        *(f"- {name}: `{flags}`" for name, flags in shapes.items()),
+        "",
         *_summary(chapters),
     ]
     for chapter in chapters:
         lines += ["", f"**{chapter.title}**", "", *_rows(chapter)]
     return "\n".join(lines) + "\n"
-
-
-def _shapes(shapes: dict[str, str]) -> list[str]:
-    return [f"- {name}: `{flags}`" for name, flags in shapes.items()] + [""]
 
 
 def _summary(chapters: Sequence[Chapter]) -> list[str]:
@@ -71,7 +68,8 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {c.title} | {_turns(c)} | {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
+        f"| {c.title} | {min(len(row.by_turn) for row in c.compared.rows)} "
+        f"| {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
         f"| {_wrong([*c.compared.pairs()])} "
         f"| {_wrong([pair for pair in c.compared.pairs() if pair.is_clear])} "
         f"| {_most(c.compared.choices)} |"
@@ -93,11 +91,6 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
             f"{CONSTANT_BYTES / 1e6:.0f} MB; the median is within {median(map(abs, memory)):.1%}.",
         ]
     return lines
-
-
-def _turns(chapter: Chapter) -> int:
-    """The turns of every strategy, the fewest where they differ."""
-    return min(len(row.by_turn) for row in chapter.compared.rows)
 
 
 def _wrong(pairs: Sequence[Pair]) -> str:

@@ -1,0 +1,132 @@
+"""Mistakes in the flags of tools: one line names the flag with its value, and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.helpers.refusals import refused
+from tests.tools.bench.test_bench_model import TINY
+from tests.tools.planning.test_launch import MODEL
+from tests.tools.planning.test_longest import FLAGS
+from tests.tools.test_plan import CASE
+from tools import gather_text, inspect_dataset, plan
+from tools.bench import (
+    bench_loader,
+    bench_model,
+    bench_newton_schulz,
+    bench_preprocess,
+    bench_reporting,
+    check_gpu,
+    study_bits,
+    study_optimizers,
+    study_plan,
+)
+
+NULL = "--tokenizer-type NullTokenizer --vocab-size 1001"
+H100 = "--gpu h100 --inter 25gbit"
+DUMP = f"--dump-samples x {NULL}"
+
+# By tool and flags that are right: what a mistake is told after those.
+MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
+    (plan, CASE): {
+        "--world-size 12": "groups of 8, which do not divide the 12 ranks",
+        "--paro-machine nowhere.json": "--paro-machine nowhere.json: no such file",
+        "--global-batch-size 100": "16 data-parallel ranks (= 32): choose 96 or 128",
+        "--paro-group-size 3": "--paro-group-size 3 does not divide the 16 ranks",
+        "--trainable some": "--trainable 'some' is none of all, last-blocks:SHARE, names:",
+        "--device-memory-gb 0": "--device-memory-gb 0.0 must be positive",
+        "--mtbf-hours 0": "--mtbf-hours 0 must be positive",
+        "--mtbf-hours 9 --restart-seconds -1": "--restart-seconds -1 must be positive",
+        "--mtbf-hours 9 --storage-gb-per-second 0": "--storage-gb-per-second 0 must be positive",
+        "--json nowhere/plan.json": "--json nowhere/plan.json cannot be written",
+        "--seq-length 0": "--seq-length 0 must be at least 1",
+        "--fp16": "--fp16 and --bf16 contradict each other",
+        "--paro-rotate-in-place": "needs --paro-materialize rotate",
+        "--paro-materialize rotate --paro-group-size 1": "III shards them over 1 and 1",
+    },
+    (plan, FLAGS): {"--context-parallel-size 16": "16 does not fit: ... 1, 2, 4 and 8"},
+    (plan, MODEL): {
+        "": "--paro-machine is missing",
+        f"{H100} --paro-machine dgx-h100": "--paro-machine and --gpu contradict each other",
+        "--paro-machine dgx-h100 --inter 25gbit": "--inter 25gbit needs --gpu",
+        "--gpu h100": "--inter is missing ... 16 ranks are more than one node of 8",
+        "--gpu h100 --inter 25": "--inter: '25' is no rate: write it as",
+        f"{H100} --intra fast": "--intra: 'fast' is no rate",
+        f"{H100} --gpus-per-node 3": "groups of 3 ... choose a multiple of 3",
+        f"{H100} --gpus-per-node 0": "--gpus-per-node 0 must be at least 1",
+        "--gpu k80 --inter 25gbit": "--gpu: invalid choice",
+        f"{H100} --paro-group-size 3": "--paro-group-size 3 does not divide",
+        "--paro-machine dgx-h100 --why-not NGX": "--why-not: --paro-strategy 'NGX'",
+    },
+    (inspect_dataset, ""): {
+        "": "give --data-path PREFIX",
+        "--data-path none": "none.idx is missing",
+        "--data-path -0.3 x 1 y": "--data-path the weight -0.3 is no share",
+        "--data-args-path none": "--data-args-path none cannot be read",
+        "--data-path none --documents -1": "--documents -1 must be 0 or more",
+        "--data-path none --histogram x.txt": "the name must end in .png",
+        "--data-path none --no-such-flag": "--no-such-flag is unknown",
+        f"{DUMP} --train-samples 3 --mock-data": "--seq-length is missing",
+        f"{DUMP} --train-iters 3 --seq-length 3": "needs --global-batch-size",
+        f"{DUMP} --seq-length 3 --mock-data": "--train-iters or --train-samples",
+    },
+    (gather_text, "--output a.jsonl"): {
+        "--min-bytes 1000000000000": "--min-bytes 1,000,000,000,000",
+    },
+    (bench_loader, "--folder x"): {"--samples 3": "--samples"},
+    (bench_model, " ".join(TINY)): {
+        "--contenders ours,what": "--contenders ... ours, ... not what",
+        "--num-attention-heads 3": "--hidden-size 16 ... --num-attention-heads 3",
+        "--rounds 0": "--rounds 0 must be at least 1",
+        "--clip-grad -1": "--clip-grad -1.0 is not a norm; 0 turns clipping off",
+        "--clip-grad nan": "--clip-grad nan is not a norm",
+        "--json nowhere/figures.json": "--json nowhere/figures.json cannot be written",
+    },
+    (bench_newton_schulz, ""): {
+        "--shapes 4x": "'4x' is no ROWSxCOLUMNS",
+        "--shapes 0x4": "'0x4' is no ROWSxCOLUMNS",
+        "--batch 0": "--batch 0 must be at least 1",
+        "--json nowhere/x.json": "--json nowhere/x.json cannot be written",
+    },
+    (bench_preprocess, f"--input none.jsonl {NULL}"): {
+        "--rounds 0": "--rounds 0 must be",
+        "--partitions 0": "--partitions 0 must be",
+    },
+    (bench_reporting, ""): {"--rounds 0": "--rounds 0 must be at least 1"},
+    (check_gpu, ""): {
+        "--parts a,z": "--parts a,z: there is no part 'z', only a to l",
+        "--parts i": "part i needs --gpus 2 or more",
+        "--gpus 0": "--gpus 0 must be at least 1",
+    },
+    (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
+    (study_optimizers, "--folder x --data-path none"): {
+        "": "--data-path ... make quickstart",
+        "--at-once 0": "--at-once 0 must be at least 1",
+    },
+    (study_plan, "measure --folder . --settings"): {
+        "IIG": "IIG: names no collective",
+        "IIG@native+turn": "+turn is none of +rotate, +in-place, +4-bit",
+        "IIG@native+muon": "+muon is not predicted: give +rotate, +in-place, +4-bit",
+        "IIG@native+rotate": "cannot cut --num-attention-heads 6",  # of the wide model
+        "IIX@native": "--paro-strategy 'IIX' is unknown",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "told"),
+    [
+        pytest.param(tool, f"{base} {flags}", told, id=f"{tool.__name__} {flags}")
+        for (tool, base), rows in MISTAKES.items()
+        for flags, told in rows.items()
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    tool: ModuleType, words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(lambda: tool.main(words.split()), told)
+    assert not list(tmp_path.iterdir())
