@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from data.sample_order import Bounds, OrderPlan, build_order
 from tests.data.megatron import megatron_datasets
 from tests.helpers.ranks import HANGS_AFTER
+from tests.helpers.refusals import refused
 
 DOCUMENTS, TOKENS, SEQ = 3_000_000, 2_000_000_000, 4096
 PAIRS = 7
@@ -35,6 +36,10 @@ def plan_of(num_samples: int) -> OrderPlan:
         seq_length=SEQ,
         seed=1,
     )
+
+
+def test_an_order_has_bounds() -> None:
+    refused(lambda: plan_of(10**10), "10000000000 samples are ... --train-iters")
 
 
 def build_as_megatron(lengths: NDArray[np.int32], plan: OrderPlan) -> list[NDArray[np.generic]]:

@@ -1,5 +1,6 @@
 """The parser: Megatron's defaults, mistakes in one line, flags from a file."""
 
+import random
 import re
 import shlex
 import textwrap
@@ -14,6 +15,7 @@ from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser, check_flags, parse_args
 from paro.arguments.unknown import SYNONYMS, hint_for
 from paro.errors import UserError
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
 
@@ -248,6 +250,12 @@ def test_an_empty_file_gives_no_flag(tmp_path: Path) -> None:
         ("num-layers: 4\nnum_layers: 5", "num-layers is given more than once"),
         ("- num-layers", "must hold one level of `flag: value`"),
         ("num-layers: [4", "is no YAML"),
+        # Files that grow
+        ("a: &a [x, x]\nb: &b [*a, *a]", "line 1: anchors and aliases"),
+        ("seed: &a 3", "line 1: anchors and aliases"),
+        ("lr: " + "[" * 1000, "line 1: is nested too deeply"),
+        ("# " + "x" * 2**16, "has 65,538 bytes, more than the 65,536 that may be read"),
+        ("".join(f"a{number}: 1\n" for number in range(1500)), "has 1500 keys, and there are"),
     ],
 )
 def test_a_mistake_in_a_file_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
@@ -277,20 +285,35 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     refused(lambda: parse_args(words), "--yaml-cfg ... none.yaml cannot be read: No such file")
 
 
-NUMBERS = ("float", "int")
+# Every flag that takes numbers, and how many.
+NUMBERS = {
+    action.option_strings[0]: action.nargs if isinstance(action.nargs, int) else 1
+    for action in build_parser()._actions
+    if getattr(action.type, "__name__", "") in ("int", "float")
+}
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-1e400"])
 def test_no_flag_takes_what_is_no_finite_number(value: str) -> None:
-    actions = build_parser()._actions
-    numbers = [action for action in actions if getattr(action.type, "__name__", "") in NUMBERS]
-    assert len(numbers) > 60
     words = []
-    for action in numbers:
-        count = action.nargs if isinstance(action.nargs, int) else 1
-        words += [action.option_strings[0]] + [f" {value}"] * count  # "-1e400" alone is a flag
+    for flag, count in NUMBERS.items():
+        words += [flag] + [f" {value}"] * count  # "-1e400" alone is a flag
     with pytest.raises(UserError) as caught:
         parse_args(words, trains=False)
     refused = {re.findall(r"--[\w-]+", line)[0] for line in caught.value.args}
-    assert refused >= {action.option_strings[0] for action in numbers}
+    assert refused >= NUMBERS.keys()
     assert f"argument --lr: {value} is not a finite number" in caught.value.args
+
+
+def test_every_numeric_flag_takes_a_value_or_refuses_it_in_one_line() -> None:
+    assert len(NUMBERS) > 60
+    launch, rng = ["--dry-run", "--world-size", "4", "--ranks-per-node", "2"], random.Random(7)
+    for flag, count in NUMBERS.items():
+        values = [str(rng.choice((0, -1, 10**6, 10**9, 10**12, 10**30))) for _ in range(count)]
+        line = "--"
+        try:
+            configured([*COMPLETE, *launch, flag, *values])
+        except UserError as error:
+            line = str(error)
+        assert "--" in line, f"{flag} {values}: {line}"
+        assert len(line.splitlines()) == 1, f"{flag} {values}: {line}"

@@ -62,12 +62,6 @@ def test_common_is_json_with_the_iteration_the_format_and_the_versions(tmp_path:
     assert common["versions"].keys() >= {"python", "torch", "numpy"}
 
 
-def test_a_folder_that_is_empty_or_missing_holds_nothing(tmp_path: Path) -> None:
-    assert latest_iteration(tmp_path) is None
-    assert find_checkpoint(tmp_path / "missing") is None
-    assert read_common(tmp_path) is None
-
-
 @pytest.mark.parametrize(
     "text", ["", "release", "-1", "1.5", "12abc", "\x00\x00", "9" * 5000, "9" * 3000, "\x1b[31m"]
 )

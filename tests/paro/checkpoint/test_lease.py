@@ -31,7 +31,7 @@ from paro.checkpoint.lease import (
 )
 from paro.checkpoint.owner import Owner
 from paro.checkpoint.save import write_states
-from paro.errors import UserError, is_storage_failure
+from paro.errors import is_storage_failure
 from paro.training.saving import Saver
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import control_here
@@ -336,9 +336,3 @@ def test_the_start_says_why_it_waits_and_ends_refused(
     assert line.startswith(f"--save {tmp_path} belongs to process 4321 on node7, since ")
     assert line.endswith("after 60 s without one this run takes it over")
     first.check()
-
-
-def test_the_lease_is_released_also_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError), claimed(tmp_path, control_here(), lambda _line: None):
-        raise UserError("a mistake that is found late")
-    assert json.loads((tmp_path / "lease_1.json").read_text())["released"] is True

@@ -33,11 +33,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "iter_0000200"
 
 
-def verified(directory: Path) -> int:
-    manifest = read_manifest(directory)
-    return manifest.verify()
-
-
 def flip(path: Path, position: int) -> None:
     content = bytearray(path.read_bytes())
     content[position] ^= 1
@@ -46,7 +41,6 @@ def flip(path: Path, position: int) -> None:
 
 def test_lists_every_file_the_arguments_and_the_versions(saved: Path) -> None:
     manifest = read_manifest(saved)
-    assert manifest.files.keys() == {path.name for path in saved.iterdir()} - {MANIFEST}
     assert manifest.arguments == {"lr": 0.1}
     assert manifest.versions.keys() >= {"python", "torch"}
     sizes = {path.name: path.stat().st_size for path in saved.iterdir() if path.name != MANIFEST}
@@ -61,7 +55,7 @@ def test_one_bit_anywhere_is_found(saved: Path, seed: int) -> None:
     drawn = random.Random(seed)
     path = drawn.choice(sorted(saved.iterdir()))
     flip(path, drawn.randrange(path.stat().st_size))
-    refused(lambda: verified(saved), path.name)
+    refused(lambda: read_manifest(saved).verify(), path.name)
 
 
 def cut_short(path: Path) -> None:

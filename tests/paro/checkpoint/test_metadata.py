@@ -1,10 +1,9 @@
-"""Forged metadata of a checkpoint is named in one line, fast and before anything is read."""
+"""Forged metadata of a checkpoint is named in one line, before anything is read."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,10 +101,8 @@ def forged(folder: Path, change: Change) -> Path:
 )
 def test_a_wrong_field_is_named(change: Change, message: str, tmp_path: Path) -> None:
     folder = forged(tmp_path, change)
-    began = time.monotonic()
     with pytest.raises(DamagedError) as caught:
         read_metadata(folder)
-    assert time.monotonic() - began < 5.0
     line = str(caught.value)
     assert line.startswith(f"{folder / '.metadata'} is damaged (")
     assert message in line

@@ -119,15 +119,9 @@ def test_what_was_trained_and_its_base_reshard(tmp_path: Path, base: Path, train
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("pair", PAIRS[:36], ids=str)
-def test_all_reshard_with_a_base(tmp_path: Path, base: Path, pair: Pair) -> None:
-    check(pair, tmp_path, base)
-
-
-@pytest.mark.verify
-@pytest.mark.parametrize("pair", PAIRS[36:], ids=str)
-def test_all_adapters_reshard_with_a_base(tmp_path: Path, base: Path, pair: Pair) -> None:
-    check(pair, tmp_path, base, LORA)
+@pytest.mark.parametrize("index", range(len(PAIRS)), ids=lambda index: str(PAIRS[index]))
+def test_all_reshard_with_a_base(tmp_path: Path, base: Path, index: int) -> None:
+    check(PAIRS[index], tmp_path, base, LAST if index < 36 else LORA)
 
 
 @pytest.mark.verify

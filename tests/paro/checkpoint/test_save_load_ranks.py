@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.load import Loading
 from paro.errors import StorageError, UserError
 from tests.helpers.ranks import run_ranks
+from tests.paro.checkpoint.test_storage import small_files
 from tests.paro.checkpoint.toy_run import (
     IIG,
     ONE,
@@ -34,14 +35,9 @@ def fails_alike(root: Path, *, failing: int) -> tuple[str, str]:
     """On this rank: a save that `failing` cannot write, and a load of another model."""
     rank = dist.get_rank()
     shards = make_shards(IIG, rank, filled=True)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == failing:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    try:
-        with pytest.raises(StorageError) as unwritten:
-            save_checkpoint(root, 200, shards, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    limit = small_files(3000) if rank == failing else nullcontext()
+    with limit, pytest.raises(StorageError) as unwritten:
+        save_checkpoint(root, 200, shards, {})
     with pytest.raises(UserError) as unread:
         load_checkpoint(root, shards, wanted=Loading(model={"hidden_size": 1}))
     assert_true(shards)

@@ -10,24 +10,8 @@ import pytest
 
 from paro.checkpoint.directory import TRACKER, begin_checkpoint, finish_checkpoint
 from paro.config.checkpoint import with_checkpoint_args
-from paro.distributed.world import World
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import PRESET, SMALL, configure
-
-ROTATE = f"{SMALL} --paro-materialize rotate"
-EIGHT = World(size=8, ranks_per_node=4)
-
-
-@pytest.mark.parametrize(
-    ("words", "world"),
-    [
-        (f"{ROTATE} --paro-strategy IIG", EIGHT),
-        (f"{ROTATE} --paro-strategy 2,2,8 --paro-rotate-in-place", EIGHT),
-        (f"{ROTATE} --paro-strategy GGG --paro-group-size 4", World(size=4, ranks_per_node=2)),
-    ],
-)
-def test_params_and_grads_on_one_ring_of_a_group_may_rotate(words: str, world: World) -> None:
-    assert configure(words, world).sharding.materialize == "rotate"
 
 
 @pytest.fixture
@@ -78,14 +62,6 @@ def test_a_tracker_alone_is_a_checkpoint_and_an_unfinished_save_is_none(tmp_path
     refused(lambda: configure(f"{SMALL} --save {tmp_path}"), f"holds a {TRACKER}")
 
 
-@pytest.mark.parametrize("name", ["ring", "h-ring"])
-def test_rings_of_single_messages_are_refused_under_nccl(name: str) -> None:
-    flags = f"{SMALL} --paro-collective {name} --distributed-backend"
-    refused(lambda: configure(f"{flags} nccl"), f"--paro-collective {name} sends")
-    configure(f"{flags} gloo")
-    configure(f"{SMALL} --paro-collective ho-ring --distributed-backend nccl")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -96,6 +72,10 @@ def test_rings_of_single_messages_are_refused_under_nccl(name: str) -> None:
             "--lr-decay-style WSD: --lr-decay-style is cosine",
         ),
         ("--lr-wsd-decay-iters 2 --lr-decay-style WSD", None),
+        (
+            "--save-interval 5 --async-save",
+            "nothing will be saved: --save-interval, --async-save have no effect without --save",
+        ),
         ("--muon-momentum 0.8 --muon-nesterov", "--muon-nesterov have no effect without --optim"),
         ("--muon-momentum 0.8 --optimizer muon --muon-extra-scale-factor 0.2", None),
         ("", None),

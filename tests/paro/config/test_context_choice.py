@@ -1,4 +1,4 @@
-"""How many ranks share a sample, and what they send, where flags say auto."""
+"""How many ranks share a sample, and what they send: as flags say, or where they say auto."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.config.context_parallel import TYPES, ContextParallelConfig
 from paro.config.context_search import faster_type
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.settings import settings_of
+from paro.context_parallel.layout import ContextLayout
 from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.training.planned_time import workload_of
-from tests.helpers.refusals import refused
+from tests.helpers.flags import configured as configured_on
 from tests.paro.planning.cases import DEVICE, machine
 
 WORLD = World(size=8, ranks_per_node=4)
@@ -30,8 +30,8 @@ RUN = (
 SIZE, TYPE = "--context-parallel-size auto ", "--cp-comm-type auto "
 
 
-def configured(words: str, world: World = WORLD) -> RunConfig:
-    return RunConfig.from_args(parse_args((RUN + words).split()), world)
+def configured(words: str) -> RunConfig:
+    return configured_on(RUN + words, WORLD)
 
 
 @pytest.fixture
@@ -130,19 +130,6 @@ def test_a_run_that_continues_keeps_what_it_had(tmp_path: Path, on: str) -> None
         assert configured(flags + other).context == anew.context
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (SIZE, "--context-parallel-size auto ... give --paro-machine"),
-        ("--context-parallel-size many", "'many' is neither a number of ranks nor auto"),
-        (f"{SIZE}--hierarchical-context-parallel-sizes 2 2", "2 2 contradicts auto"),
-        (f"{TYPE}--context-parallel-size 4 --seq-length 4092", "4092 is no multiple of 8"),
-    ],
-)
-def test_what_auto_cannot_choose_is_refused(words: str, told: str) -> None:
-    refused(lambda: configured(words), told)
-
-
 def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
     """Heads stay inside groups; all keys and values cross them at once in an all-gather."""
     words = f"{on}--seq-length 16384 --max-position-embeddings 16384 --context-parallel-size 8 "
@@ -161,3 +148,25 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
     assert told == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
     near = ContextParallelConfig(context_parallel_size=8)
     assert faster_type(near, replace(workload, context=near.layout), config.strategy) is None
+
+
+SIZES = "--hierarchical-context-parallel-sizes"
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "rings"),
+    [
+        ("--cp-comm-type p2p", ContextLayout(size=8), [4, 2]),
+        ("--cp-comm-type p2p p2p --paro-context-ring flat", ContextLayout(size=8, inner=8), [8, 1]),
+        (f"--cp-comm-type p2p {SIZES} 2 4", ContextLayout(size=8, inner=2), [2, 4]),
+        (f"--cp-comm-type a2a+p2p {SIZES} 2 4", ContextLayout(size=8, heads=2), [2, 2]),
+        (f"--cp-comm-type a2a+p2p {SIZES} 4 2", ContextLayout(size=8, heads=4), [2, 1]),
+        ("--cp-comm-type all_gather", ContextLayout(size=8, gathers=True), [4, 2]),
+        ("--cp-comm-type a2a --num-attention-heads 8", ContextLayout(size=8, heads=8), [1, 1]),
+    ],
+)
+def test_kinds_are_layouts(words: str, layout: ContextLayout, rings: list[int]) -> None:
+    found = configured(f"--context-parallel-size 8 {words}").context.layout
+    assert found == layout
+    topology = found.topology(world_size=8, group_size=4)
+    assert [len(topology.members(span, 0)) for span in found.rings(topology)] == rings

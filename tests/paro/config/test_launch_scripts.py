@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paro.arguments.parser import parse_args
-from paro.config.mistakes import wrong_values
-from paro.config.run import RunConfig, take_world
-from paro.errors import UserError
 from paro.training.dry_run import run_dry
 from tests.fixtures.write import write_words
+from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
+from tests.paro.config.test_mistakes import answer
 
 # Facts of the scripts, by topic. A tokenizer without files stands in for theirs, unless one names a
 # type that Megatron-LM does not have, for which there is a file.
@@ -145,13 +143,9 @@ def test_the_flags_that_an_answer_leaves_run_dry(
     num_ranks, flags = SCRIPTS[name]
     plan = f"--dry-run --world-size {num_ranks} --device-memory-gb 80"
     tokenizer = "" if "--tokenizer-type" in flags else TOKENIZER
-    words = shlex.split(f"{flags} {tokenizer} {plan}")
-    with pytest.raises(UserError) as caught:
-        parse_args(words, wrong_values=wrong_values)
-    _, _, left = caught.value.example.partition("paste them after pretrain_llama.py:")
-    kept = shlex.split(left.replace("\\\n", " "))
-    args = parse_args(kept, wrong_values=wrong_values)
-    config = RunConfig.from_args(args, take_world(args))
+    given = f"{flags} {tokenizer} {plan}"
+    words, (_, kept) = shlex.split(given), answer(given)
+    config = configured(kept)
     if name in FIT_80_GB:
         run_dry(config)
         assert "the launch is sound" in capsys.readouterr().out

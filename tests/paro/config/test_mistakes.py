@@ -9,8 +9,8 @@ import pytest
 
 from paro.arguments.parser import parse_args
 from paro.config.mistakes import wrong_values
-from paro.config.run import RunConfig, take_world
 from paro.errors import UserError
+from tests.helpers.flags import configured
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --mock-data "
@@ -24,12 +24,6 @@ def answer(words: str) -> tuple[list[str], list[str]]:
         parse_args(shlex.split(words), wrong_values=wrong_values)
     _, _, left = caught.value.example.partition("paste them after pretrain_llama.py:")
     return list(caught.value.args), shlex.split(left.replace("\\\n", " "))
-
-
-def is_sound(words: list[str]) -> bool:
-    args = parse_args(words, wrong_values=wrong_values)
-    RunConfig.from_args(args, take_world(args))
-    return True
 
 
 def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
@@ -70,14 +64,11 @@ def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
 ) -> None:
     monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
     batch = "--micro-batch-size 2 --global-batch-size 12 --train-iters 9"
-    args = parse_args(f"{SMALL} --world-size 8 --ranks-per-node 4 {batch} {words}".split())
     with pytest.raises(UserError) as caught:
-        RunConfig.from_args(args, take_world(args))
-    assert [line.startswith("--global-batch-size 12") for line in caught.value.args] == [
-        True,
-        False,
-    ]
-    assert caught.value.args[1].startswith(told)
+        configured(f"{SMALL} --world-size 8 --ranks-per-node 4 {batch} {words}")
+    of_batch, other = caught.value.args
+    assert of_batch.startswith("--global-batch-size 12")
+    assert other.startswith(told)
 
 
 @pytest.mark.parametrize("missing", ["seq-length", "lr", "vocab-size", "hidden-size", "mock-data"])
@@ -131,7 +122,7 @@ def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 9"
     _, words = answer(f"{common} {given}")
     assert shlex.join(words).removeprefix(common).strip() == left
-    assert is_sound(words)
+    configured(words)
 
 
 FLAGS = {
@@ -157,7 +148,7 @@ def test_batch_sizes_that_are_left_fit_the_ranks(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 8 --train-iters 9"
     _, words = answer(f"{common} {given.format(**FLAGS)} --use-mup")
     assert shlex.join(words).removeprefix(common).strip() == left.format(**FLAGS)
-    assert is_sound(words)
+    configured(words)
 
 
 def test_of_two_lengths_one_is_left() -> None:
@@ -165,7 +156,7 @@ def test_of_two_lengths_one_is_left() -> None:
     _, words = answer(f"{SMALL} {sizes} --use-mup")
     assert "--train-samples" in words
     assert "--train-iters" not in words
-    assert is_sound(words)
+    configured(words)
 
 
 def test_absurd_batches_are_no_search() -> None:
@@ -173,7 +164,7 @@ def test_absurd_batches_are_no_search() -> None:
     mistakes, words = answer(f"{SMALL} --world-size 8 --train-iters 9 --use-mup {sizes}")
     assert len(mistakes) > 1
     assert str(2**62) not in words
-    assert is_sound(words)
+    configured(words)
 
 
 def test_flags_of_a_file_are_left_as_flags(tmp_path: Path) -> None:
@@ -182,7 +173,7 @@ def test_flags_of_a_file_are_left_as_flags(tmp_path: Path) -> None:
     common = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9"
     _, words = answer(f"{common} --yaml-cfg {path}")
     assert shlex.join(words) == f"--log-interval 7 {common}"
-    assert is_sound(words)
+    configured(words)
 
 
 def test_nothing_is_offered_where_flags_are_only_missing() -> None:

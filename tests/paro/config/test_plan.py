@@ -17,6 +17,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.survival import survival
+from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine
 from tools.planning.workload import case_of as plan_case
@@ -31,20 +32,14 @@ WORLD = World(size=32, ranks_per_node=8)
 
 
 def configured(flags: str, world: World = WORLD) -> RunConfig:
-    return RunConfig.from_args(parse_args((RUN + flags).split()), world)
+    return configured_on(RUN + flags, world)
 
 
 @pytest.mark.slow("searches all candidates of a model")
-def test_auto_chooses_what_fits_and_says_why() -> None:
-    config = configured("--paro-strategy auto --paro-machine dgx-a100-roce100")
-    told = [line for line in config.notices if line.startswith("planner:")]
-    assert f"chose {config.strategy.name}," in told[1]
-    assert any("because" in line for line in told)
-    assert any("runner-up" in line for line in told)
-    slow = configured(
-        "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-prefetch-units 0"
-    )
-    # Without overlap all communication costs time: params and grads stay replicated.
+def test_auto_replicates_what_would_cost_time() -> None:
+    """Without overlap all communication does: that of parameters and gradients is left out."""
+    flags = "--paro-strategy auto --paro-machine dgx-a100-roce100 --paro-prefetch-units 0"
+    slow = configured(flags)
     assert slow.strategy.params == slow.strategy.grads == 1
 
 
@@ -69,12 +64,6 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     assert large.strategy.name != small.strategy.name
     words = f"{flags} {dry} --device-memory-gb 2"
     refused(lambda: configured(words), "nothing fits the 2 GB of a device")
-
-
-def test_a_strategy_that_is_given_is_taken() -> None:
-    config = configured("--paro-strategy IIG --paro-machine dgx-a100-roce100")
-    assert config.strategy.name == "IIG"
-    assert config.notices == ()
 
 
 @pytest.mark.parametrize("strategy", ["IIG", "auto"])
@@ -188,6 +177,27 @@ def test_mistakes_are_told_in_one_line(flags: str, told: str) -> None:
     refused(lambda: configured(flags), told)
 
 
+H100 = "--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "per_node", "told"),
+    [
+        (f"{H100} 12 --paro-group-size 4", 12, 4, "of 8, which do not divide the 12 ranks"),
+        (f"{H100} 48 --paro-group-size 12", 48, 8, "of 8 ... 12: take a divisor or a multiple"),
+        (f"{H100} 48", 48, 4, "dgx-h100 has groups of 8 ranks ... 4 ... give --paro-group-size 8"),
+        (
+            "--paro-group-size 4 --paro-materialize rotate --paro-strategy GGG --paro-survive 3",
+            *(4, 1, "--paro-survive 3 ... rotate: leave that out"),
+        ),
+    ],
+)
+def test_what_a_world_does_not_allow_is_told(
+    flags: str, ranks: int, per_node: int, told: str
+) -> None:
+    refused(lambda: configured(flags, World(size=ranks, ranks_per_node=per_node)), told)
+
+
 def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "nodes-of-4.json"
     path.write_text(machine_to_json(machine(group_size=4, inter=25)), encoding="utf-8")
@@ -207,27 +217,6 @@ def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path:
     assert dry_run("--ranks-per-node 8 --paro-group-size 8")[1].world.group_size == 8
     refused(lambda: dry_run("--ranks-per-node 8"), "groups of 4 ranks ... this launch has 8: take")
     refused(lambda: dry_run("--world-size 18"), "no multiple of the 4 ranks of a node")
-
-
-def test_groups_may_be_several_nodes() -> None:
-    config = configured("--paro-machine dgx-h100 --paro-group-size 16 --paro-strategy IIG")
-    assert config.strategy.degrees == (16, 16, 32)
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "per_node", "told"),
-    [
-        ("--paro-group-size 4", 12, 4, "groups of 8, which do not divide the 12 ranks"),
-        ("--paro-group-size 12", 48, 8, "groups of 8 ... 12: take a divisor or a multiple of 8"),
-        ("", 48, 4, "dgx-h100 has groups of 8 ranks ... has 4 ... give --paro-group-size 8"),
-    ],
-)
-def test_a_world_that_disagrees_with_the_machine(
-    flags: str, ranks: int, per_node: int, told: str
-) -> None:
-    words = f"--paro-machine dgx-h100 --micro-batch-size 1 --global-batch-size {ranks} {flags}"
-    world = World(size=ranks, ranks_per_node=per_node)
-    refused(lambda: configured(words, world), told)
 
 
 @pytest.mark.slow("searches all candidates of a model")
@@ -262,13 +251,6 @@ def test_the_nearest_degrees_that_survive_are_named(
     told = refused(lambda: configured(flags + strategy, world), names)
     assert re.search(r" [\d.]+ [MG]B more of model states a rank$", told)
     configured(flags + strategy.replace(strategy[:3], nearest), world)
-
-
-def test_where_nothing_that_rotates_survives_it_is_said() -> None:
-    world = World(rank=0, size=4, local_rank=0, ranks_per_node=1)
-    flags = "--global-batch-size 64 --paro-group-size 4 --paro-materialize rotate"
-    words = f"{flags} --paro-strategy GGG --paro-survive 3"
-    refused(lambda: configured(words, world), "--paro-survive 3 ... rotate: leave that out")
 
 
 @pytest.mark.parametrize(

@@ -211,13 +211,6 @@ def test_a_place_to_save_is_tried_before_training(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing is made before there is something to save"
 
 
-def test_an_interval_without_a_place_is_no_mistake_and_is_said() -> None:
-    config = configure(f"{SMALL} --save-interval 5 --async-save")
-    assert config.notices == (
-        "nothing will be saved: --save-interval, --async-save have no effect without --save DIR",
-    )
-
-
 # A launch script of Megatron-LM, unchanged except for the paths
 
 LLAMA2_7B = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -79,12 +78,10 @@ def test_whoever_waits_for_a_job_that_can_never_end_learns_of_the_failure() -> N
     streams = ThreadStreams(CPU)
     never = threading.Event()
 
-    stuck = streams.submit("a", lambda: bool(never.wait(30)))
+    stuck = streams.submit("a", lambda: bool(never.wait()))
     behind = streams.submit("b", lambda: None, after=stuck)
     streams.submit("c", fail)
-    begin = time.monotonic()
     for event in (stuck, behind):
         with pytest.raises(RuntimeError, match="a collective failed on this rank"):
             event.wait()
-    assert time.monotonic() - begin < 10
     never.set()

@@ -35,20 +35,15 @@ class Options:
         self.config = SimpleNamespace(max_ctas=None, cta_policy=None)
 
 
-class WithoutBounds(Options):
-    """Of a torch that bounds no thread blocks."""
+def lacking(setting: str) -> type[Options]:
+    """Options of a torch that does not have a setting of NCCL."""
 
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        super().__init__(is_high_priority_stream)
-        del self.config.max_ctas
+    class Lacking(Options):
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(is_high_priority_stream)
+            delattr(self.config, setting)
 
-
-class WithoutPolicies(Options):
-    """Of a torch that does not name NCCL's policies."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        super().__init__(is_high_priority_stream)
-        del self.config.cta_policy
+    return Lacking
 
 
 class FakeNccl:
@@ -135,7 +130,7 @@ def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    make = partial(made_by, monkeypatch, 0, options=WithoutBounds)
+    make = partial(made_by, monkeypatch, 0, options=lacking("max_ctas"))
     refused(make, "--paro-nccl-launch-order implicit")
     assert len(make(launch_order="implicit")) == 2
 
@@ -184,7 +179,7 @@ def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "lacks",
-    [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": WithoutPolicies}, {"version": (2, 27, 5)}],
+    [{"NCCL_CTA_POLICY_ZERO": None}, {"Options": lacking("cta_policy")}, {"version": (2, 27, 5)}],
     ids=["the policy's name", "the option", "the collectives"],
 )
 def test_copy_engines_are_refused_where_torch_or_nccl_lacks(

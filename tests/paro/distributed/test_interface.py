@@ -45,29 +45,24 @@ def chosen(rank: int = 0, *, of_peer: str = "10.0.0.2", per_node: int = 2) -> st
     return interface.os.environ.get(VARIABLE)
 
 
-def test_the_first_node_takes_the_way_to_the_second(host: pytest.MonkeyPatch) -> None:
-    assert chosen(rank=1) == "eth0"
-
-
-def test_other_nodes_take_the_way_to_the_first(host: pytest.MonkeyPatch) -> None:
-    host.setenv("MASTER_ADDR", "10.0.0.2")
-    assert chosen(rank=2) == "eth0"
-    assert "gloo uses 10.0.0.1 (interface eth0): " in interface_text()
-
-
-def test_an_address_of_version_6_has_an_interface(host: pytest.MonkeyPatch) -> None:
-    host.setenv("MASTER_ADDR", "ib")
-    assert chosen(rank=2) == "ib0"
-
-
-def test_variables_win(host: pytest.MonkeyPatch) -> None:
-    host.setenv("NCCL_SOCKET_IFNAME", "^docker0")  # no name of an interface
-    assert chosen() == "eth0"
-    host.delenv(VARIABLE)
-    host.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    assert chosen() == "ib0"
-    host.setenv(VARIABLE, "lo")
-    assert chosen() == "lo"
+@pytest.mark.parametrize(
+    ("rank", "variables", "wanted"),
+    [
+        (1, {}, "eth0"),  # the first node takes the way to the second
+        (2, {"MASTER_ADDR": "10.0.0.2"}, "eth0"),  # and others that to the first
+        (2, {"MASTER_ADDR": "ib"}, "ib0"),
+        (0, {"NCCL_SOCKET_IFNAME": "^docker0"}, "eth0"),  # no name of an interface
+        (0, {"NCCL_SOCKET_IFNAME": "ib0"}, "ib0"),
+        (0, {"NCCL_SOCKET_IFNAME": "ib0", VARIABLE: "lo"}, "lo"),
+    ],
+)
+def test_variables_win_over_the_way_to_another_node(
+    host: pytest.MonkeyPatch, rank: int, variables: dict[str, str], wanted: str
+) -> None:
+    for name, value in variables.items():
+        host.setenv(name, value)
+    assert chosen(rank=rank) == wanted
+    assert f"(interface {wanted}): " in interface_text()
 
 
 @pytest.mark.parametrize("given", [{"per_node": 4}, {"of_peer": "127.0.1.1"}])

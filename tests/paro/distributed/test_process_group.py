@@ -10,8 +10,7 @@ import sys
 import pytest
 import torch
 
-from paro.distributed import process_group
-from paro.distributed.process_group import RuntimeConfig, device_for, distributed
+from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.world import World, read_world
 from paro.errors import UserError
 from tests.helpers.ranks import ROOT
@@ -32,11 +31,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_alone(bare: pytest.MonkeyPatch) -> None:
-    assert read_world() == World(rank=0, size=1, local_rank=0, ranks_per_node=1)
-
-
 def test_torchrun(bare: pytest.MonkeyPatch) -> None:
+    assert read_world() == World(rank=0, size=1, local_rank=0, ranks_per_node=1)
     for name, value in zip(LAUNCHERS, ("11", "16", "3", "8"), strict=False):
         bare.setenv(name, value)
     refused(read_world, "must set MASTER_ADDR, MASTER_PORT")
@@ -117,87 +113,68 @@ def test_tasks_of_srun_are_no_worlds_of_their_own(bare: pytest.MonkeyPatch) -> N
     assert read_world() == World()
 
 
-def test_cpu_ranks_keep_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(process_group, "keep_freed_memory", lambda: asked.append(True))
-    with distributed(RuntimeConfig(distributed_backend="gloo"), World()):
-        assert asked == [True]
-
-
 def test_devices() -> None:
     assert device_for(RuntimeConfig(distributed_backend="gloo"), World()) == torch.device("cpu")
     if not torch.cuda.is_available():
         refused(lambda: device_for(RuntimeConfig(), World()), "--distributed-backend gloo")
 
 
-def script(body: str, streams: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+def script(body: str, streams: str = "") -> subprocess.CompletedProcess[str]:
     program = f"from paro.distributed.user_errors import *\ndef main():\n    {body}\n"
     command = [sys.executable, "-c", f"{program}run_script('script', main)"]
     shell = ["sh", "-c", f"exec {shlex.join(command)} {streams}"]
-    return subprocess.run(shell, cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    env = os.environ | ascii_only
+    return subprocess.run(shell, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 QUICKLY = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("body", "status", "stderr"),
-    [
-        ("pass", 0, ""),
-        ("raise UserError('mend it')", 2, "script: error: mend it\n"),
-        ("raise UserError('a', 'b')", 2, "script: error: 2 mistakes:\n  a\n  b\n"),
-        ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug"),
-        ("list(zip([1], [], strict=True))", 1, "ValueError: zip() argument 2 is shorter"),
-        ("open('/absent')", 1, "FileNotFoundError: "),
-        ("raise SystemExit(3)", 3, ""),
-        ("raise KeyboardInterrupt", 130, "script: interrupted\n"),
-    ],
-)
-def test_how_a_script_ends(body: str, status: int, stderr: str) -> None:
-    done = script(body)
-    assert done.returncode == status
-    assert stderr in done.stderr
-    assert ("Traceback" in done.stderr) == (status == 1)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ("OSError(28, 'No space', '/x')", "No space: /x"),
-        ("RunError('a')", "a"),
-        ("MemoryError()", "out of host memory"),
-        ("PeerError('rank 1 failed: KeyError')", "rank 1 failed: KeyError"),
-    ],
-)
-def test_a_failure_that_is_no_bug_is_one_line_and_status_1(error: str, told: str) -> None:
-    assert refused(script(f"{QUICKLY}; raise {error}"), status=1) == told
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("error", "status"), [("PeerError('x')", 1), ("KeyboardInterrupt", 130)])
-def test_local_rank_0_prints_for_all_of_its_node(
-    monkeypatch: pytest.MonkeyPatch, error: str, status: int
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    done = script(f"{QUICKLY}; raise {error}")
-    assert (done.returncode, done.stderr) == (status, "")
+OTHER_RANK = f"{QUICKLY}; os.environ['LOCAL_RANK'] = '1'"  # local rank 0 prints for its node
+MISTAKE = "raise UserError('mend it')"
+MEND = "script: error: mend it\n"
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("body", "streams", "status", "stderr"),
     [
-        ("print('x'); raise UserError('mend it')", ">&-", 2, "script: error: mend it\n"),
-        ("print('x'); raise UserError('mend it')", "2>&-", 2, ""),
-        ("raise UserError('mend it')", "2> /dev/full", 2, ""),
+        ("pass", "", 0, ""),
+        (MISTAKE, "", 2, MEND),
+        ("raise UserError('a', 'b')", "", 2, "script: error: 2 mistakes:\n  a\n  b\n"),
+        ("raise SystemExit(3)", "", 3, ""),
+        ("raise KeyboardInterrupt", "", 130, "script: interrupted\n"),
+        (f"{OTHER_RANK}; raise KeyboardInterrupt", "", 130, ""),
+        # Failures that are no bugs
+        ("raise OSError(28, 'No space', '/x')", "", 1, "script: error: No space: /x\n"),
+        ("raise RunError('a')", "", 1, "script: error: a\n"),
+        ("raise MemoryError()", "", 1, "script: error: out of host memory\n"),
+        (f"{QUICKLY}; raise PeerError('rank 1 failed')", "", 1, "script: error: rank 1 failed\n"),
+        (f"{OTHER_RANK}; raise PeerError('rank 1 failed')", "", 1, ""),
+        # Streams that take nothing
+        (f"print('x'); {MISTAKE}", ">&-", 2, MEND),
+        (f"print('x'); {MISTAKE}", "2>&-", 2, ""),
+        (MISTAKE, "2> /dev/full", 2, ""),
         ("import paro.report.log as log; log.print_line('x')", "> /dev/full", 1, FULL),
         ("sys.stdout.write('x')", "> /dev/full", 1, FULL),
         ("print('\\u00e9')", "> /dev/null", 0, ""),
     ],
 )
-def test_streams_that_take_nothing(body: str, streams: str, status: int, stderr: str) -> None:
-    ascii_only = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
-    done = script(body, streams, **ascii_only)
+def test_how_a_script_ends(body: str, streams: str, status: int, stderr: str) -> None:
+    done = script(body, streams)
     assert (done.returncode, done.stderr) == (status, stderr)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise RuntimeError('a bug')", "RuntimeError: a bug"),
+        ("list(zip([1], [], strict=True))", "ValueError: zip() argument 2 is shorter"),
+        ("open('/absent')", "FileNotFoundError: "),
+    ],
+)
+def test_a_bug_shows_its_traceback(body: str, told: str) -> None:
+    done = script(body)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert told in done.stderr

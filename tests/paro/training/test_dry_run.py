@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.planning.machine.files import machine_to_json
+from paro.planning.machine.files import machine_to_json, shipped_machines
 from paro.planning.machine.machine import Machine
 from paro.planning.search.estimator import Estimator
 from paro.text import size_text
@@ -20,6 +22,7 @@ from paro.training.dry_run import PlannedRun, plan_run, run_dry
 from paro.training.local_copies import local_copies_bytes
 from paro.training.memory_check import predict_memory
 from paro.training.placement import placement_lines
+from paro.training.planned_time import planned_step
 from tests.helpers.corpora import write_corpus
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
@@ -192,6 +195,22 @@ def test_the_planner_predicts_the_memory_that_the_launch_does(words: str) -> Non
     assert plan.memory == Estimator(plan.workload).memory(plan.launch.candidate)
 
 
+@pytest.mark.parametrize("flags", ["GGG", "IIG", "NNI", "IIG --context-parallel-size 16"])
+def test_a_run_expects_the_time_of_a_step_that_its_dry_run_says(flags: str) -> None:
+    plan = planned(f"{PLANNED} --paro-strategy {flags}")
+    expected, seconds = planned_step(plan.config, "cuda"), plan.launch.seconds
+    assert (expected.machine, expected.global_batch_size) == ("dgx-a100-roce100", 256)
+    assert expected.seconds["step"] == seconds
+    parts = sum(part for name, part in expected.seconds.items() if name != "step")
+    assert parts == pytest.approx(seconds, rel=1e-6)
+    assert (expected.seconds.get("context", 0.0) > 0.0) is ("context" in flags)
+
+
+def test_no_time_is_expected_without_a_machine_or_a_step() -> None:
+    for words in (f"{MOCK} --dry-run --world-size 8", f"{PLANNED} --skip-train"):
+        assert planned_step(configured(words), "cuda") is None
+
+
 def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
     """A plan times the last batch, here of one micro-batch, after which no gradient waits."""
     words = PLANNED.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
@@ -303,3 +322,58 @@ def test_local_copies_take_memory_of_every_node(
     assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
     line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
     assert line in printed(words, capsys)
+
+
+# What fits: a grid of models, ranks, devices and machines
+
+GRID = tuple(
+    product(
+        ("llama3.2-3B", "7B", "llama3-8B", "13B", "30B", "65B"),
+        (8, 16, 32, 64),
+        (24, 40, 80, 141),
+        shipped_machines(),
+        (1, 4, 8),
+    )
+)
+SAMPLE = random.Random(15).sample(GRID, 8)
+MUST_FIT = 5  # of the sample; for the others auto must report that nothing fits
+LARGE = "--micro-batch-size 8"
+
+
+def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> PlannedRun:
+    words = (
+        f"--llama-preset {preset} --mock-data --seq-length 2048 --micro-batch-size 1 --bf16 "
+        f"--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
+        f"--dry-run --world-size {ranks} --device-memory-gb {gigabytes} --paro-machine {machine}"
+    )
+    return planned(f"{words} {more}")
+
+
+@pytest.mark.slow("plans as a user would")
+def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
+    accepted = 0
+    for combination in SAMPLE:
+        *where, size = combination
+        more = f"--micro-batch-size {size} --paro-strategy auto"
+        try:
+            plan = launch(*where, more)
+        except ValueError as mistake:
+            if "--paro-strategy auto: nothing fits the " not in str(mistake):
+                raise
+            continue
+        accepted += 1
+        assert plan.fits, combination
+        assert plan.memory.total <= combination[2] * 1e9
+        assert plan.workload is not None
+        own = Estimator(plan.workload).memory(plan.launch.candidate)
+        assert own == plan.memory, combination
+    assert accepted >= MUST_FIT
+
+
+def test_what_leaves_too_little_for_nccl_is_neither_chosen_nor_accepted() -> None:
+    """72.8 GB of tensors per rank, and as fast as the choice of auto."""
+    larger = launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy 1,32,64 {LARGE}")
+    assert 72e9 < larger.memory.allocated < 73e9
+    assert larger.memory.total > 80e9
+    assert not larger.fits
+    assert launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy auto {LARGE}").fits

@@ -11,14 +11,11 @@ from torch import Tensor
 from model.llama import Llama
 from model.lora_config import is_adapter
 from paro.checkpoint.base import adapters_of
-from paro.checkpoint.convert.native import open_native
-from paro.checkpoint.directory import read_common
 from paro.training.step import Training
 from tests.helpers.refusals import refused
 from tests.helpers.training import whole_parameters
-from tests.paro.checkpoint.convert.folders import own_model
 from tests.paro.training.test_base import LORA, refuses, started, trained
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import convert
 from tools.inspect_checkpoint import main as inspect
 
 
@@ -90,24 +87,17 @@ def test_the_inspector_says_what_was_trained(
     assert "tensors (36)" in out
 
 
-def test_tools_merge_what_was_trained(adapters: Path, tmp_path: Path) -> None:
-    training = started(f"{LORA} --load {adapters}")[1]
+def test_tools_merge_what_was_trained(adapters: Path, base: Path, tmp_path: Path) -> None:
     tokens_BS = torch.arange(24).view(2, 12)
-    wanted = logits_of(training, tokens_BS)
-    source = open_native(adapters)
-    merged = own_model(source)
-    plain = own_model(open_native(Path(str(read_common(adapters)["base"]["folder"]))))  # type: ignore[index]
-    with torch.no_grad():
-        torch.testing.assert_close(merged(tokens_BS), wanted[..., : source.config.vocab_size])
-        assert (plain(tokens_BS) - merged(tokens_BS)).abs().max() > 1e-4
-    words = ["--from", "paro", "--to", "paro", "--input", str(adapters)]
-    words += ["--output", str(tmp_path / "whole"), "--make-vocab-size-divisible-by", "1"]
-    refused(lambda: convert(words), "has adapters: give --merge")
-    convert([*words, "--merge"])
-    again = started(f"--load {tmp_path / 'whole'}")[1]
+    wanted, plain = (
+        logits_of(started(words)[1], tokens_BS)
+        for words in (f"{LORA} --load {adapters}", f"--load {base} --finetune")
+    )
+    assert (plain - wanted).abs().max() > 1e-4
+    more = ("--make-vocab-size-divisible-by", "1", "--merge")
+    whole = convert("paro", "paro", adapters, tmp_path / "whole", *more)
+    again = started(f"--load {whole}")[1]
     torch.testing.assert_close(logits_of(again, tokens_BS), wanted)
-    words[5], words[7] = str(tmp_path / "whole"), str(tmp_path / "again")
-    refused(lambda: convert([*words, "--merge"]), "has no adapters: leave it out")
 
 
 @pytest.mark.parametrize(

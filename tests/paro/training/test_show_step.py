@@ -79,12 +79,6 @@ CASES = {
         "update of head",
         "UPDATE blocks.0 | all-gather codes of updated blocks.0",
     ),
-    "nothing is sharded but the optimizer's states": (
-        "--paro-strategy NNG",
-        "the end of the step",
-        "update of embedding",
-        "wait for gradients of embedding to head | all-reduce the norm",
-    ),
     "weights rotate": (
         ROTATE,
         "forward of blocks.0.attention to blocks.0.mlp, and the same for blocks.1.attention to "

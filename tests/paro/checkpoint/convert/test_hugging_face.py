@@ -9,8 +9,7 @@ import pytest
 
 from tests.helpers.refusals import refused
 from tests.tools.conftest import TEXT
-from tests.tools.untrained import SIZES, save_untrained
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import SIZES, convert, save_untrained
 from tools.train_tokenizer import main as train_tokenizer
 
 
@@ -25,8 +24,7 @@ def test_a_run_whose_tokenizer_is_gone_is_converted_without_it(
     save_untrained(tmp_path / "saved", flags)
     model.unlink()
     capsys.readouterr()
-    words = ["--from", "paro", "--to", "hf", "--input", str(tmp_path / "saved")]
-    convert([*words, "--output", str(tmp_path / "hf")])
+    convert("paro", "hf", tmp_path / "saved", tmp_path / "hf")
     said = f"the tokenizer is no longer at {model}: converted without it\n"
     assert capsys.readouterr().out.count(said) == 1
     written = sorted(path.name for path in (tmp_path / "hf").iterdir())
@@ -39,7 +37,6 @@ def test_a_model_that_transformers_has_not_is_one_line(tmp_path: Path) -> None:
     flags = "--use-rope-scaling --rotary-seq-len-interpolation-factor 2"
     null = "--tokenizer-type NullTokenizer --vocab-size 64"
     save_untrained(tmp_path / "saved", f"{SIZES} {flags} {null}")
-    words = ["--to", "hf", "--input", str(tmp_path / "saved"), "--output", str(tmp_path / "hf")]
     told = "no model with both --use-rope-scaling and --rotary-seq-len-interpolation-factor"
-    refused(lambda: convert(["--from", "paro", *words]), told)
+    refused(lambda: convert("paro", "hf", tmp_path / "saved", tmp_path / "hf"), told)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

@@ -24,7 +24,8 @@ from paro.checkpoint.convert.source import Source
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.convert.folders import logits_of, own_model, some_tokens
 from tests.paro.training.test_base import assert_equal, started, trained
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import convert
+from tools.convert_checkpoint import main
 
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.1 --lora-target-modules v_proj,o_proj,up_proj"
 
@@ -54,9 +55,7 @@ def edited(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor] | N
 
 
 def converted(root: Path, there: str, here: str, source: str, target: str, *more: str) -> Path:
-    words = ["--from", there, "--to", here, "--input", str(root / source)]
-    convert([*words, "--output", str(root / target), *more])
-    return root / target
+    return convert(there, here, root / source, root / target, *more)
 
 
 def assert_same_model(one: Source, other: Source) -> None:
@@ -171,7 +170,7 @@ def test_adapters_on_other_weights_do_not_name_that_folder(
 
 def refuses(root: Path, words: Sequence[str], *told: str) -> None:
     out = root / "refused"
-    refused(lambda: convert([*words, "--output", str(out)]), *told)
+    refused(lambda: main([*words, "--output", str(out)]), *told)
     assert not out.exists()
 
 

@@ -25,7 +25,7 @@ from tests.helpers.training import TINY, save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
 from tests.paro.training.test_base import start, started, trained
 from tests.tools.preprocessing.test_conversations import MARKED, folder_with, preprocess
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import convert
 
 pytestmark = pytest.mark.verify  # importing peft takes seconds
 STEPS = 20
@@ -33,18 +33,11 @@ SEQ = 40  # of samples of conversations
 FLAGS = f"--adam-eps 1e-6 --global-batch-size 4 --micro-batch-size 2 --train-iters {STEPS}"
 
 
-def to(kind: str, source: Path, target: Path) -> Path:
-    convert(["--from", "paro", "--to", kind, "--input", str(source), "--output", str(target)])
-    return target
-
-
-def loss_of(model: Any, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
-    logits_BSV = model(input_ids=tokens_BS).logits
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten())
-
-
 def plain_loss(model: Any, batches: Sequence[Batch]) -> Tensor:
-    losses = [loss_of(model, batch.tokens_BS, batch.labels_BS) for batch in batches]
+    losses = []
+    for batch in batches:
+        logits_BSV = model(input_ids=batch.tokens_BS).logits
+        losses.append(F.cross_entropy(logits_BSV.flatten(0, 1).float(), batch.labels_BS.flatten()))
     return torch.stack(losses).mean()
 
 
@@ -126,12 +119,11 @@ def assert_same_steps(
 ) -> Path:
     """Compares with a loop of transformers and peft; returns the folder of the first adapters."""
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     config, training, resumed = run
     save_run(config, training, resumed)
-    base = AutoModelForCausalLM.from_pretrained(to("hf", tmp_path / "base", tmp_path / "hf"))
-    folder = to("peft", tmp_path / "run", tmp_path / "peft")
+    base = opened(convert("paro", "hf", tmp_path / "base", tmp_path / "hf"))
+    folder = convert("paro", "peft", tmp_path / "run", tmp_path / "peft")
     theirs = PeftModel.from_pretrained(base, folder, is_trainable=True)
     names = {name: peft_name(name) for name in whole_parameters(training) if is_adapter(name)}
     weights = {n.replace(".default", ""): p for n, p in theirs.named_parameters()}
@@ -219,7 +211,7 @@ def test_what_changes_the_base_is_refused_until_peft_has_converted_it(
 
 def hugging_face_base(folder: Path) -> Path:
     trained(f"--save {folder / 'base'}")
-    return to("hf", folder / "base", folder / "hf")
+    return convert("paro", "hf", folder / "base", folder / "hf")
 
 
 def opened(folder: Path) -> Any:
@@ -238,9 +230,8 @@ def moved(adapted: Any) -> Any:
 
 
 def merged(base: Path, folder: Path) -> Any:
-    words = ["--from", "peft", "--to", "hf", "--merge", "--base", str(base)]
-    convert([*words, "--input", str(folder), "--output", str(base.parent / "merged")])
-    return opened(base.parent / "merged")
+    whole = base.parent / "merged"
+    return opened(convert("peft", "hf", folder, whole, "--merge", "--base", base))
 
 
 def assert_same_logits(one: Any, other: Any) -> None:

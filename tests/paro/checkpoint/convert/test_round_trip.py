@@ -22,7 +22,7 @@ from tests.paro.checkpoint.convert.folders import (
     own_model,
     some_tokens,
 )
-from tools.convert_checkpoint import main as convert
+from tests.tools.untrained import convert
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 3.0}
@@ -133,11 +133,6 @@ class Folder:
         save_file(tensors, self.path / file, {"format": "pt"})
 
 
-def converted(source: str, target: str, there: Path, here: Path) -> Path:
-    convert([*f"--from {source} --to {target} --input {there} --output {here}".split()])
-    return here
-
-
 @pytest.mark.slow("imports transformers")
 @pytest.mark.parametrize("seed", range(30))
 def test_logits_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
@@ -149,8 +144,8 @@ def test_logits_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
     expected = logits_of(theirs, tokens)
     near = {"rtol": 0.0, "atol": 1e-5 * float(expected.abs().max())}
 
-    paro = converted("hf", "paro", folder.path, tmp_path / "paro")
-    back = converted("paro", "hf", paro, tmp_path / "back")
+    paro = convert("hf", "paro", folder.path, tmp_path / "paro")
+    back = convert("paro", "hf", paro, tmp_path / "back")
 
     ours = open_native(paro)
     assert ours.config == open_hugging_face(folder.path).config == open_hugging_face(back).config

@@ -38,25 +38,16 @@ def path_in(base: Path, job: str = "llama") -> Path:
     return base / f"paro-{os.getuid()}-{job}-node-3"
 
 
-def test_it_is_named_by_user_job_and_node_and_closed_to_others(
-    tmp_path: Path, control: Control
-) -> None:
-    lines: list[str] = []
-    with local_folder(tmp_path, control, lines.append) as found:
-        assert found.path == path_in(tmp_path)
-        assert found.path.stat().st_mode & 0o777 == 0o700
-        assert found.folder_ranks == (0,)
-    assert found.path.exists(), "the next start recovers from it"
-    (found.path / "rank-00000-a.0.json").touch()
-    found.discard()
-    assert not found.path.exists()
-
-
 @pytest.mark.parametrize(
     ("run_id", "slurm", "job"),
-    [("none", "", "none"), ("none", "123", "123"), ("a/../b c", "", "a_.._b_c_")],
+    [
+        ("llama", "", "llama"),
+        ("none", "", "none"),
+        ("none", "123", "123"),
+        ("a/../b c", "", "a_.._b_c_9f3fd56c"),
+    ],
 )
-def test_job_ids(
+def test_it_is_named_by_user_job_and_node_and_closed_to_others(
     tmp_path: Path,
     control: Control,
     monkeypatch: pytest.MonkeyPatch,
@@ -67,8 +58,13 @@ def test_job_ids(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("SLURM_JOB_ID", slurm)
     with local_folder(tmp_path, control, print) as found:
-        assert found.path.parent == tmp_path
-        assert found.path.name.startswith(f"paro-{os.getuid()}-{job}")
+        assert found.path == path_in(tmp_path, job)
+        assert found.path.stat().st_mode & 0o777 == 0o700
+        assert found.folder_ranks == (0,)
+    assert found.path.exists(), "the next start recovers from it"
+    (found.path / "rank-00000-a.0.json").touch()
+    found.discard()
+    assert not found.path.exists()
 
 
 def test_two_jobs_of_one_name_are_one_line(tmp_path: Path, control: Control) -> None:

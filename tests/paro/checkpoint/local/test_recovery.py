@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.local.folder import LocalFolder
 from paro.checkpoint.local.generation import DATA, RECORD, GenerationWriter
 from paro.checkpoint.local.recovery import Message, Offer, Recovered, Want, assign, recover
-from paro.checkpoint.local.regions import Region
+from paro.checkpoint.local.regions import Region, overlap, remainder
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import Cut, assert_true, control_here, make_shards
 
@@ -221,3 +223,29 @@ def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> 
     halves[1].append(Offer(0, 0, Region((0, 3), (1, 1))))
     messages, lost = assign(wants, halves)
     assert (sum(message.region.numel for message in messages), lost) == (16, [])
+
+
+def elements(region: Region) -> set[tuple[int, ...]]:
+    ranges = (range(a, a + n) for a, n in zip(region.corner, region.extent, strict=True))
+    return set(product(*ranges))
+
+
+def any_region(random: Random, num_dims: int) -> Region:
+    return Region(
+        tuple(random.randrange(4) for _ in range(num_dims)),
+        tuple(random.randrange(1, 5) for _ in range(num_dims)),
+    )
+
+
+def test_overlap_and_remainder_are_those_of_sets() -> None:
+    random = Random(0)
+    for number in range(600):
+        one, *others = (any_region(random, number % 4) for _ in range(4))
+        common = overlap(one, others[0])
+        assert (set() if common is None else elements(common)) == elements(one) & elements(
+            others[0]
+        )
+        parts = remainder(one, others)
+        left = elements(one).difference(*map(elements, others))
+        assert sum(part.numel for part in parts) == len(left), "disjoint"
+        assert set().union(*map(elements, parts)) == left
