@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from data.batch import Batch, Fetch
 from data.config import DataConfig
-from data.loader import Datasets, MicroBatches, SplitCounts, build_datasets
+from data.loader import Datasets, MicroBatches
 from tests.data.test_block_checksums import flip
+from tests.data.test_loader import batches_of
+from tests.data.test_loader import built as of_words
 from tests.helpers.corpora import write_conversations, write_corpus
 from tests.helpers.refusals import refused
 from tools.merge_datasets import main as merge
@@ -35,14 +37,13 @@ def drawn(seed: int, number: int = 40) -> list[Conversation]:
     return found
 
 
-def built(*words: str, count: int = 40, **fields: object) -> Datasets:
-    config = DataConfig(seq_length=SEQ, data_path=words, split="1,0,0", **fields)  # type: ignore[arg-type]
-    return build_datasets(config, SplitCounts(train=count), vocab_size=200)
+def built(*words: str, **fields: Any) -> Datasets:
+    return of_words(*words, **{"counts": (40,), "split": "1,0,0", **fields})
 
 
-def batches(datasets: Datasets, config: dict[str, bool], **fields: object) -> Iterator[Batch]:
+def batches(datasets: Datasets, config: dict[str, bool], **fields: object) -> MicroBatches:
     rules = DataConfig(seq_length=SEQ, data_path=("x",), **config).document_rules(EOD)  # type: ignore[arg-type]
-    return MicroBatches(Fetch(datasets.train, rules, **fields), micro_batch_size=1)  # type: ignore[arg-type]
+    return batches_of(datasets.train, rules=rules, **fields)
 
 
 def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_packed_sample_weighs_answers_and_keeps_conversations_apart(tmp_path: 
 def test_with_sft_a_sample_is_one_conversation(tmp_path: Path, weighted: bool) -> None:
     talks = drawn(1)
     prefix = str(write_conversations(tmp_path / "x", talks))
-    datasets = built(*(("1", prefix) if weighted else (prefix,)), count=80, sft=True)
+    datasets = built(*(("1", prefix) if weighted else (prefix,)), counts=(80,), sft=True)
     source = batches(datasets, {"sft": True})
     seen = []
     for _ in range(80):
@@ -98,14 +99,8 @@ def test_with_sft_a_sample_is_one_conversation(tmp_path: Path, weighted: bool) -
 def test_every_conversation_is_read_once_in_a_full_validation(tmp_path: Path) -> None:
     talks = drawn(2)
     prefix = str(write_conversations(tmp_path / "x", talks))
-    config = DataConfig(
-        seq_length=SEQ,
-        train_data_path=(prefix,),
-        valid_data_path=(prefix,),
-        full_validation=True,
-        sft=True,
-    )
-    valid = build_datasets(config, SplitCounts(train=1, valid=None), vocab_size=200).valid
+    paths = {"train_data_path": (prefix,), "valid_data_path": (prefix,)}
+    valid = of_words(**paths, counts=(1, None), full_validation=True, sft=True).valid
     assert len(valid) == 40
     found = sorted(valid[i].tolist() for i in range(40))
     assert found == sorted((ids[:SEQ] + ids[:SEQ][-1:] * SEQ)[: SEQ + 1] for ids, _ in talks)
@@ -126,11 +121,11 @@ def test_plain_text_beside_conversations_is_weighed_whole(tmp_path: Path) -> Non
 
 def test_a_sample_without_an_answer_weighs_nothing(tmp_path: Path) -> None:
     prefix = str(write_conversations(tmp_path / "x", [([1, 2, 3], [0, 0, 0])] * 9))
-    batch = next(batches(built(prefix, sft=True, count=9), {"sft": True}))
+    batch = next(batches(built(prefix, sft=True, counts=(9,)), {"sft": True}))
     assert batch.mask_sum == 0.0
     ranges = (range(2), range(6, 8))
     prefix = str(write_conversations(tmp_path / "y", [([1, 2, 3, 4], [0, 1, 0, 1])] * 9))
-    batch = next(batches(built(prefix, sft=True, count=9), {"sft": True}, ranges=ranges))
+    batch = next(batches(built(prefix, sft=True, counts=(9,)), {"sft": True}, ranges=ranges))
     assert batch.loss_mask_BS.tolist() == [[1.0, 0.0, 0.0, 0.0]]
     assert batch.mask_sum == 2.0, "of the whole sample"
 

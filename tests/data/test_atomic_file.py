@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from data.atomic_file import replacing
 
 
@@ -17,21 +15,6 @@ def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
         assert path.read_text() == "old"
         assert temporary.parent == path.parent
     assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def fail_half_way(path: Path) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError("no more room")
-
-
-def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "x.txt"
-    path.write_text("old")
-    with pytest.raises(RuntimeError, match="no more room"):
-        fail_half_way(path)
-    assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,33 +16,19 @@ from data.blend import (
 )
 from tests.helpers.refusals import refused
 
+MISMATCHES = ("1", "1 2", "x 1", "1 x 2", "1 x y", "x 1 y 2", "1 x y z", "1 2 x y", "x y 3")
+
 
 @pytest.mark.parametrize(
-    ("words", "prefixes", "weights"),
+    ("words", "told"),
     [
-        ("x", "x", None),
-        ("x y z", "xyz", None),
-        ("30 x 70 y", "xy", (30.0, 70.0)),
-        ("1 x 0 y 3 z", "xz", (1.0, 3.0)),
+        *((words, "--f ... do not match") for words in MISMATCHES),
+        *((f"{weight} x 1 y", "--f the weight ... is no share") for weight in ("-1", "-0.5")),
+        *((f"{weight} x 1 y", "--f the weight ... is no share") for weight in ("inf", "nan")),
     ],
 )
-def test_weights_come_before_their_paths_and_zero_is_no_corpus(
-    words: str, prefixes: str, weights: tuple[float, ...] | None
-) -> None:
-    blend = parse_blend(words.split(), "--f")
-    assert blend == Blend(flag="--f", prefixes=tuple(prefixes), weights=weights)
-
-
-@pytest.mark.parametrize(
-    "words", ["1", "1 2", "x 1", "1 x 2", "1 x y", "x 1 y 2", "1 x y z", "1 2 x y", "x y 3"]
-)
-def test_weights_that_do_not_match_paths_are_refused(words: str) -> None:
-    refused(lambda: parse_blend(words.split(), "--f"), "--f ... do not match")
-
-
-@pytest.mark.parametrize("weight", ["-1", "-0.5", "inf", "nan"])
-def test_a_weight_that_is_no_share_is_refused(weight: str) -> None:
-    refused(lambda: parse_blend([weight, "x", "1", "y"], "--f"), "--f the weight ... is no share")
+def test_weights_that_match_no_paths_or_are_no_shares_are_refused(words: str, told: str) -> None:
+    refused(lambda: parse_blend(words.split(), "--f"), told)
 
 
 def test_a_file_of_words(tmp_path: Path) -> None:
@@ -55,6 +42,10 @@ def test_a_file_of_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "prefixes", "weights"),
     [
+        ("x", "x", None),
+        ("x y z", "xyz", None),
+        ("30 x 70 y", "xy", (30.0, 70.0)),
+        ("1 x 0 y 3 z", "xz", (1.0, 3.0)),
         (["x", "y"], "xy", None),
         ([1, "x", 3, "y"], "xy", (1.0, 3.0)),
         ([2, [1, "x", 3, "y"], 6, "z"], "xyz", (0.5, 1.5, 6.0)),
@@ -63,32 +54,43 @@ def test_a_file_of_words(tmp_path: Path) -> None:
         ([2, [0, "x", 3, "y"], 6, "z"], "yz", (2.0, 6.0)),
     ],
 )
-def test_nested_lists(
-    tmp_path: Path, content: list[object], prefixes: str, weights: tuple[float, ...] | None
+def test_weights_come_before_their_paths_or_lists_and_zero_is_no_corpus(
+    tmp_path: Path, content: str | list[object], prefixes: str, weights: tuple[float, ...] | None
 ) -> None:
-    (tmp_path / "blend.json").write_text(json.dumps(content))
-    blend = read_blend(str(tmp_path / "blend.json"), "--f")
+    """Words after a flag or in a file, or nested lists in a file."""
+    path = tmp_path / "blend"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    blend = read_blend(str(path), "--f")
     assert (blend.prefixes, blend.weights) == (tuple(prefixes), weights)
+    if isinstance(content, str):
+        given = Blend(flag="--f", prefixes=tuple(prefixes), weights=weights)
+        assert parse_blend(content.split(), "--f") == given
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("read", "content", "told"),
     [
-        ('[1, ["x", "y"], 2, "z"]', "a list inside a list has weights where"),
-        ('["x", [1, "y"]]', "a list inside a list has weights where"),
-        ('[1, {"x": 2}]', "is neither a path nor a weight"),
-        ("[1, true]", "true is neither a path nor a weight"),
-        ('["x"', "is not valid JSON"),
-        ("[]", "names no corpus"),
-        ("", "names no corpus"),
-        ("1 x 2", "do not match"),
-        ("0 x", "all weights are 0"),
+        (read_blend, '[1, ["x", "y"], 2, "z"]', "a list inside a list has weights where"),
+        (read_blend, '["x", [1, "y"]]', "a list inside a list has weights where"),
+        (read_blend, '[1, {"x": 2}]', "is neither a path nor a weight"),
+        (read_blend, "[1, true]", "true is neither a path nor a weight"),
+        (read_blend, '["x"', "is not valid JSON"),
+        (read_blend, "[]", "names no corpus"),
+        (read_blend, "", "names no corpus"),
+        (read_blend, "1 x 2", "do not match"),
+        (read_blend, "0 x", "all weights are 0"),
+        *(
+            (read_blend_per_split, content, 'give ... "train":')
+            for content in ('["x"]', '{"training": ["x"]}', "3", '{"train": 3}')
+        ),
     ],
 )
-def test_a_senseless_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_senseless_file_is_refused(
+    tmp_path: Path, read: Callable[[str, str], object], content: str, told: str
+) -> None:
     path = tmp_path / "blend"
     path.write_text(content)
-    refused(lambda: read_blend(str(path), "--f"), message, f"--f {path}")
+    refused(lambda: read(str(path), "--f"), f"--f {path} ... {told}")
 
 
 def test_a_blend_for_each_split(tmp_path: Path) -> None:
@@ -98,10 +100,3 @@ def test_a_blend_for_each_split(tmp_path: Path) -> None:
     assert set(blends) == {"train", "valid"}
     assert blends["train"].shares() == [0.25, 0.75]
     assert blends["valid"].flag == f"--f {path}, valid:"
-
-
-@pytest.mark.parametrize("content", ['["x"]', '{"training": ["x"]}', "3", '{"train": 3}'])
-def test_a_senseless_file_of_splits_is_refused(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "splits.json"
-    path.write_text(content)
-    refused(lambda: read_blend_per_split(str(path), "--f"), '--f ... give ... "train":')

@@ -120,29 +120,13 @@ def test_whatever_is_wrong_with_the_checksums_is_noticed_at_open(
     refused(lambda: IndexedDataset(prefix), f"{path} is damaged", remedy)
 
 
-def forged(version: int, block_bytes: int, num_bytes: int) -> bytes:
-    """Checksums without a table."""
+def forged(version: int, block_bytes: int, num_bytes: int) -> Callable[[Path], object]:
+    """Writes checksums without a table."""
     fields = b"PAROCRC\0" + struct.pack("<IIQI", version, block_bytes, num_bytes, 0)
-    return fields + struct.pack("<I", zlib.crc32(fields))
+    return lambda path: path.write_bytes(fields + struct.pack("<I", zlib.crc32(fields)))
 
 
-@pytest.mark.parametrize(
-    ("version", "block_bytes", "num_bytes", "message"),
-    [
-        (2, BLOCK_BYTES, 2 * NUM_TOKENS, "has format version 2, only 1 is known"),
-        (1, 0, 2 * NUM_TOKENS, "is damaged"),
-        (1, 2**31, 2 * NUM_TOKENS, "is damaged"),
-        (1, 1, 2 * NUM_TOKENS, "is damaged"),
-        (1, BLOCK_BYTES, 2 * NUM_TOKENS - 1, f"has the checksums of a file of {50_151:,} bytes"),
-        (1, 1, 2**63, "has the checksums of a file of 9,223,372,036,854,775,808 bytes"),
-    ],
-)
-def test_checksums_that_do_not_fit_are_refused(
-    prefix: Path, version: int, block_bytes: int, num_bytes: int, message: str
-) -> None:
-    checksums_path(prefix).write_bytes(forged(version, block_bytes, num_bytes))
-    told = f"{prefix}.bin.crc {message} ... remove {prefix}.bin.crc"
-    refused(lambda: IndexedDataset(prefix), told)
+SIZE = 2 * NUM_TOKENS
 
 
 def test_blocks_of_another_size_are_read(prefix: Path) -> None:
@@ -156,20 +140,27 @@ def test_blocks_of_another_size_are_read(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "told"),
     [
+        (forged(2, BLOCK_BYTES, SIZE), "has format version 2, only 1 is known ... {remedy}"),
+        (forged(1, 0, SIZE), "is damaged ... {remedy}"),
+        (forged(1, 2**31, SIZE), "is damaged ... {remedy}"),
+        (forged(1, 1, SIZE), "is damaged ... {remedy}"),
+        (forged(1, BLOCK_BYTES, SIZE - 1), "has the checksums of ... 50,151 bytes ... {remedy}"),
+        (forged(1, 1, 2**63), "of a file of 9,223,372,036,854,775,808 bytes ... {remedy}"),
         (os.mkfifo, "is no regular file"),
         (os.mkdir, "cannot be read: Is a directory"),
         (lambda path: path.symlink_to("none"), "cannot be read: No such file"),
         (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
     ],
 )
-def test_checksums_that_cannot_be_read_are_not_taken_for_absent(
-    prefix: Path, make: Callable[[Path], None], message: str
+def test_checksums_that_do_not_fit_or_cannot_be_read_are_not_taken_for_absent(
+    prefix: Path, make: Callable[[Path], object], told: str
 ) -> None:
-    checksums_path(prefix).unlink()
-    make(checksums_path(prefix))
-    refused(lambda: IndexedDataset(prefix), f"{prefix}.bin.crc {message}")
+    path = checksums_path(prefix)
+    path.unlink()
+    make(path)
+    refused(lambda: IndexedDataset(prefix), f"{path} ... {told.format(remedy=f'remove {path}')}")
 
 
 def test_a_corpus_without_a_token_has_checksums_too(tmp_path: Path) -> None:

@@ -39,10 +39,6 @@ def test_a_jsonl_file_is_a_document_per_line(tmp_path: Path) -> None:
         b'\xef\xbb\xbf{"text": "a\\nb", "id": 1}\n\n  \n{"text": ["c.", "d."]}\r\n{"text": ""}'
     )
     assert texts(path) == [(["a\nb"],), (["c.", "d."],), ([""],)]
-
-
-def test_several_keys(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
     path.write_text('{"title": "t", "body": "b"}\n')
     assert texts(path, "body", "title") == [(["b"], ["t"])]
 

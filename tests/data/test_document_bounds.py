@@ -58,11 +58,3 @@ def test_one_sample(flags: tuple[bool, bool, bool], tokens: list[int]) -> None:
         assert torch.equal(hidden_by(mine.document_lengths), hidden[0])
     else:
         assert mine.document_lengths is None
-
-
-def test_a_sample_begins_a_document_whatever_came_before() -> None:
-    rules = DocumentRules(eod=EOD, reset_position_ids=True, reset_attention_mask=True)
-    tokens = np.array([[1, EOD, 3, EOD], [5, 6, 7, 8], [EOD, EOD, 1, 2]])
-    bounds = bounds_of(tokens, rules)
-    assert bounds.document_lengths == (2, 2, 4, 1, 1, 2)
-    assert bounds.positions_BS.tolist() == [[0, 1, 0, 1], [0, 1, 2, 3], [0, 0, 0, 1]]

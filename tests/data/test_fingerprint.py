@@ -21,23 +21,18 @@ from data.fingerprint import (
 )
 from data.indexed_dataset import bin_path
 from data.loader import SplitCounts, build_datasets
-from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
 from paro.config.run import RunConfig
 from paro.training.assembly import build_data
 from paro.training.dry_run import run_dry
 from tests.data.test_hugging_face_tokenizer import byte_level, write
-from tests.data.test_tokenizer import TEXT, train_sentencepiece
+from tests.data.test_tokenizer import TEXT, config_of, train_sentencepiece
 from tests.helpers.corpora import write_corpus
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tools.preprocess_data import main as preprocess
 
 MADE = Fingerprint(tokenizer_type="HuggingFaceTokenizer", file="a", vocab_size=300, digest="1" * 32)
-
-
-def config_of(kind: str, model: Path) -> TokenizerConfig:
-    return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model))
 
 
 def fingerprint(kind: str, model: Path) -> Fingerprint:
@@ -90,7 +85,7 @@ def test_the_definition_stays() -> None:
 
 
 def test_numbers_go_with_any_corpus(tmp_path: Path) -> None:
-    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
+    config = config_of("NullTokenizer", None, 9)
     assert fingerprint_of(config) is None
     check_tokenizer(write_corpus(tmp_path / "x", [[[1]]], made_with=MADE), config)
     check_tokenizer(tmp_path / "megatrons", config_of("Llama2Tokenizer", Path("not looked at")))

@@ -298,11 +298,10 @@ def test_all_of_a_corpus_may_be_for_one_split(corpus: IndexedDataset) -> None:
     refused(lambda: build_gpt_dataset(corpus, request), "--valid-data-path ... validation")
 
 
-@pytest.mark.parametrize("scan_bytes", [2**20, 64 * 8])
 def test_an_id_outside_the_vocabulary_is_found_when_opening(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", scan_bytes)
+    monkeypatch.setattr(data.gpt_dataset, "SCAN_BYTES", 64 * 8)  # a part of the tokens
     indexed = IndexedDataset(write_corpus(tmp_path / "x", [[[1] * 999 + [VOCAB]]]))
     check_vocabulary(indexed, VOCAB + 1)
     refused(lambda: check_vocabulary(indexed, VOCAB), f"token id {VOCAB}, ... {VOCAB} entries")

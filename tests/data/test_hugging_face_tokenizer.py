@@ -168,39 +168,37 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
     python_apart(program)
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "config.json", "special_tokens_map.json"]
-)
-def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
-    gpt2(tmp_path)
-    (tmp_path / name).write_text("{")
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), f"{name} is not valid JSON")
-
-
-SAYS = "tokenizer_config.json"
+SAYS, MAP = "tokenizer_config.json", "special_tokens_map.json"
+EMPTY = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "message"),
+    ("name", "content", "told"),
     [
+        *((name, "{", f"{name} is not valid JSON") for name in (SAYS, MAP, "config.json")),
         (SAYS, {"eos_token": 5}, "eos_token: 5 is of the wrong type"),
         (SAYS, {"eos_token": {}}, "eos_token.content: is missing"),
         (SAYS, {"added_tokens_decoder": {"x": {"content": ""}}}, "x: is no number"),
-        ("special_tokens_map.json", {"extra_special_tokens": [3]}, "[0]: 3 is of the wrong type"),
+        (MAP, {"extra_special_tokens": [3]}, "[0]: 3 is of the wrong type"),
         ("added_tokens.json", {"<new>": "7"}, "<new>: '7' is of the wrong type"),
-        ("config.json", {"eos_token_id": 10**6}, "ends documents with the id 1000000"),
+        ("tokenizer.json", EMPTY, "empty vocabulary"),
         ("config.json", [], "config.json: [] is of the wrong type"),
-        (
-            "tokenizer.json",
-            {"model": {"type": "BPE", "vocab": {}, "merges": []}},
-            "empty vocabulary",
-        ),
+        ("config.json", {"eos_token_id": 10**6}, "ends documents with the id 1000000"),
+        ("config.json", {"eos_token_id": [0, 5]}, "which token ends a document"),
+        ("config.json", {"eos_token_id": None}, "which token ends a document"),
+        ("config.json", {}, "which token ends a document"),
+        ("config.json", None, "which token ends a document"),
     ],
 )
-def test_a_wrong_field_is_named(name: str, fields: Any, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_or_says_too_little_is_named(
+    name: str, content: Any, told: str, tmp_path: Path
+) -> None:
     gpt2(tmp_path)
-    write(tmp_path, name, fields)
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), message, str(tmp_path))
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    refused(lambda: hugging_face_tokenizer(str(tmp_path)), told, str(tmp_path))
 
 
 def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) -> None:
@@ -213,16 +211,6 @@ def test_no_code_of_a_folder_is_asked_about(tmp_path: Path, monkeypatch: Any) ->
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     refused(lambda: hugging_face_tokenizer(str(tmp_path)), "needs code that comes with it")
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("fields", [{"eos_token_id": [0, 5]}, {"eos_token_id": None}, {}, None])
-def test_several_ends_are_none(fields: Any, tmp_path: Path) -> None:
-    gpt2(tmp_path)
-    if fields is None:
-        (tmp_path / "config.json").unlink()
-    else:
-        write(tmp_path, "config.json", fields)
-    refused(lambda: hugging_face_tokenizer(str(tmp_path)), "which token ends a document")
 
 
 def test_a_folder_without_a_tokenizer_json_is_for_transformers(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""The .bin/.idx format: bytes as documented, parts, and all corruptions."""
+"""The .bin/.idx format: all corruptions, and documents written in any number of batches."""
 
 from __future__ import annotations
 
 import pickle
 import struct
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from data.indexed_dataset import (
     sequence_pointers,
 )
 from paro.errors import UserError
-from tests.helpers.corpora import Documents, encoded, write_corpus
+from tests.helpers.corpora import Documents, corpus_bytes, encoded, read_corpus, write_corpus
 from tests.helpers.refusals import refused
 
 DOCUMENTS: Documents = [[[1, 2, 3]], [], [[4], [5, 6]]]
@@ -29,37 +30,6 @@ DOCUMENTS: Documents = [[[1, 2, 3]], [], [[4], [5, 6]]]
 
 def write(prefix: Path, documents: Documents, vocab_size: int = 100) -> Path:
     return write_corpus(prefix, documents, dtype_for_vocab(vocab_size))
-
-
-def test_two_sequences_make_the_documented_82_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "x", [[[1, 2, 3]], [[4, 5]]])
-    assert (tmp_path / "x.idx").read_bytes().hex() == (
-        "4d4d49444944580000" "0100000000000000" "08" "0200000000000000" "0300000000000000"
-        "03000000" "02000000" "0000000000000000" "0600000000000000"
-        "0000000000000000" "0100000000000000" "0200000000000000"
-    )  # fmt: skip
-    assert (tmp_path / "x.bin").read_bytes().hex() == "01000200030004000500"
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
-    index=st.integers(0, 5),
-    cuts=st.tuples(st.integers(0, 6), st.integers(0, 6)),
-)
-def test_any_part_of_any_sequence(
-    tmp_path_factory: pytest.TempPathFactory,
-    lengths: list[int],
-    index: int,
-    cuts: tuple[int, int],
-) -> None:
-    sequences = [list(range(10 * i, 10 * i + length)) for i, length in enumerate(lengths)]
-    indexed = IndexedDataset(write(tmp_path_factory.mktemp("data") / "x", [sequences]))
-    whole = sequences[index % len(sequences)]
-    begin, end = sorted(min(cut, len(whole)) for cut in cuts)
-    part = indexed.get(index % len(sequences), begin, end - begin)
-    assert part.tolist() == whole[begin:end]
-    assert indexed.get(index % len(sequences), begin).tolist() == whole[begin:]
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,70 +103,92 @@ def test_an_error_while_writing_leaves_the_old_files_and_nothing_else(tmp_path: 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
-    write(tmp_path / "x", DOCUMENTS)
-    (tmp_path / f"x{suffix}").unlink()
-    refused(lambda: IndexedDataset(tmp_path / "x"), f"x{suffix} is missing ... --data-path")
-
-
-def test_a_prefix_given_with_its_suffix_is_explained(tmp_path: Path) -> None:
+def test_files_of_other_kinds_and_missing_ones_are_named(tmp_path: Path) -> None:
     write(tmp_path / "x", DOCUMENTS)
     refused(lambda: IndexedDataset(tmp_path / "x.bin"), "without .bin or .idx")
-
-
-def patched(offset: int, layout: str, value: int) -> tuple[str, int, bytes]:
-    return ".idx", offset, struct.pack(layout, value)
+    with (tmp_path / "x.idx").open("ab") as stream:
+        stream.write(bytes(3))
+    refused(lambda: IndexedDataset(tmp_path / "x"), "multimodal")
+    for suffix in (".idx", ".bin"):
+        write(tmp_path / "x", DOCUMENTS)
+        (tmp_path / f"x{suffix}").unlink()
+        told = f"x{suffix} is missing ... --data-path"
+        refused(partial(IndexedDataset, tmp_path / "x"), told)
 
 
 # DOCUMENTS make 3 sequences and 4 document entries: lengths at 34, pointers 46, documents 70.
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("at", "content", "told"),
     [
-        (patched(0, "B", 0x4E), "x.idx is not a Megatron index file"),
-        (patched(9, "<Q", 2), "x.idx has format version 2"),
-        (patched(17, "B", 6), "x.idx declares floating-point numbers"),
-        (patched(17, "B", 99), "x.idx declares an unknown type"),
-        (patched(17, "B", 4), "x.idx contradicts itself"),  # pointers are of another type
-        (patched(18, "<Q", 2**60), "x.idx holds 102 bytes where its header says"),
-        (patched(34, "<i", -3), "x.idx contradicts itself"),
-        ((".idx", 34, struct.pack("<2i", -1, 5)), "x.idx contradicts itself"),  # the sum is right
-        (patched(46, "<q", 2), "x.idx contradicts itself"),
-        (patched(70, "<q", 1), "x.idx contradicts itself"),
-        (patched(94, "<q", 2), "x.idx contradicts itself"),
+        (0, b"\x4e", "is not a Megatron index file"),
+        (9, struct.pack("<Q", 2), "has format version 2"),
+        (17, b"\6", "declares floating-point numbers"),
+        (17, b"\x63", "declares an unknown type"),
+        (17, b"\4", "contradicts itself"),  # pointers are of another type
+        (18, struct.pack("<Q", 2**60), "holds 102 bytes where its header says"),
+        (34, struct.pack("<i", -3), "contradicts itself"),
+        (34, struct.pack("<2i", -1, 5), "contradicts itself"),  # the sum is right
+        *(
+            (at, struct.pack("<q", value), "contradicts itself, it is damaged")
+            for at, value in ((46, 2), (54, 10_000), (54, 0), (70, 1), (78, 99), (78, -1), (94, 2))
+        ),
     ],
 )
 def test_a_damaged_index_is_refused(
-    tmp_path: Path, change: tuple[str, int, bytes], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, content: bytes, told: str
 ) -> None:
-    write(tmp_path / "x", DOCUMENTS)
-    suffix, offset, content = change
-    path = tmp_path / f"x{suffix}"
+    path = Path(f"{write(tmp_path / 'x', DOCUMENTS)}.idx")
     whole = bytearray(path.read_bytes())
     assert len(whole) == 102
-    whole[offset : offset + len(content)] = content
+    whole[at : at + len(content)] = content
     path.write_bytes(whole)
-    refused(lambda: IndexedDataset(tmp_path / "x"), message, "tools/preprocess_data.py")
-
-
-def test_multimodal_files_are_refused_as_such(tmp_path: Path) -> None:
-    write(tmp_path / "x", DOCUMENTS)
-    with (tmp_path / "x.idx").open("ab") as stream:
-        stream.write(bytes(3))
-    refused(lambda: IndexedDataset(tmp_path / "x"), "multimodal")
-
-
-@pytest.mark.parametrize(
-    ("at", "value"), [(54, 10_000), (54, 0), (34 + 12 * 3 + 8, 99), (34 + 12 * 3 + 8, -1)]
-)
-def test_every_pointer_and_document_is_checked_at_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, value: int
-) -> None:
-    write(tmp_path / "x", DOCUMENTS)
-    path = tmp_path / "x.idx"
-    whole = bytearray(path.read_bytes())
-    whole[at : at + 8] = struct.pack("<q", value)  # of the middle sequence, or a document
     for entries in (1, 2, 2**20):  # also where a part of the check ends
         monkeypatch.setattr(indexed_dataset, "_CHECKED_AT_ONCE", entries)
-        path.write_bytes(bytes(whole))
-        refused(partial(IndexedDataset, tmp_path / "x"), "contradicts itself, it is damaged")
+        remedy = "tools/preprocess_data.py"
+        refused(partial(IndexedDataset, tmp_path / "x"), f"x.idx {told}", remedy)
+
+
+# Writing
+
+
+SEQUENCE = st.lists(st.integers(0, 65535), min_size=1, max_size=5)
+SEVERAL = st.lists(st.lists(SEQUENCE, max_size=3), max_size=5)
+PARTS = st.lists(st.lists(st.integers(0, 65535), max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches=st.lists(st.one_of(SEVERAL, PARTS.map(tuple)), max_size=5))
+def test_batches_and_parts_make_the_same_files_as_all_at_once(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[Documents | tuple[list[int], ...]]
+) -> None:
+    """A tuple is a document of one sequence that arrives in parts."""
+    folder = tmp_path_factory.mktemp("writer")
+    whole: Documents = []
+    with IndexedDatasetWriter(folder / "batches", np.dtype("<u2")) as writer:
+        for batch in batches:
+            if isinstance(batch, tuple):
+                whole.append([list(chain.from_iterable(batch))])
+                for number, ids in enumerate(batch, start=1):
+                    writer.add_documents(encoded([[ids]], unfinished=number < len(batch)))
+            else:
+                whole += batch
+                writer.add_documents(encoded(batch))
+        assert writer.num_documents == len(whole)
+    write_corpus(folder / "whole", whole)
+    assert corpus_bytes(folder / "batches") == corpus_bytes(folder / "whole")
+    expected = [[ids for ids in document if ids] for document in whole]
+    assert read_corpus(folder / "batches") == expected
+
+
+def test_a_document_in_parts_may_become_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "MAX_SEQUENCE_LENGTH", 5)
+
+    def write() -> None:
+        with IndexedDatasetWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+            writer.add_documents(encoded([[[1, 2, 3]]], unfinished=True))
+            writer.add_documents(encoded([[[1, 2, 3]]]))
+
+    refused(write, "a sequence of 6 tokens exceeds the format's 5")
+    assert list(tmp_path.iterdir()) == []

@@ -181,7 +181,7 @@ def test_mock_splits() -> None:
     assert datasets.describe()[2] == "test: no samples"
 
 
-def built(*words: str, counts: Sequence[int] = (10, 5, 5), **fields: Any) -> Datasets:
+def built(*words: str, counts: Sequence[int | None] = (10, 5, 5), **fields: Any) -> Datasets:
     """Samples of 8 tokens from these words of --data-path, so many for each split."""
     sources = {"data_path": words} if words else {}
     config = DataConfig(**{"seq_length": 8, **sources, **fields})

@@ -12,7 +12,6 @@ from itertools import islice
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from data.batch import Fetch
 from paro.errors import describe, is_storage_failure
@@ -99,22 +98,17 @@ def test_corpora_without_checksums_are_told_in_one_line(prefix: str) -> None:
     assert told(*others) == [f"{start}{others[0]}, {others[1]}, {others[2]} and 1 more{ending}"]
 
 
-def test_processes_without_shared_memory_are_told_what_they_need(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    error = OSError(errno.EROFS, "Read-only file system")
-    monkeypatch.setattr("torch.utils.data.dataloader.DataLoader.__iter__", Mock(side_effect=error))
-    told = "--num-workers 1 needs /dev/shm ... Read-only file system"
-    refused(lambda: next(batches_of(num_workers=1)), told)
-
-
 @pytest.mark.process
-def test_shared_memory_that_is_full_is_no_batch_to_wait_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("utils.data.dataloader.DataLoader.__iter__", OSError(errno.EROFS, "Read-only")),
+        ("Tensor.share_memory_", RuntimeError("unable to allocate shared memory(shm): full (28)")),
+    ],
+)
+def test_processes_without_shared_memory_are_told_what_they_need(
+    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: torch.Tensor) -> None:
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: full (28)")
-
-    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    batches = batches_of(num_workers=1)
-    refused(lambda: next(batches), "--num-workers 1 needs /dev/shm ... unable to allocate")
+    monkeypatch.setattr(f"torch.{place}", Mock(side_effect=error))
+    told = f"--num-workers 1 needs /dev/shm ... {error!s}"
+    refused(lambda: next(batches_of(num_workers=1)), told)

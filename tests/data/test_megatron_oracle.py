@@ -1,8 +1,10 @@
-"""Files, indices and samples equal those of the megatron-core wheel."""
+"""Files, indices, samples and blends equal those of the megatron-core wheel."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import data.sample_order
 from data.config import DataConfig
 from data.gpt_dataset import SplitRequest, build_gpt_dataset
 from data.indexed_dataset import IndexedDataset
+from data.loader import SplitCounts, build_datasets
 from data.sample_order import split_bounds, split_matrix
 from tests.data.megatron import (
     megatron_datasets,
@@ -21,6 +24,7 @@ from tests.data.megatron import (
 )
 from tests.helpers.corpora import corpus_bytes, write_corpus
 
+NAMES = ("train", "valid", "test")
 SPLITS = ("969, 30, 1", "1,0,0", "0.7,0.2,0.1", "33,33,34", "90,10", "2 1 1", "7,0,3")
 
 
@@ -108,9 +112,7 @@ def test_indices_and_samples_are_megatrons(
     )
     config = DataConfig(data_path=("corpus",), split=split, seq_length=seq_length, seed=seed + 7)
     compared = 0
-    for name, share, size, their in zip(
-        ("train", "valid", "test"), shares, sizes, theirs, strict=True
-    ):
+    for name, share, size, their in zip(NAMES, shares, sizes, theirs, strict=True):
         if share is None:
             continue
         request = SplitRequest(config=config, split_name=name, num_samples=size, vocab_size=100_000)
@@ -125,3 +127,84 @@ def test_indices_and_samples_are_megatrons(
         ]
         compared += len(our)
     assert compared > 0
+
+
+# Blends
+
+
+def write_corpora(folder: Path, seed: int) -> tuple[list[str], list[float], tuple[str, ...]]:
+    """Two to five corpora of different sizes: prefixes, weights, and both as words of a flag."""
+    random = np.random.RandomState(seed)
+    prefixes = []
+    for number in range(2 + seed % 4):
+        lengths = (max(0, random.randint(-3, 30)) for _ in range(random.randint(80, 140)))
+        documents = ([random.randint(0, 500, size=length)] for length in lengths)
+        prefixes.append(str(write_corpus(folder / f"corpus{number}", documents)))
+    weights = [round(float(w), 3) for w in random.uniform(0.05, 5.0, size=len(prefixes))]
+    pairs = zip(weights, prefixes, strict=True)
+    return prefixes, weights, tuple(word for weight, path in pairs for word in (str(weight), path))
+
+
+def compare(sizes: Sequence[int | None], ours: dict[str, Any], **theirs: Any) -> None:
+    """Samples of all splits, and the indices of blends."""
+    config = DataConfig(seq_length=8, seed=31, **ours)
+    counts = dict(zip(NAMES, sizes, strict=True))
+    found = build_datasets(config, SplitCounts(**counts), 500)
+    built = megatron_splits(sizes=sizes, seq_length=8, seed=31, **theirs)
+    compared = 0
+    for name, their in zip(NAMES, built, strict=True):
+        if their is None:
+            continue
+        mine, count = getattr(found, name), counts[name]
+        if hasattr(their, "dataset_index"):
+            for part in ("dataset_index", "dataset_sample_index"):
+                assert getattr(mine.indices, part).dtype == getattr(their, part).dtype
+                assert np.array_equal(getattr(mine.indices, part), getattr(their, part))
+        assert len(their) >= (len(mine) if count is None else count)
+        for i in range(len(their)):
+            assert mine[i].tolist() == text_of(their[i])
+        compared += len(their)
+    assert compared > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_weights(tmp_path: Path, seed: int) -> None:
+    prefixes, weights, words = write_corpora(tmp_path, seed)
+    sizes = (int(np.random.RandomState(seed).randint(20, 900)), 15, 7)
+    ours = {"data_path": words, "split": "70,20,10"}
+    compare(sizes, ours, blend=(prefixes, weights), split="70,20,10")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sizes_decide_where_there_are_no_weights(tmp_path: Path, seed: int) -> None:
+    prefixes, _, _ = write_corpora(tmp_path, seed)
+    ours = {"data_path": tuple(prefixes), "split": "70,30,0"}
+    compare((60, 20, 0), ours, blend=(prefixes, None), split="70,30,0")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_split_from_corpora_of_its_own(tmp_path: Path, seed: int) -> None:
+    prefixes, weights, words = write_corpora(tmp_path, seed)
+    single = prefixes[0]
+    ours = {
+        "train_data_path": words,
+        "valid_data_path": ("1", single),
+        "test_data_path": (single,),
+    }
+    one = ([single], None)
+    compare((50, 9, 4), ours, blend_per_split=[(prefixes, weights), one, one])
+
+
+def test_one_corpus_with_a_weight_is_a_blend(tmp_path: Path) -> None:
+    """Megatron builds 0.5% more samples, so its last epoch may be shuffled differently."""
+    prefix = write_corpora(tmp_path, 0)[0][0]
+    ours = {"data_path": ("1", prefix), "split": "1,0,0"}
+    compare((300, 0, 0), ours, blend=([prefix], [1.0]), split="1,0,0")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_sample_once(tmp_path: Path, seed: int) -> None:
+    prefixes, _, _ = write_corpora(tmp_path, seed)
+    own = {"train_data_path": tuple(prefixes), "valid_data_path": tuple(prefixes)}
+    splits = [None, (prefixes, None), None]
+    compare((1, None, 0), own | {"full_validation": True}, blend_per_split=splits)

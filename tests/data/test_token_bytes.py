@@ -16,15 +16,11 @@ from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from data.tokenizer_json import write_tokenizer_json
 from tests.data.test_hugging_face_tokenizer import modern, unigram
-from tests.data.test_tokenizer import train_sentencepiece, write_tik
+from tests.data.test_tokenizer import config_of, train_sentencepiece, write_tik
 from tests.helpers.gpt2 import write_gpt2
 
 # One to four bytes a character, in pieces of several characters and of parts of one.
 TEXTS = ("def f(x):\n    return x  # é\n", " naïve  雪🙂\t", "\ufffd", "<0x41>Ġ</w>")
-
-
-def of_type(tokenizer_type: str, model: Path) -> TokenizerConfig:
-    return TokenizerConfig(tokenizer_type=tokenizer_type, tokenizer_model=str(model))
 
 
 def without_prefix(folder: Path) -> Path:
@@ -66,7 +62,7 @@ def test_the_sum_over_a_text_is_its_length(
         vocab_file, merge_file = map(str, made)
         config = TokenizerConfig(tokenizer_type=kind, vocab_file=vocab_file, merge_file=merge_file)
     else:
-        config = of_type(kind, made)
+        config = config_of(kind, made)
     tokenizer, counts = build_tokenizer(config), counts_of(config)
     assert len(counts) == tokenizer.vocab_size
     for text in (*TEXTS, "".join(TEXTS) * 3):
@@ -99,7 +95,7 @@ def test_pieces_of_a_hand_written_vocabulary() -> None:
 
 def test_an_unknown_piece_and_an_ordinary_end_are_no_text(tmp_path: Path) -> None:
     unigram(tmp_path)
-    config = of_type("HuggingFaceTokenizer", tmp_path)
+    config = config_of("HuggingFaceTokenizer", tmp_path)
     tokenizer, counts = build_tokenizer(config), counts_of(config)
     assert counts[tokenizer.vocabulary["<unk>"]] == counts[tokenizer.eod] == 0
     text = "return x  # naïve"

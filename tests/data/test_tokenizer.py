@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -20,14 +21,15 @@ BYTES = [bytes([byte]) for byte in range(256)]
 TEXT = "def f(x):\n    return x  # é\n"
 
 
-def build(tokenizer_type: str, model: Path | None = None, size: int | None = None) -> Tokenizer:
-    return build_tokenizer(
-        TokenizerConfig(
-            tokenizer_type=tokenizer_type,
-            tokenizer_model=str(model) if model else None,
-            vocab_size=size,
-        )
-    )
+def config_of(
+    tokenizer_type: str, model: Path | None = None, size: int | None = None
+) -> TokenizerConfig:
+    path = str(model) if model else None
+    return TokenizerConfig(tokenizer_type=tokenizer_type, tokenizer_model=path, vocab_size=size)
+
+
+def build(*given: Any) -> Tokenizer:
+    return build_tokenizer(config_of(*given))
 
 
 def sentencepiece_model(lines: Iterable[str] = (TEXT,) * 3, **options: object) -> bytes:
@@ -69,6 +71,9 @@ def tik_model(tmp_path: Path) -> Path:
     return write_tik(tmp_path / "tokenizer.model")
 
 
+PREFIXES = {"SentencePieceTokenizer": (), "GPTSentencePieceTokenizer": (), "Llama2Tokenizer": (1,)}
+
+
 @pytest.mark.parametrize("tokenizer_type", SENTENCEPIECE_TYPES)
 def test_sentencepiece(spm_model: Path, tokenizer_type: str) -> None:
     tokenizer = build(tokenizer_type, spm_model)
@@ -77,15 +82,7 @@ def test_sentencepiece(spm_model: Path, tokenizer_type: str) -> None:
     assert tokenizer.decode([*ids, tokenizer.eod]) == TEXT
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (280, 1, 2)
     assert not {1, 2}.intersection(ids)
-
-
-def test_llama2_alone_begins_the_texts_of_a_corpus(spm_model: Path) -> None:
-    prefixes = [build(kind, spm_model).text_prefix for kind in SENTENCEPIECE_TYPES]
-    assert dict(zip(SENTENCEPIECE_TYPES, prefixes, strict=True)) == {
-        "SentencePieceTokenizer": (),
-        "GPTSentencePieceTokenizer": (),
-        "Llama2Tokenizer": (1,),
-    }
+    assert tokenizer.text_prefix == PREFIXES[tokenizer_type], "of every text of a corpus"
 
 
 def test_models_without_a_beginning_or_an_end(tmp_path: Path) -> None:
@@ -127,18 +124,16 @@ def test_a_batch_is_what_its_texts_are(spm_model: Path, tik_model: Path) -> None
     ):
         assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
         assert tokenizer.encode_batch([]) == []
-    numbers = build("NullTokenizer", size=9)
+    numbers = build("NullTokenizer", None, 9)
     assert numbers.encode_batch(["1 2", "", "3"]) == [[1, 2], [], [3]]
 
 
 def test_the_last_entry_of_a_null_tokenizer_ends_documents_unless_another_is_given() -> None:
-    tokenizer = build("NullTokenizer", size=100)
+    tokenizer = build("NullTokenizer", None, 100)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (100, 99, None)
     assert tokenizer.encode("3 1\n99") == [3, 1, 99]
     assert tokenizer.decode([3, 1, 99]) == "3 1 99"
-    config = TokenizerConfig(
-        tokenizer_type="NullTokenizer", vocab_size=100, null_tokenizer_eod_id=2
-    )
+    config = replace(config_of("NullTokenizer", None, 100), null_tokenizer_eod_id=2)
     assert (build_tokenizer(config).vocab_size, build_tokenizer(config).eod) == (100, 2)
     for eod in (-1, 100):
         bad = partial(replace, config, null_tokenizer_eod_id=eod)
@@ -159,7 +154,7 @@ def test_a_checkpoint_from_before_still_means_what_it_meant() -> None:
 
 @pytest.mark.parametrize("text", ["1 x", "-1", "100", "1.5", "9" * 5000, "0" * 30 + "9999", "٣"])
 def test_null_tokenizer_refuses_what_is_no_id(text: str) -> None:
-    tokenizer = build("NullTokenizer", size=100)
+    tokenizer = build("NullTokenizer", None, 100)
     refused(lambda: tokenizer.encode(text), "--tokenizer-type NullTokenizer")
 
 

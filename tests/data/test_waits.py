@@ -16,7 +16,7 @@ from data import waits
 from data.index_cache import Arrays, CacheEntry, cached_arrays
 from data.waits import Wait
 from paro.errors import describe, is_storage_failure
-from tests.data.test_loader import batches_of
+from tests.data.test_loader import Numbered, batches_of
 
 
 @pytest.fixture(autouse=True)
@@ -49,23 +49,18 @@ def test_a_stuck_builder_is_named_and_waited_for_no_longer_than_the_limit(
     assert capsys.readouterr().err.startswith(f"waiting for {held}")
 
 
-class DeadFiles:
+class DeadFiles(Numbered):
     """Samples on a file system that has stopped answering: a FIFO that nobody writes."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         os.mkfifo(path)
 
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, number: int) -> NDArray[np.int64]:
-        if number >= 2:
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        if index >= 2:
             self.path.read_bytes()
-        return np.arange(5)
-
-    def marks(self, number: int) -> None:
-        return None
+        return super().__getitem__(index)
 
 
 @pytest.mark.process

@@ -6,14 +6,19 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from paro.checkpoint import lease
+from paro.checkpoint.claim import claimed
 from paro.checkpoint.directory import read_common
+from paro.checkpoint.owner import Owner
 from paro.report.config import run_record_path
 from tests.end_to_end.test_training import (
     RUN,
@@ -27,6 +32,7 @@ from tests.end_to_end.test_training import (
 from tests.helpers.parameters import load_parameters
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
+from tests.paro.checkpoint.toy_run import control_here
 
 
 def iterations(root: Path) -> list[str]:
@@ -183,28 +189,32 @@ def test_samples_are_counted_whatever_batches_they_come_in(
         assert lines[-1]["learning_rate"] == true[last]["learning_rate"]
 
 
+NO_ROOM = OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("how", ["", "--async-save"])
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (Mock(side_effect=NO_ROOM), "No space left on device; training continues"),
+        (shutil.rmtree, "No such file or directory"),
+    ],
+    ids=["full", "gone"],
+)
 def test_training_goes_on_after_a_save_that_failed(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    act: Callable[[Path], object],
+    told: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The disk is full at iteration 2 and has space again at iteration 4."""
-    fill_the_disk(monkeypatch, at=2)
-    words = f"--train-iters 4 --save {tmp_path} --save-interval 2 {how}"
-    printed = run(words, "--on-save-failure continue")
-    assert "iteration 2 is not saved: " in printed
-    assert "No space left on device; training continues" in printed
-    assert iterations(tmp_path) == ["iter_0000004"]
-
-
-def test_a_folder_that_vanishes_while_it_is_written_costs_that_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """At iteration 2 the disk is full, or the folder vanishes; at iteration 4 all is well."""
     root = tmp_path / "ckpt"
-    at_the_disk(monkeypatch, 2, lambda: shutil.rmtree(root))
-    words = f"--train-iters 4 --save {root} --save-interval 2"
+    at_the_disk(monkeypatch, 2, lambda: act(root))
+    words = f"--train-iters 4 --save {root} --save-interval 2 {how}"
     printed = run(words, "--on-save-failure continue")
     assert f"iteration 2 is not saved: --save {root}: " in printed
-    assert "No such file or directory" in printed
+    assert told in printed
     assert iterations(root) == ["iter_0000004"]
 
 
@@ -212,27 +222,15 @@ def test_a_folder_that_vanishes_while_it_is_written_costs_that_save(
 def test_a_save_that_failed_stops_the_run(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"--mock-data --train-iters 6 --save {tmp_path}"
+    words = f"--mock-data --train-iters 6 --save {tmp_path} --load {tmp_path} {how}"
     launch(words, "--exit-interval 1")
-    fill_the_disk(monkeypatch, at=2)
+    at_the_disk(monkeypatch, 2, Mock(side_effect=NO_ROOM))
     told = f"iteration 2 is not saved: --save {tmp_path}: ... No space left on device"
-    refused(lambda: launch(words, f"--load {tmp_path} --save-interval 2", how), told, status=1)
+    refused(lambda: launch(words, "--save-interval 2"), told, status=1)
+    at_the_end = "--exit-interval 2 --on-save-failure continue"
+    refused(lambda: launch(words, at_the_end), "the run ends unsaved at iteration 2", status=1)
     assert iterations(tmp_path) == ["iter_0000001"]
-    common = read_common(tmp_path)
-    assert common["iteration"] == 1
-
-
-def test_a_run_whose_end_cannot_be_saved_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill_the_disk(monkeypatch, at=3)
-    words = f"--mock-data --train-iters 3 --save {tmp_path} --on-save-failure continue"
-    refused(lambda: launch(words), "the run ends unsaved at iteration 3", status=1)
-
-
-def fill_the_disk(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
-    """Makes every write of a tensor file of one iteration fail."""
-    at_the_disk(monkeypatch, at, Mock(side_effect=OSError(28, "No space left on device")))
+    assert read_common(tmp_path)["iteration"] == 1
 
 
 def at_the_disk(monkeypatch: pytest.MonkeyPatch, iteration: int, act: Callable[[], object]) -> None:
@@ -347,3 +345,40 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, nodes: list[str]) -> No
         assert "rank 2" in rank.mistake
         assert "does not exist" in rank.mistake
     assert sorted((tmp_path / "a").rglob("*")) == before
+
+
+# Runs that share one --save
+
+
+def test_a_folder_in_use_is_refused_to_runs_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"--mock-data --train-iters 4 --save {tmp_path} --load {tmp_path}"
+    launch(words, "--exit-interval 2")
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
+    with claimed(tmp_path, control_here(), print):
+        before = sorted(tmp_path.rglob("*"))
+        where = f"process {os.getpid()} on {socket.gethostname()}"
+        told = f"--save {tmp_path} is in use by {where} ... give another --save"
+        refused(lambda: launch(words), told)
+        for reads in ("--dry-run --world-size 2 --ranks-per-node 2", "--skip-train --eval-iters 1"):
+            launch(words, reads)
+        assert sorted(tmp_path.rglob("*")) == before
+    launch(words)
+    assert iterations(tmp_path) == ["iter_0000002", "iter_0000004"]
+
+
+@pytest.mark.parametrize("how", ["", "--async-save"])
+def test_a_run_that_lost_the_folder_stops_and_changes_nothing(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run takes the folder over while this one writes iteration 4."""
+    other = replace(Owner.this_process(), host="node7")
+    at_the_disk(monkeypatch, 4, lambda: lease._create(tmp_path, 2, other))
+    words = f"--mock-data --train-iters 8 --save {tmp_path} --save-interval 2 {how}"
+    retain = "--save-retain-interval 8 --on-save-failure continue"
+    told = f"this run lost its lease of {tmp_path}: process {os.getpid()} on node7"
+    refused(lambda: launch(words, retain), told, status=1)
+    assert iterations(tmp_path) == ["iter_0000002"]
+    assert read_common(tmp_path)["iteration"] == 2
+    assert json.loads((tmp_path / "lease_2.json").read_text())["released"] is False

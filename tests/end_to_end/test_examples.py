@@ -13,12 +13,12 @@ import pytest
 from model.config import LLAMA_PRESETS
 from model.units import num_parameters
 from paro.distributed.world import World
+from tests.data.test_tokenizer import train_sentencepiece
 from tests.end_to_end.test_training import run_main
 from tests.helpers.flags import configured
 from tests.helpers.launch_scripts import BIN, EXAMPLES, Started, bash, planned, start
 from tests.helpers.ranks import ROOT
 from tests.helpers.warm_python import warm_python
-from tools.train_tokenizer import main as train_tokenizer
 
 pytestmark = pytest.mark.process
 
@@ -38,13 +38,7 @@ def size_of(script: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    text = folder / "text.txt"
-    text.write_text("some words to make pieces of, and some more of them\n" * 20, encoding="utf-8")
-    prefix = str(folder / "pieces")
-    args = ["--input", str(text), "--output-prefix", prefix, "--vocab-size", "290"]
-    train_tokenizer(args)
-    return Path(f"{prefix}.model")
+    return train_sentencepiece(tmp_path_factory.mktemp("tokenizer") / "x.model")
 
 
 # Dry runs, as a user makes them
@@ -62,15 +56,6 @@ def dry_run(recorders: Path, script: str, world_size: int, folder: Path) -> str:
     ended = run_main(["pretrain_llama.py", *started.flags])
     assert ended.mistake is None, ended.mistake
     return ended.printed
-
-
-def test_a_dry_run_is_one_plain_process(recorders: Path, tmp_path: Path) -> None:
-    for script in ("pretrain_llama_7b_dgx.sh", "cpu_emulated_cluster.sh"):
-        printed = bash(
-            script, tmp_path / "save", tmp_path / "board", path=str(warm_python()), **nodes_of(16)
-        )
-        ours = dry_run(recorders, script, 16, tmp_path)
-        assert printed == ours
 
 
 def planned_as(script: str, world_size: int) -> tuple[str, ...]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.ranks import ROOT
+from tests.helpers.processes import python_apart
 from tests.helpers.training import TINY
 
 # torch.compile, DCP and transformers take as long to import as the rest of a start.
@@ -23,7 +20,4 @@ print([name for name in {SLOW} if name in sys.modules])
 @pytest.mark.process
 def test_a_run_without_checkpoints_imports_nothing_that_takes_long() -> None:
     flags = f"{TINY} --train-iters 1 --eval-iters 0".split()
-    command = [sys.executable, "-c", PROGRAM, *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert python_apart(PROGRAM, *flags).splitlines()[-1] == "[]"

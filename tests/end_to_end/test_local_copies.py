@@ -53,9 +53,18 @@ def results(path: Path) -> list[tuple[Any, ...]]:
     return [tuple(line[name] for name in names) for line in read_metrics(path)]
 
 
-def check_recovers(root: Path, flags: str, survives: bool) -> None:
+EVERY = [
+    pytest.param(f"{letters} {precision}", letters[-1] not in "G4", marks=pytest.mark.verify)
+    for letters in (*legal_letters(), "2,2,4", "1,2,2", "2,4,4")
+    for precision in ("--bf16", "--fp16")
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("flags", "survives"), [*CASES.items(), *EVERY])
+def test_recovers_bit_for_bit(tmp_path: Path, flags: str, *, survives: bool) -> None:
     words = f"--non-persistent-ckpt-type local --paro-strategy {flags}".split()
-    run = root / "run"
+    run = tmp_path / "run"
     first = start(run, *words)
     assert "> local copies: every iteration" in first[0].printed
     if survives:
@@ -76,29 +85,14 @@ def check_recovers(root: Path, flags: str, survives: bool) -> None:
     assert ("recovered iteration 6" in third[0].printed) == survives
     if survives:
         assert "0 bytes from other nodes" not in third[0].printed
-        straight = start(root / "straight", *words, exits="100")
+        straight = start(tmp_path / "straight", *words, exits="100")
         assert [ended.mistake for ended in straight] == [None] * 4
-        assert list((root / "straight" / "memory").iterdir()) == [], "emptied after a good end"
-        assert results(run / "metrics.jsonl") == results(root / "straight" / "metrics.jsonl")
+        assert list((tmp_path / "straight" / "memory").iterdir()) == [], "emptied after a good end"
+        assert results(run / "metrics.jsonl") == results(tmp_path / "straight" / "metrics.jsonl")
         assert list((run / "memory").glob("*-node[12]")) == []
     else:
         assert "no iteration of the local copies is whole" in third[0].printed
         assert "passing over iteration 6" in third[0].printed
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("flags", CASES)
-def test_recovers_bit_for_bit(tmp_path: Path, flags: str) -> None:
-    check_recovers(tmp_path, flags, CASES[flags])
-
-
-@pytest.mark.verify
-@pytest.mark.ranks
-@pytest.mark.parametrize("strategy", [*legal_letters(), "2,2,4", "1,2,2", "2,4,4"])
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
-def test_every_strategy_recovers(tmp_path: Path, strategy: str, precision: str) -> None:
-    optimizer = strategy[-1]
-    check_recovers(tmp_path, f"{strategy} {precision}", optimizer not in "G4")
 
 
 @pytest.mark.ranks

@@ -18,7 +18,7 @@ from tests.end_to_end.test_training import (
     read_metrics,
     run_main,
 )
-from tests.helpers.processes import wait_for
+from tests.helpers.processes import children, wait_for
 from tests.helpers.ranks import HANGS_AFTER, run_ranks
 from tests.helpers.refusals import refused, says
 from tests.helpers.scripts import Script
@@ -60,20 +60,13 @@ def read_tensorboard(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def descendants(process: int) -> list[int]:
-    """A process and all its descendants."""
-    found = [process]
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += descendants(int(child))
-    return found
-
-
 def service_of(process: int) -> int:
     """wandb's own process."""
-    for child in descendants(process):
+    found = [process]
+    for child in found:
         if Path(f"/proc/{child}/comm").read_text().strip().startswith("wandb-core"):
             return child
+        found += children(child)
     raise AssertionError("wandb has no process of its own")
 
 

@@ -22,7 +22,7 @@ from model.block_attention import (
 )
 from model.config import AttentionBackend
 from tests.helpers.refusals import refused
-from tests.model.values import SMALL, all_near, assert_near, attention_by_definition, normal
+from tests.model.values import SMALL, all_near, attention_by_definition, normal
 
 LENGTHS = (5, 2, 7, 1, 6)
 CPU = torch.device("cpu")
@@ -130,22 +130,6 @@ def test_one_call_takes_what_flash_attention_takes(
 
     compare(run, True, dtype, groups, size)
     assert calls == (["forward", "backward"] if taken else [])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("groups", [4, 2])
-def test_documents_in_one_call_on_a_gpu(groups: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    q, k, v = (
-        torch.randn(3, 7, count, 64, generator=generator).to("cuda", torch.bfloat16)
-        for count in (4, groups, groups)
-    )
-    documents = documents_of(LENGTHS, 3, q.device)
-    assert documents is not None
-    assert documents.bounds_N is not None
-    found = attend_keeping("auto", q, k, v, documents, None)
-    wanted, _ = attention_by_definition(q.cpu(), k.cpu(), v.cpu(), LENGTHS)
-    assert_near(found.cpu(), wanted, within=2e-2)
 
 
 def test_the_kernel_is_tried_and_named() -> None:

@@ -7,8 +7,6 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig, preset_name
 from model.flops import flops_per_token
@@ -16,7 +14,7 @@ from model.initialization import initialize_whole
 from model.llama import Llama
 from model.units import num_parameters, parameter_shapes
 from tests.helpers.refusals import refused
-from tests.model.values import SMALL
+from tests.model.values import SMALL, flops_of
 
 
 @pytest.mark.parametrize(
@@ -70,61 +68,44 @@ def test_case_and_dashes_of_a_preset_do_not_matter(text: str, name: str) -> None
     assert all(preset_name(own) == own for own in LLAMA_PRESETS), "two have the same fields"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SMALL,
-        replace(SMALL, num_query_groups=2, ffn_hidden_size=37),
-        replace(SMALL, num_query_groups=1, kv_channels=6),
-        replace(SMALL, tie_embeddings_and_output_weights=True, num_layers=3),
-        replace(SMALL, add_qkv_bias=True, qk_layernorm=True),
-    ],
-)
-def test_flops_are_those_that_torch_counts(config: LlamaConfig) -> None:
-    # The first block reads trained embeddings, so that every product has both gradients.
-    wanted = flops_per_token(config, 24, causal=False) * 3 * 24
-    assert counted_flops(config, set(parameter_shapes(config))) == wanted
-
-
-def counted_flops(config: LlamaConfig, trained: set[str]) -> int:
-    """Of a step over 3 samples of 24 tokens, by torch."""
-    model = Llama(config)
-    initialize_whole(model, config, seed=1)
-    model.freeze(trained.__contains__)
-    tokens_BS = torch.randint(config.vocab_size, (3, 24))
-    # torch counts attention only if it is computed with matrix products.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens_BS, tokens_BS, torch.ones(3, 24)).backward()
-    return int(counter.get_total_flops())
+# Norms of heads and biases have no products; the others change the sizes of products.
+OF_ALL_SIZES = [
+    replace(SMALL, num_query_groups=2, ffn_hidden_size=37),
+    replace(SMALL, num_query_groups=1, kv_channels=6),
+    replace(SMALL, add_qkv_bias=True, qk_layernorm=True),
+    replace(SMALL, tie_embeddings_and_output_weights=True, num_layers=3),
+]
 
 
 @pytest.mark.parametrize(
     "trained",
     [
+        "*",
         "blocks.1.*",
-        "blocks.1.w_down,blocks.1.wo",
+        "blocks.1.w[_o]*",
         "blocks.0.wk",
         "blocks.1.mlp_norm",
         "blocks.1.attention_norm",
-        "blocks.0.w_gate,blocks.1.w_up",
+        "blocks.[01].w_[gu]*",
         "head.norm",
         "head.weight",
         "embedding.weight",
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_of_a_part_are_those_that_torch_counts(trained: str, *, tied: bool) -> None:
-    config = replace(SMALL, qk_layernorm=True, tie_embeddings_and_output_weights=tied)
-    names = {name for name in parameter_shapes(config) if is_one_of(name, trained)}
+@pytest.mark.parametrize("config", OF_ALL_SIZES)
+def test_flops_are_those_that_torch_counts(config: LlamaConfig, trained: str) -> None:
+    names = {name for name in parameter_shapes(config) if fnmatchcase(name, trained)}
     if not names:
-        assert tied
+        assert config.tie_embeddings_and_output_weights
         return
-    wanted = flops_per_token(config, 24, names, causal=False) * 3 * 24
-    assert counted_flops(config, names) == wanted
-
-
-def is_one_of(name: str, patterns: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns.split(","))
+    model = Llama(config)
+    initialize_whole(model, config, seed=1)
+    model.freeze(names.__contains__)
+    tokens_BS = torch.randint(config.vocab_size, (3, 24))
+    counted = flops_of(lambda: model(tokens_BS, tokens_BS, torch.ones(3, 24)).backward())
+    assert counted == flops_per_token(config, 24, names, causal=False) * 3 * 24
+    if trained == "*":
+        assert counted == flops_per_token(config, 24, causal=False) * 3 * 24
 
 
 def test_recomputation_adds_no_flops_of_the_model() -> None:
@@ -142,78 +123,39 @@ def test_causal_attention_counts_half() -> None:
     assert causal == 6 * (6_738_415_616 - 65 * 4096 - 32000 * 4096) + 6 * 32 * 4096 * 2048
 
 
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, 0) for name in ("num_layers", "ffn_hidden_size", "num_attention_heads")),
-        *((name, 0) for name in ("num_query_groups", "kv_channels", "vocab_size")),
-        ("max_position_embeddings", 0),
-        ("hidden_size", -1),
-        ("rope_scaling_factor", -8.0),
-        ("rotary_seq_len_interpolation_factor", 0.0),
-        ("rope_scaling_original_max_position_embeddings", 0),
-        ("rope_scaling_low_freq_factor", 0.0),
-        ("norm_epsilon", float("nan")),
-        ("init_method_std", 0.0),
-    ],
-)
-def test_a_mistake_names_its_flag(name: str, value: float) -> None:
-    refused(lambda: replace(SMALL, **{name: value}), f"{flag_of(name)} {value}")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "others"),
     [
-        ("num_query_groups", 3, ["num_attention_heads"]),
-        ("kv_channels", 5, ["hidden_size", "num_attention_heads"]),
-        ("rope_scaling_high_freq_factor", 1.0, ["rope_scaling_low_freq_factor"]),
+        *((name, 0, "") for name in ("num_layers", "ffn_hidden_size", "num_attention_heads")),
+        *((name, 0, "") for name in ("num_query_groups", "kv_channels", "vocab_size")),
+        ("max_position_embeddings", 0, ""),
+        ("hidden_size", -1, ""),
+        ("rope_scaling_factor", -8.0, ""),
+        ("rotary_seq_len_interpolation_factor", 0.0, ""),
+        ("rope_scaling_original_max_position_embeddings", 0, ""),
+        ("rope_scaling_low_freq_factor", 0.0, ""),
+        ("norm_epsilon", float("nan"), ""),
+        ("init_method_std", 0.0, ""),
+        ("num_query_groups", 3, "--num-attention-heads"),
+        ("kv_channels", 5, "--hidden-size --num-attention-heads"),
+        ("rope_scaling_high_freq_factor", 1.0, "--rope-scaling-low-freq-factor"),
     ],
 )
-def test_a_contradiction_names_all_flags(name: str, value: float, others: list[str]) -> None:
-    refused(lambda: replace(SMALL, **{name: value}), *map(flag_of, [name, *others]))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"granularity": "some"}, {"method": "most"}, {"num_layers": 0}], ids=str
-)
-def test_recomputation_mistakes_name_their_flags(wrong: dict[str, object]) -> None:
-    ((name, value),) = wrong.items()
-    given = {"granularity": "full", **wrong}
-    refused(lambda: RecomputeConfig(**given), f"{flag_of(f'recompute_{name}')} {value}")
-
-
-def test_full_recomputation_alone_is_uniform_block_by_block() -> None:
-    uniform = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
-
-    assert RecomputeConfig(granularity="full") == uniform
-
-
-SELECTIVE = RecomputeConfig(granularity="selective")
-
-
-@pytest.mark.parametrize(
-    ("recompute", "first_layers", "group_size"),
-    [
-        (SELECTIVE, [None] * 5, 1),
-        (replace(SELECTIVE, num_layers=2), [None] * 5, 1),
-        (replace(SELECTIVE, method="block", num_layers=2), [None] * 5, 1),
-        (RecomputeConfig(granularity="full"), [0, 1, 2, 3, 4], 1),
-        (RecomputeConfig(granularity="full", num_layers=2), [0, 0, 2, 2, 4], 2),
-        (RecomputeConfig(granularity="full", num_layers=5), [0, 0, 0, 0, 0], 5),
-        (RecomputeConfig(granularity="full", num_layers=8), [0, 0, 0, 0, 0], 8),
-        (RecomputeConfig(granularity="full", method="block"), [0, None, None, None, None], 1),
-        (RecomputeConfig(granularity="full", method="block", num_layers=3),
-         [0, 1, 2, None, None], 1),
-        (RecomputeConfig(granularity="full", method="block", num_layers=8), [0, 1, 2, 3, 4], 1),
-    ],
-)  # fmt: skip
-def test_which_layers_are_recomputed_and_from_where(
-    recompute: RecomputeConfig, first_layers: list[int | None], group_size: int
+def test_a_mistake_names_its_flag_and_what_it_contradicts(
+    name: str, value: float, others: str
 ) -> None:
-    assert [recompute.first_layer(layer) for layer in range(5)] == first_layers
-    assert recompute.group_size == group_size
-    assert recompute.core_attention == (recompute.granularity == "selective")
+    flag = f"--{name.replace('_', '-')}"
+    told = others.split() or [f"{flag} {value}"]
+    refused(lambda: replace(SMALL, **{name: value}), flag, *told)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("granularity", "some", "--recompute-granularity"),
+        ("method", "most", "--recompute-method"),
+        ("num_layers", 0, "--recompute-num-layers"),
+    ],
+)
+def test_recomputation_mistakes_name_their_flags(field: str, value: object, flag: str) -> None:
+    refused(lambda: RecomputeConfig(**{"granularity": "full", field: value}), f"{flag} {value}")

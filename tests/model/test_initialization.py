@@ -22,6 +22,7 @@ from tests.model.values import SMALL
 SEVERAL_BLOCKS = ParameterInit(name="blocks.0.wq", numel=2 * BLOCK + 1001, std=0.02)
 
 
+@pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize(
     "cuts",
     [
@@ -32,19 +33,18 @@ SEVERAL_BLOCKS = ParameterInit(name="blocks.0.wq", numel=2 * BLOCK + 1001, std=0
         [0, 5, 5],  # empty pieces
     ],
 )
-def test_pieces_are_those_of_the_whole(cuts: list[int]) -> None:
+def test_pieces_by_any_number_of_threads_are_those_of_the_whole(
+    cuts: list[int], num_threads: int
+) -> None:
     whole = initial_values(SEVERAL_BLOCKS, 1, 0, SEVERAL_BLOCKS.numel)
     bounds = [0, *cuts, SEVERAL_BLOCKS.numel]
 
-    pieces = [initial_values(SEVERAL_BLOCKS, 1, low, high) for low, high in pairwise(bounds)]
+    pieces = [
+        initial_values(SEVERAL_BLOCKS, 1, low, high, num_threads=num_threads)
+        for low, high in pairwise(bounds)
+    ]
 
     assert torch.equal(torch.cat(pieces), whole)
-
-
-def test_any_number_of_threads_draws_the_same() -> None:
-    for start, stop in ((0, SEVERAL_BLOCKS.numel), (BLOCK - 1, BLOCK + 1), (5, 9)):
-        alone = initial_values(SEVERAL_BLOCKS, 1, start, stop)
-        assert torch.equal(initial_values(SEVERAL_BLOCKS, 1, start, stop, num_threads=4), alone)
 
 
 def test_the_rule_of_seeds_stays() -> None:
@@ -86,13 +86,8 @@ def test_what_adds_to_the_residual_stream_starts_narrow() -> None:
     assert narrow == {f"blocks.{i}.{part}" for i in range(8) for part in ("wo", "w_down")}
     norms = {f"blocks.{i}.{part}" for i in range(8) for part in ("attention_norm", "mlp_norm")}
     assert ones == {"head.norm", *norms}
+    assert torch.equal(initial_values(specs["head.norm"], 1, 2, 6), torch.ones(4))
     assert {specs[name].std for name in specs.keys() - narrow - ones} == {0.04}
-
-
-def test_norms_start_at_one() -> None:
-    spec = ParameterInit(name="head.norm", numel=9, std=None)
-
-    assert torch.equal(initial_values(spec, 1, 2, 6), torch.ones(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.config import FP8_CAPABILITY
+from model.config import FP8_CAPABILITY, Fp8Format
 from model.fp8 import Fp8, Operand, operand
 from model.layers import gated_linear, linear, normed_linears
 from model.matmul import (
@@ -87,26 +87,12 @@ def test_products_are_those_of_the_rounded_operands(dtype: torch.dtype) -> None:
         assert_near(product, wanted, name, within=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-class _Rounded(torch.autograd.Function):
+def rounded_linear(x: Tensor, weight: Tensor, fp8: Fp8) -> Tensor:
     """A linear layer in fp32 with rounded operands, forward and backward."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        x: Tensor,
-        weight: Tensor,
-        fp8: Fp8,
-    ) -> Tensor:
-        ctx.rounded = exact(x, fp8), exact(weight, fp8), fp8  # type: ignore[attr-defined]
-        return exact(x, fp8) @ exact(weight, fp8).t()
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, *grads: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        x, weight, fp8 = ctx.rounded  # type: ignore[attr-defined]
-        grad = exact(grads[0], fp8, is_grad=True)
-        return grad @ weight, grad.t() @ x, None
+    x8, weight8 = (part + (exact(part, fp8) - part).detach() for part in (x, weight))
+    out = x8 @ weight8.t()
+    out.register_hook(lambda grad: exact(grad, fp8, is_grad=True))
+    return out
 
 
 @pytest.mark.parametrize("fp8", FORMATS)
@@ -129,11 +115,11 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> No
 
     def wanted(*args: Tensor) -> tuple[Tensor, ...]:
         if layer == "linear":
-            return (_Rounded.apply(*args, fp8),)
+            return (rounded_linear(*args, fp8),)
         if layer == "gated_linear":
-            return (_Rounded.apply(functional.silu(args[0]) * args[1], args[2], fp8),)
+            return (rounded_linear(functional.silu(args[0]) * args[1], args[2], fp8),)
         y = rms_norm(args[0], args[1], 1e-5)
-        return tuple(_Rounded.apply(y, weight, fp8) for weight in args[2:])
+        return tuple(rounded_linear(y, weight, fp8) for weight in args[2:])
 
     results = []
     for run in (found, wanted):
@@ -164,22 +150,27 @@ def test_a_gpu_multiplies_as_a_cpu_does(fp8: Fp8) -> None:
     all_near(found, wanted, within=0.01)
 
 
-def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
-    check_matmul_types(None, torch.bfloat16, torch.device("cuda"))
-    check_matmul_types("e4m3", torch.bfloat16, torch.device("cpu"))
-    old = partial(check_matmul_types, "e4m3", torch.bfloat16, torch.device("cuda"))
-    refused(old, "8.9 ... A100 has 8.0: leave it out")
-
-
-def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
-    for dtype in (torch.float16, torch.float32):
+@pytest.mark.parametrize(
+    ("gpu", "capability", "fp8", "allowed", "told"),
+    [
+        ("A100", (8, 0), "e4m3", [torch.bfloat16], "8.9 ... A100 has 8.0: leave it out"),
+        ("T4", (7, 5), None, [torch.float16, torch.float32], "--bf16 ... T4 has 7.5: give --fp16"),
+    ],
+)
+def test_a_gpu_without_a_type_is_refused(
+    gpu: str,
+    capability: tuple[int, int],
+    fp8: Fp8Format | None,
+    allowed: list[torch.dtype],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+    for dtype in allowed:
         check_matmul_types(None, dtype, torch.device("cuda"))
-    old = partial(check_matmul_types, None, torch.bfloat16, torch.device("cuda"))
-    refused(old, "--bf16 ... 8.0 ... T4 has 7.5: give --fp16")
+    check_matmul_types(fp8, torch.bfloat16, torch.device("cpu"))
+    refused(partial(check_matmul_types, fp8, torch.bfloat16, torch.device("cuda")), told)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -47,6 +47,9 @@ FIRST_TWO = RecomputeConfig(granularity="full", method="block", num_layers=2)
     [
         (None, 0, []),
         (RecomputeConfig(granularity="selective"), 0, []),
+        (RecomputeConfig(granularity="selective", method="block", num_layers=2), 0, []),
+        (replace(PAIRS, num_layers=8), 0, [[1, 2, 3, 4, 5]]),
+        (replace(FIRST_TWO, num_layers=8), 4, [[4], [5]]),
         (RecomputeConfig(granularity="full"), 2, [[2], [3], [4], [5]]),
         (PAIRS, 0, [[1, 2], [3, 4], [5]]),
         (PAIRS, 2, [[2], [3, 4], [5]]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from model.config import LlamaConfig
 
@@ -71,6 +73,13 @@ def assert_rounded(
         assert one.dtype == dtype
         error = torch.linalg.vector_norm(one.float() - other)
         assert error < 2 * torch.finfo(dtype).eps * torch.linalg.vector_norm(other)
+
+
+def flops_of(run: Callable[[], object]) -> int:
+    """Those that torch counts, attention's included, which it counts as matrix products alone."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
 
 
 class Sink:
