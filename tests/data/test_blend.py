@@ -23,8 +23,7 @@ MISMATCHES = ("1", "1 2", "x 1", "1 x 2", "1 x y", "x 1 y 2", "1 x y z", "1 2 x 
     ("words", "told"),
     [
         *((words, "--f ... do not match") for words in MISMATCHES),
-        *((f"{weight} x 1 y", "--f the weight ... is no share") for weight in ("-1", "-0.5")),
-        *((f"{weight} x 1 y", "--f the weight ... is no share") for weight in ("inf", "nan")),
+        *((f"{w} x 1 y", "--f the weight ... is no share") for w in ("-1", "-0.5", "inf", "nan")),
     ],
 )
 def test_weights_that_match_no_paths_or_are_no_shares_are_refused(words: str, told: str) -> None:

@@ -36,8 +36,10 @@ class Scenario:
 
     name: str
     run: Run
-    undisturbed: Callable[[int], Run]  # by the number of ranks
+    undisturbed: Callable[..., Run]  # by the number of ranks, and flags
     ranks: int = 2
+    plain: bool = False  # without torchrun
+    flags: tuple[object, ...] = ()  # of every start
     jobs: list[Job] = field(default_factory=list)
     end: str = ""
     seconds_to_end: float = 0.0
@@ -45,7 +47,8 @@ class Scenario:
     _at: float = 0.0
 
     def start(self, *flags: object, **how: Any) -> Job:
-        self.jobs.append(self.run.start(*flags, **{"ranks": self.ranks, **how}))
+        how = {"ranks": self.ranks, "plain": self.plain, **how}
+        self.jobs.append(self.run.start(*self.flags, *flags, **how))
         return self.jobs[-1]
 
     def paused(self, target: str, call: int, *flags: object, at: int = 0, **how: Any) -> Job:
@@ -100,12 +103,11 @@ class Scenario:
 
     def is_whole(self) -> None:
         """The run has trained to its end, bit for bit as the undisturbed one."""
-        undisturbed = self.undisturbed(self.ranks)
-        assert self.run.steps() == undisturbed.steps()
+        assert self.run.steps() == self.undisturbed(self.ranks, *self.flags).steps()
         self.is_saved_whole()
 
     def is_saved_whole(self) -> None:
-        undisturbed = self.undisturbed(self.ranks)
+        undisturbed = self.undisturbed(self.ranks, *self.flags)
         assert self.run.saved() == undisturbed.saved()
         assert self.run.final_sums() == undisturbed.final_sums()
 
@@ -129,11 +131,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Run]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     @cache
-    def of(ranks: int) -> Run:
+    def of(ranks: int, *flags: object) -> Run:
         run = Run(tmp_path_factory.mktemp("undisturbed"))
-        job = run.start(ranks=ranks)
+        job = run.start(*flags, ranks=ranks)
         assert job.end(120.0) == [0], job.tail()
         return run
 
@@ -154,7 +156,7 @@ def outcomes() -> Iterator[list[Outcome]]:
 def scenario(
     request: pytest.FixtureRequest,
     tmp_path: Path,
-    undisturbed: Callable[[int], Run],
+    undisturbed: Callable[..., Run],
     outcomes: list[Outcome],
 ) -> Iterator[Scenario]:
     name = request.node.name.removeprefix("test_").replace("_", " ")

@@ -18,19 +18,16 @@ from typing import Any
 
 from paro.checkpoint.directory import TRACKER, iterations_in
 from paro.checkpoint.manifest import read_manifest
+from tests.end_to_end.test_training import MODEL
 from tests.helpers.processes import children, lives
 from tests.helpers.scripts import Script
 
 ITERATIONS = 12
-SAVE_INTERVAL = 3
-FLAGS = (
-    "--distributed-backend gloo --tokenizer-type NullTokenizer --vocab-size 128 "
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 88 --seq-length 32 "
-    "--micro-batch-size 1 --global-batch-size 8 --lr 3e-3 --log-interval 1 --num-workers 0 "
-    "--eval-iters 1 --eval-interval 5 --peak-tflops 1 "
-    f"--paro-strategy NNG --distributed-timeout-minutes 1 --train-iters {ITERATIONS} "
-    f"--save-interval {SAVE_INTERVAL}"
-).split()
+FLAGS = [
+    *(*MODEL, "--eval-iters", "1", "--eval-interval", "5", "--paro-strategy", "NNG"),
+    *("--distributed-timeout-minutes", "1", "--train-iters", str(ITERATIONS)),
+    *("--save-interval", "3"),
+]
 LIMIT_SECONDS = 60.0  # the least that --distributed-timeout-minutes takes
 _START_SECONDS = 90.0  # on a busy machine
 

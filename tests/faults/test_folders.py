@@ -145,10 +145,10 @@ def test_two_jobs(scenario: Scenario) -> None:
 @pytest.mark.root
 def test_owner_killed_on_another_host(scenario: Scenario) -> None:
     """Its heartbeat is watched for a minute, as its process cannot be seen."""
-    scenario.ranks = 1
-    first = scenario.paused(STEPS, 5, plain=True, before=[other_host])
+    scenario.ranks, scenario.plain = 1, True
+    first = scenario.paused(STEPS, 5, before=[other_host])
     first.kill()
-    second = scenario.start(plain=True)
+    second = scenario.start()
     scenario.continues(second, 3, within=90.0)
     assert "waiting for a heartbeat" in second.text()
 
@@ -156,11 +156,11 @@ def test_owner_killed_on_another_host(scenario: Scenario) -> None:
 @pytest.mark.root
 def test_owner_stopped_for_longer_than_a_minute(scenario: Scenario) -> None:
     """It is replaced; when it is woken it ends and leaves everything to its successor."""
-    scenario.ranks = 1
-    first = scenario.paused(READS_BACK, 2, plain=True, before=[other_host])
+    scenario.ranks, scenario.plain = 1, True
+    first = scenario.paused(READS_BACK, 2, before=[other_host])
     for pid in first.tree():
         os.kill(pid, signal.SIGSTOP)
-    second = scenario.start(plain=True)
+    second = scenario.start()
     scenario.continues(second, 3, within=90.0)
     scenario.run.release()
     for pid in first.tree():

@@ -89,7 +89,6 @@ PLAN = (
     "--micro-batch-size 1 --global-batch-size 4 --device-memory-gb 80 --paro-machine "
     "{set}/machine.json"
 )
-TOKENIZE = f"{PREPROCESS} {WORDS} --output-prefix {{out}}/x"
 CONVERT_HF = f"{CONVERT} --from hf --to paro --input {{set}}/hf"
 INSPECT = f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}"
 INSPECT_SAVED = f"tools/inspect_checkpoint.py --load {SAVED}"
@@ -141,7 +140,7 @@ TARGETS: dict[str, Target] = {
         f"{BASE} --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model {{set}} {DRY}",
         ("tokenizer.json", "tokenizer_config.json"),
     ),
-    "text": Target(TOKENIZE, ("text.jsonl",)),
+    "text": Target(f"{PREPROCESS} {WORDS} --output-prefix {{out}}/x", ("text.jsonl",)),
     "inspect dataset": Target(INSPECT, ("corpus_text_document.idx", "corpus_text_document.bin")),
     "inspect checkpoint": Target(
         INSPECT_SAVED, (f"{CHECKPOINT}/*.json", f"{CHECKPOINT}/.metadata")
@@ -161,8 +160,9 @@ TARGETS: dict[str, Target] = {
     ),
     "gpt2": Target(
         f"{PREPROCESS} --output-prefix {{out}}/x --tokenizer-type GPT2BPETokenizer "
-        "--vocab-file {set}/gpt2/vocab.json --merge-file {set}/gpt2/merges.txt --append-eod",
-        ("gpt2/vocab.json", "gpt2/merges.txt"),
+        "--vocab-file {set}/gpt2/gpt2-vocab.json --merge-file {set}/gpt2/gpt2-merges.txt "
+        "--append-eod",
+        ("gpt2/*",),
     ),
     "partitions": Target(
         f"{PREPROCESS} {WORDS} --append-eod --partitions 2 --output-prefix {{set}}/halfway",

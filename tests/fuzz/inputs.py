@@ -7,11 +7,13 @@ import shutil
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from data.fingerprint import fingerprint_of
 from data.tokenizer_config import TokenizerConfig
 from paro.checkpoint.owner import Owner
 from tests.data.test_tokenizer import sentencepiece_model, write_tik
+from tests.helpers.gpt2 import write_gpt2
 from tests.paro.checkpoint.convert.folders import random_tensors
 from tests.paro.checkpoint.convert.test_meta import CONFIG, save_meta
 from tests.tools.test_draw_profile import write_trace
@@ -66,13 +68,6 @@ def _move_partitions(place: Path) -> None:
 @cache
 def _made() -> dict[str, bytes]:
     """Contents by name, made once per process."""
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: number for number, piece in enumerate([*alphabet, "12", "<|endoftext|>"])}
-    return {
-        "spm.model": sentencepiece_model(),
-        "gpt2/vocab.json": json.dumps(vocabulary).encode(),
-        "gpt2/merges.txt": b"#version: 0.2\n1 2\n",
-        "prompts.txt": b"1 2 3\n4 5\n",
-    }
+    with TemporaryDirectory() as folder:
+        gpt2 = {f"gpt2/{path.name}": path.read_bytes() for path in write_gpt2(Path(folder))}
+    return {"spm.model": sentencepiece_model(), **gpt2, "prompts.txt": b"1 2 3\n4 5\n"}

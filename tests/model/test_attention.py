@@ -1,4 +1,4 @@
-"""Attention by every kernel against its definition; documents in one call; what is refused."""
+"""Attention by every kernel, and blocks of it, merged, against its definition in fp64."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from model import block_attention
 from model.attention import Documents, attend, documents_of
 from model.block_attention import (
     Partial,
+    attend_block,
     attend_causally,
     attend_keeping,
+    block_grads,
     causal_grads,
     check_attention,
 )
@@ -24,13 +26,41 @@ from model.config import AttentionBackend
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL, all_near, attention_by_definition, normal
 
-LENGTHS = (5, 2, 7, 1, 6)
 CPU = torch.device("cpu")
+GPU = pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)
+SAMPLES, TOKENS, HEADS = 3, 7, 4
+CUT = 3  # the first block's keys, which is a rectangle; the second is a square
+LENGTHS = (5, 2, 7, 1, 6)  # of documents
 
 
-def heads(num_heads: int, seed: int, dtype: torch.dtype, size: int) -> Tensor:
-    """[B, S, N, H] with three samples of odd length."""
-    return normal(3, 7, num_heads, size, seed=seed, dtype=dtype).requires_grad_()
+def inputs(
+    groups: int, dtype: torch.dtype, device: torch.device = CPU, size: int = 16
+) -> list[Tensor]:
+    """q, k, v and a gradient, in tensors of which they are every other token."""
+    return [
+        normal(SAMPLES, 2 * TOKENS, heads, size, seed=seed, dtype=dtype).to(device)[:, ::2]
+        for seed, heads in enumerate((HEADS, groups, groups, HEADS))
+    ]
+
+
+def defined(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    """Output, log-sum-exp and the gradients of q, k and v, in fp64."""
+    leaves = [part.double().requires_grad_() for part in (q, k, v)]
+    out, lse = attention_by_definition(*leaves, lengths)
+    return [out, lse, *torch.autograd.grad(out, leaves, grad.double())]
+
+
+def of_last_queries(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """The same for the queries of the second block."""
+    late = torch.arange(TOKENS, device=grad.device) >= CUT
+    out, lse, dq, dk, dv = defined(q, k, v, grad * late[:, None, None])
+    return [out[:, CUT:], lse[:, CUT:], dq[:, CUT:], dk, dv]
+
+
+def margin(dtype: torch.dtype) -> float:
+    return 3e-6 if dtype == torch.float32 else 2e-2
 
 
 def compare(
@@ -40,13 +70,12 @@ def compare(
     groups: int,
     size: int = 6,
 ) -> None:
-    results, lengths = [], LENGTHS if apart else None
-    for function in (run, lambda *qkv: attention_by_definition(*qkv, lengths)[0]):
-        leaves = tuple(heads(count, i, dtype, size) for i, count in enumerate((4, groups, groups)))
-        out = function(*leaves)
-        out.backward(heads(4, 4, out.dtype, size).detach())
-        results.append([out, *(leaf.grad for leaf in leaves)])
-    all_near(*results, within=1e-5 if dtype == torch.float32 else 2e-2)
+    q, k, v, grad = inputs(groups, dtype, size=size)
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+    out = run(*leaves)
+    found = [out, *torch.autograd.grad(out, leaves, grad)]
+    wanted, _, *grads = defined(q, k, v, grad, LENGTHS if apart else None)
+    all_near(found, [wanted, *grads], within=margin(dtype))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -138,3 +167,58 @@ def test_the_kernel_is_tried_and_named() -> None:
     assert check_attention(math, torch.bfloat16, CPU) == "unfused, matrix products and a softmax"
     fused = replace(SMALL, attention_backend="fused")
     refused(lambda: check_attention(fused, torch.float32, CPU), "--attention-backend fused")
+
+
+# Blocks
+
+
+def two_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Partial, list[Tensor]]:
+    """Causal attention of the last queries: the keys before them, and their own."""
+    late, early, own = slice(CUT, None), slice(CUT), (slice(None), slice(CUT, None))
+    first = attend_block(q[:, late], k[:, early], v[:, early])
+    whole = Partial(first.out_BSNH.float(), first.lse_BSN)
+    whole.merge_(attend_block(q[own], k[own], v[own], causal=True))
+    total = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
+    dq, dk, dv = (torch.zeros_like(part, dtype=torch.float32) for part in (q, k, v))
+    for keys, causal in ((early, False), (late, True)):
+        found = block_grads(grad[own], q[own], k[:, keys], v[:, keys], total, causal=causal)
+        dq[own] += found[0]
+        dk[:, keys] += found[1]
+        dv[:, keys] += found[2]
+    return total, [dq[own], dk, dv]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_merged_blocks_are_attention(dtype: torch.dtype, groups: int, device: torch.device) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("FlashAttention is for 16 bits")
+    q, k, v, grad = inputs(groups, dtype, device)
+    found, grads = two_blocks(q, k, v, grad)
+    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=margin(dtype))
+    assert found.lse_BSN.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_keep_documents_apart(
+    dtype: torch.dtype, groups: int, lengths: tuple[int, ...] | None, device: torch.device
+) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("FlashAttention is for 16 bits")
+    q, k, v, grad = inputs(groups, dtype, device)
+    documents = documents_of(lengths, SAMPLES, device)
+    whole = attend_causally(q, k, v, documents)
+    grads = causal_grads(grad, q, k, v, whole, documents)
+    wanted = defined(q, k, v, grad, lengths)
+    all_near([*whole, *grads], wanted, within=margin(dtype))
+
+
+def test_scores_far_apart_merge() -> None:
+    """The exponential of a difference of scores may overflow."""
+    q, k, v, grad = (part * 40 for part in inputs(HEADS, torch.float32))
+    found, _ = two_blocks(q, k, v, grad)
+    all_near(found, of_last_queries(q, k, v, grad)[:2], within=1e-5)
