@@ -102,8 +102,8 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--gpus 0": "--gpus 0 must be at least 1",
     },
     (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
-    (study_optimizers, "--folder x --data-path none"): {
-        "": "--data-path ... make quickstart",
+    (study_optimizers, "--folder x --data ."): {
+        "": "--data . holds no corpus ... make quickstart",
         "--at-once 0": "--at-once 0 must be at least 1",
     },
     (study_plan, "measure --folder . --settings"): {

@@ -17,9 +17,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError
-from tools.bench.shared.trainings import Found, Losses, run_missing
-from tools.bench.shared.turns import ROOT
+from tools.bench.shared.trainings import QUICKSTART, Found, Losses, data_flags, run_missing
 from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw, drawing
 
@@ -80,14 +78,12 @@ def key_of(job: Job) -> str:
     return f"{variant.name}, {iterations} iterations, seed {seed}"
 
 
-def flags_of(job: Job, data: Path) -> list[str]:
+def flags_of(job: Job, data: Sequence[str]) -> list[str]:
     """The script of a training, and its flags."""
     variant, iterations, seed = job
     return [
         *f"{variant.script} {FLAGS} {variant.flags} --seed {seed}".split(),
-        *("--train-iters", str(iterations), "--eval-interval", str(iterations // 4)),
-        *("--data-path", str(data / "corpus_text_document")),
-        *("--tokenizer-model", str(data / "tokenizer.model")),
+        *("--train-iters", str(iterations), "--eval-interval", str(iterations // 4), *data),
     ]
 
 
@@ -170,16 +166,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="losses; continued if it exists")
     add("--folder", type=Path, required=True, metavar="DIR", help="of trainings; is emptied")
-    add("--data", type=Path, default=ROOT / "runs/quickstart", metavar="DIR", help="quickstart's")
+    add("--data", type=Path, default=QUICKSTART, metavar="DIR", help="quickstart's")
     add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     args = parser.parse_args(argv)
-    if not (args.data / "corpus_text_document.bin").is_file():
-        raise UserError(f"--data {args.data} holds no corpus: run make quickstart first")
+    data = data_flags(args.data)
     check_can_draw(args.plot)
     found = run_missing(
         ("bash", "examples/one_machine.sh", "--nproc-per-node", "4"),
-        {key_of(job): flags_of(job, args.data.resolve()) for job in JOBS},
+        {key_of(job): flags_of(job, data) for job in JOBS},
         args.json,
         args.folder,
         deadline=time.monotonic() + 60.0 * args.minutes,

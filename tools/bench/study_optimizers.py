@@ -18,12 +18,17 @@ from statistics import mean
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data.tokenizer_config import TOKENIZER_TYPES
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, check_least
+from paro.errors import check_least
 from paro.report.log import print_line
-from tools.bench.shared.trainings import Found, Losses, read_found, run_missing
-from tools.bench.shared.turns import ROOT
+from tools.bench.shared.trainings import (
+    QUICKSTART,
+    Found,
+    Losses,
+    data_flags,
+    read_found,
+    run_missing,
+)
 from tools.shared.command_line import Parser
 from tools.shared.output import write_text
 from tools.shared.picture import check_can_draw, drawing
@@ -31,8 +36,8 @@ from tools.shared.picture import check_can_draw, drawing
 DESCRIPTION = """\
 Sweeps the learning rate of AdamW and of Muon, trains three seeds with the best one of each, Muon
 also on a schedule of three quarters of the iterations, and AdamW with moments in bf16. The text is
-the quickstart's (make quickstart), or that of --data-path. --folder gets runs.json, to which every
-training is added, so that a study can be stopped and continued, report.md and curves.png.
+the quickstart's (make quickstart). --folder gets runs.json, to which every training is added, so
+that a study can be stopped and continued, report.md and curves.png.
 
   python tools/bench/study_optimizers.py --folder runs/optimizers
 """
@@ -41,7 +46,7 @@ FLAGS = (
     "--untie-embeddings-and-output-weights --micro-batch-size 8 --global-batch-size 8 "
     "--lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --adam-beta2 0.95 "
     "--split 98,2,0 --full-validation --num-workers 0 --log-interval 10 --peak-tflops 1 "
-    "--distributed-backend gloo"
+    "--distributed-backend gloo --tokenizer-type SentencePieceTokenizer"
 )
 RATES = tuple(5e-4 * 2**step for step in range(-2, 7))
 FIRST = RATES[2:-2]  # to sweep; where the best one is at an edge, its neighbour is tried too
@@ -229,7 +234,6 @@ def plot(found: Found, path: Path) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="study_optimizers.py", description=DESCRIPTION)
     add = parser.add_argument
-    quickstart = ROOT / "runs/quickstart"
     add("--folder", type=Path, required=True, metavar="DIR", help="of trainings and results")
     add("--train-iters", type=int, default=400, help="of a training, of 2,048 tokens; default 400")
     add("--eval-interval", type=int, default=20, help="default 20")
@@ -241,19 +245,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="trainings side by side, each with one thread; default: as many as cores",
     )
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
-    add(
-        "--data-path",
-        default=str(quickstart / "corpus_text_document"),
-        metavar="PREFIX",
-        help="of the corpus; default: the quickstart's",
-    )
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, default="SentencePieceTokenizer")
-    add(
-        "--tokenizer-model",
-        default=str(quickstart / "tokenizer.model"),
-        metavar="FILE",
-        help="default: the quickstart's",
-    )
+    add("--data", type=Path, default=QUICKSTART, metavar="DIR", help="quickstart's")
     return parser
 
 
@@ -261,14 +253,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
     check_least(1, at_once=args.at_once)
-    if not Path(f"{args.data_path}.bin").is_file():
-        raise UserError(
-            f"--data-path {args.data_path}: there is no .bin: run make quickstart first"
-        )
+    data = data_flags(args.data)
     picture = args.folder / "curves.png"
     check_can_draw(picture, "--folder")
-    data = ["--data-path", os.path.abspath(args.data_path), "--tokenizer-type", args.tokenizer_type]
-    data += ["--tokenizer-model", os.path.abspath(args.tokenizer_model)]
     file, deadline = args.folder / "runs.json", time.monotonic() + 60.0 * args.minutes
     found = read_found(file)
     while True:

@@ -36,6 +36,15 @@ class Losses:
 
 
 Found = dict[str, Losses]  # by the name of the training
+QUICKSTART = ROOT / "runs/quickstart"
+
+
+def data_flags(folder: Path) -> list[str]:
+    """The flags for the quickstart's text and tokenizer; `UserError` if they are not there."""
+    corpus, tokenizer = folder.absolute() / "corpus_text_document", folder / "tokenizer.model"
+    if not corpus.with_suffix(".bin").is_file():
+        raise UserError(f"--data {folder} holds no corpus: run make quickstart first")
+    return ["--data-path", str(corpus), "--tokenizer-model", str(tokenizer.absolute())]
 
 
 def read_found(file: Path) -> Found:
