@@ -74,7 +74,8 @@ def run(
     only_evaluate = config.train.skip_train
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
-    log = reporting.log_of(control, terminal, one_speaker=is_live)
+    rank, size = control.world.rank, control.world.size
+    log = Log(rank=rank, world_size=size, one_speaker=is_live, write=terminal.show)
     with control.raise_on_all_ranks():
         check_login(reporting.report_config(config), log)
     log.log0(arguments_block(recorded_arguments(config)))

@@ -52,6 +52,11 @@ def check_least(least: int, **flags: float | None) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
+def contradiction(one: str, other: str) -> UserError:
+    """The error about two flags that cannot both be given."""
+    return UserError(f"{one} and {other} contradict each other: give one of them")
+
+
 class RunError(Exception):
     """The run cannot go on, by no mistake of the user and no bug; it ends with status 1.
 
@@ -97,9 +102,8 @@ def lost_peer(error: BaseException) -> str | None:
             return "no connection to another rank, which has ended, hangs or is cut off: " + (
                 one_line(_LOST_PEER.sub("", first_line))
             )
-        cause = (
-            cause.__cause__
-        )  # not its context: an error of ours in a handler keeps its traceback
+        # Not its context: an error of ours in a handler keeps its traceback.
+        cause = cause.__cause__
     return None
 
 

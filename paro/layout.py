@@ -14,9 +14,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from operator import mul
 
 ALIGN = 8  # elements: boxes and shards begin at multiples of 16 bytes in two-byte types
 # Chunk size of an in-place slice exchange: large enough to amortize the cost of a message, small
@@ -124,23 +126,34 @@ class UnitLayout:
             yield position, end
 
 
-def make_layout(boxes: list[Box], *, decayed: frozenset[str], world_size: int) -> UnitLayout:
-    """The layout of `boxes` for any degree that divides `world_size`."""
-    in_order = sorted(boxes, key=lambda box: box.name not in decayed)  # stable: decayed ones first
-    placed, position, decayed_stop = [], 0, 0
-    for box in in_order:
-        placed.append(PlacedBox(box, position))
-        position = _round_up(position + box.numel, ALIGN)
-        if box.name in decayed:
-            decayed_stop = position
-    return UnitLayout(tuple(placed), decayed_stop, _round_up(position, ALIGN * world_size))
+def make_layout(*slices: Sequence[Box], decayed: frozenset[str], world_size: int) -> UnitLayout:
+    """The layout of boxes, in one slice or several, for any degree that divides `world_size`.
+
+    Slices are padded to the longest one.
+    """
+    number = len(slices)
+    first = [[box for box in boxes if box.name in decayed] for boxes in slices]
+    others = [[box for box in boxes if box.name not in decayed] for boxes in slices]
+    decayed_stop, longest_of_others = (
+        max(sum(_round_up(box.numel, ALIGN) for box in boxes) for boxes in part)
+        for part in (first, others)
+    )
+    assert world_size % number == 0, f"{number} slices on {world_size} ranks"
+    length = _round_up(decayed_stop + longest_of_others, ALIGN * (world_size // number))
+    placed = []
+    for index in range(number):
+        for boxes, start in ((first[index], 0), (others[index], decayed_stop)):
+            position = index * length + start
+            for box in boxes:
+                placed.append(PlacedBox(box, position))
+                position = _round_up(position + box.numel, ALIGN)
+    return UnitLayout(tuple(placed), decayed_stop, number * length, num_slices=number)
 
 
 def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:
     """The layout of whole parameters for any degree that divides `world_size`."""
     boxes = [whole_box(name, shape) for name, shape in shapes.items()]
-    decayed = frozenset(name for name, shape in shapes.items() if decays(shape))
-    return make_layout(boxes, decayed=decayed, world_size=world_size)
+    return make_layout(boxes, decayed=_decayed(shapes), world_size=world_size)
 
 
 def make_sliced_layout(
@@ -153,8 +166,8 @@ def make_sliced_layout(
 ) -> UnitLayout:
     """The layout of matrices slice by slice: the shard at degree `number` is one slice of each.
 
-    `cuts` maps each name to the dim it is split along. Slices are padded to the longest one. With
-    `half` the layout holds only the first (0) or second (1) half of every slice.
+    `cuts` maps each name to the dim it is split along. With `half` the layout holds only the first
+    (0) or second (1) half of every slice.
     """
     parts = 1 if half is None else 2
     slices = [
@@ -170,22 +183,11 @@ def make_sliced_layout(
         ]
         for index in range(number)
     ]
-    decayed = [[box for box in boxes if decays(box.shape)] for boxes in slices]
-    others = [[box for box in boxes if not decays(box.shape)] for boxes in slices]
-    decayed_stop, longest_of_others = (
-        max(sum(_round_up(box.numel, ALIGN) for box in boxes) for boxes in part)
-        for part in (decayed, others)
-    )
-    assert world_size % number == 0, f"{number} slices on {world_size} ranks"
-    length = _round_up(decayed_stop + longest_of_others, ALIGN * (world_size // number))
-    placed = []
-    for index in range(number):
-        for boxes, start in ((decayed[index], 0), (others[index], decayed_stop)):
-            position = index * length + start
-            for box in boxes:
-                placed.append(PlacedBox(box, position))
-                position = _round_up(position + box.numel, ALIGN)
-    return UnitLayout(tuple(placed), decayed_stop, number * length, num_slices=number)
+    return make_layout(*slices, decayed=_decayed(shapes), world_size=world_size)
+
+
+def _decayed(shapes: Mapping[str, Shape]) -> frozenset[str]:
+    return frozenset(name for name, shape in shapes.items() if decays(shape))
 
 
 def halves_of(
@@ -258,24 +260,15 @@ def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
 
 def parameter_runs(box: Box, low: int, high: int) -> Iterator[tuple[int, int]]:
     """The elements [low, high) of a box as (begin, end) ranges of the flattened parameter."""
-    strides = [prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
+    inner = [box.shape[dim + 1 :] for dim in range(len(box.shape))]
     for part in rectangles(box, low, high):
-        yield from _runs(part.start, part.extent, box.shape, strides, 0)
-
-
-def _runs(
-    start: Shape, extent: Shape, shape: Shape, strides: list[int], base: int
-) -> Iterator[tuple[int, int]]:
-    if not extent:
-        yield base, base + 1
-        return
-    begin = base + start[0] * strides[0]
-    if extent[1:] == shape[1:]:
-        yield begin, begin + extent[0] * strides[0]
-        return
-    for index in range(extent[0]):
-        row = begin + index * strides[0]
-        yield from _runs(start[1:], extent[1:], shape[1:], strides[1:], row)
+        start, extent = part.start, part.extent
+        # A run goes along the first dim behind which all are whole.
+        dim = next((dim for dim, whole in enumerate(inner) if extent[dim + 1 :] == whole), 0)
+        before = zip(start[:dim], extent[:dim], strict=True)
+        for place in product(*(range(first, first + size) for first, size in before)):
+            begin = sum(map(mul, (*place, *start[dim:]), map(prod, inner)))
+            yield begin, begin + prod(extent[dim:])
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 from paro.quantization.formats import FULL_BITS
 
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -41,15 +41,10 @@ class PrecisionConfig:
         if self.grad_reduce_in_bf16 and self.compute != "bf16":
             raise UserError("--grad-reduce-in-bf16 needs --bf16")
         if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
-            raise UserError(
-                "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each "
-                "other: give one of them"
-            )
+            raise contradiction("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32")
         if self.accumulate_allreduce_grads_in_fp32 and self.inter_grad_bits != FULL_BITS:
-            raise UserError(
-                "--accumulate-allreduce-grads-in-fp32 and --paro-inter-grad-bits "
-                f"{self.inter_grad_bits} contradict each other: give one of them"
-            )
+            bits = f"--paro-inter-grad-bits {self.inter_grad_bits}"
+            raise contradiction("--accumulate-allreduce-grads-in-fp32", bits)
         if self.inter_grad_error_feedback:
             self._check_error_feedback()
         if self.lora_base_dtype is not None and self.compute == "fp16":

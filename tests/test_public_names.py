@@ -14,7 +14,8 @@ import torch
 from model.lora_config import LoraConfig, is_adapter
 from paro.arguments.parser import build_parser
 from paro.checkpoint.boxes import boxed_states
-from paro.distributed.exposed_time import Exposed, Exposure
+from paro.distributed.comm_stream import stream_name
+from paro.distributed.exposed_time import Exposed
 from paro.distributed.profile_range import record_ranges
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics, summarize
@@ -87,7 +88,7 @@ def streams() -> set[str]:
     """The names of comm streams, in ranges and of threads."""
     _, topology = on_ranks("IIG", world_size=8, group_size=4)
     axes = topology.axes
-    return {Exposure().name((use, *span)) for use in Use for span in (axes[:1], axes[1:], axes)}
+    return {stream_name((use, *span)) for use in Use for span in (axes[:1], axes[1:], axes)}
 
 
 def checkpoint_keys() -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from argparse import Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 
 from paro.arguments.megatron import changed_parts, replacements
@@ -50,11 +50,15 @@ def corrected(
         *switches, name = names
         action = actions[name]
         other = better.get(action.dest, ...)
+        any_number = isinstance(action.nargs, str)  # of values, which the flag takes
+        most = None if any_number else 1 if action.nargs is None else int(action.nargs)
         if name in refused or other == action.default:
             left_out.append(shlex.join([name, *values]))
             continue
         kept |= {switch: [switch] for switch in switches}
-        kept[name] = [name, *(values[: _most_values(action)] if other is ... else _words(other))]
+        if other is not ...:
+            values = list(map(str, other)) if isinstance(other, list) else [str(other)]
+        kept[name] = [name, *values[:most]]
     for groups in added:
         if groups and groups[0][0] not in kept:
             kept |= {group[0]: group for group in groups}
@@ -66,12 +70,3 @@ def corrected(
     notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
     head = "These flags are left; paste them after pretrain_llama.py:"
     return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(wrapped(groups))])
-
-
-def _most_values(action: Action) -> int | None:
-    """How many values a flag takes; None: any number."""
-    return action.nargs if isinstance(action.nargs, int) else 1 if action.nargs is None else None
-
-
-def _words(value: object) -> list[str]:
-    return list(map(str, value)) if isinstance(value, list) else [str(value)]

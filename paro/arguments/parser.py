@@ -58,9 +58,6 @@ Config = TypeVar("Config")
 class _HelpFormatter(argparse.HelpFormatter):
     """Adds the default, if any, to each help text, and never breaks a flag across lines."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36)
-
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
@@ -82,7 +79,7 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(
         usage="%(prog)s [flag ...]",  # listing all flags would fill a screen
         description=_ABOUT,
-        formatter_class=_HelpFormatter,
+        formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=36),
         allow_abbrev=False,
         exit_on_error=False,
     )

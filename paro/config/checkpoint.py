@@ -28,25 +28,20 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
     """The checkpoint's common.json if a --use-checkpoint-* flag needs it, else None."""
     if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
         return None
-    assert checkpoint.load is not None, "checked before"
-    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    directory = _directory(checkpoint)
     return None if directory is None else common_of(directory)
 
 
 def resumed_samples(checkpoint: CheckpointConfig) -> int:
     """The training samples consumed before the run continues; 0 for a new run."""
-    if checkpoint.load is None or checkpoint.finetune:
-        return 0
-    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    directory = None if checkpoint.finetune else _directory(checkpoint)
     state = {} if directory is None else common_of(directory).get("state", {})
     return int(state.get("consumed_train_samples", 0))
 
 
 def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
     """The arguments of the run that continues; none for a new one."""
-    if checkpoint.load is None or checkpoint.finetune:
-        return {}
-    directory = _directory(checkpoint.load, checkpoint.ckpt_step)
+    directory = None if checkpoint.finetune else _directory(checkpoint)
     manifest = None if directory is None else read_manifest(directory)
     return {} if manifest is None else manifest.arguments
 
@@ -78,8 +73,11 @@ def keeping_choice(
     return Namespace(**(vars(args) | kept)), (line,)
 
 
-def _directory(load: str, ckpt_step: int | None) -> Path | None:
-    return newest_whole(load) if ckpt_step is None else find_checkpoint(load, ckpt_step)
+def _directory(checkpoint: CheckpointConfig) -> Path | None:
+    load, step = checkpoint.load, checkpoint.ckpt_step
+    if load is None:
+        return None
+    return newest_whole(load) if step is None else find_checkpoint(load, step)
 
 
 def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:

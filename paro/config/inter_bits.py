@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from paro.arguments.parser import take
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters
@@ -16,7 +16,7 @@ AUTO = "auto"
 
 def take_precision(args: Namespace) -> PrecisionConfig:
     if args.fp16 and args.bf16:
-        raise UserError("--fp16 and --bf16 contradict each other: give one of them")
+        raise contradiction("--fp16", "--bf16")
     compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
     return take(PrecisionConfig, args, compute=compute)
 
@@ -32,10 +32,7 @@ def take_inter_bits(
     if inter_bits == AUTO and given:
         raise UserError(f"--paro-inter-bits auto and {given[0]} contradict each other: give one")
     if inter_bits == AUTO and precision.accumulate_allreduce_grads_in_fp32:
-        raise UserError(
-            "--accumulate-allreduce-grads-in-fp32 and --paro-inter-bits auto contradict each "
-            "other: give one of them"
-        )
+        raise contradiction("--accumulate-allreduce-grads-in-fp32", "--paro-inter-bits auto")
     if inter_bits == AUTO:
         given = ("--paro-inter-bits auto",)
     if group_size < world_size or not given:

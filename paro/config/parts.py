@@ -13,7 +13,7 @@ from paro.config.batch_schedule import BatchSchedule, parse_steps
 from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.train import TrainConfig
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, contradiction
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.report.profiler import ProfileConfig
@@ -24,10 +24,8 @@ def take_batches(args: Namespace, world: World) -> BatchSchedule:
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
             if getattr(args, flag) is not None:
-                raise UserError(
-                    f"--step-batch-size-schedule and --{flag.replace('_', '-')} contradict each "
-                    "other: give one of them"
-                )
+                other = f"--{flag.replace('_', '-')}"
+                raise contradiction("--step-batch-size-schedule", other)
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
     elif global_batch_size is None:

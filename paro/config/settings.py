@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ from data.blend import number_in
 from paro.arguments.parser import PATHS, build_parser
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
+
+_HASH_DIGITS = 12
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
@@ -31,7 +33,8 @@ def settings_of(config: RunConfig) -> dict[str, str]:
     for name, value in given.items():
         found[_flag(name)] = _without_paths(value) if name in paths else _text(value)
     machine = config.sharding.machine
-    found["the content of --paro-machine"] = "none" if machine is None else _hash(repr(machine))
+    digest = sha256(repr(machine).encode()).hexdigest()
+    found["the content of --paro-machine"] = "none" if machine is None else digest[:_HASH_DIGITS]
     for name, value in recorded_arguments(config).items():
         if name not in paths and value != given.get(name):
             found[f"{_flag(name)} in use"] = _text(value)
@@ -46,13 +49,13 @@ def path_flags() -> set[str]:
 
 def code_version() -> str:
     """A hash of the source files: a commit would not show what was changed after it."""
-    digest = hashlib.sha256()
+    digest = sha256()
     for package in (paro, model, data):
         folder = Path(package.__path__[0])
         for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
             digest.update(path.relative_to(folder.parent).as_posix().encode())
             digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:_HASH_DIGITS]
 
 
 def _flag(name: str) -> str:
@@ -69,7 +72,3 @@ def _without_paths(value: object) -> str:
     words = value if isinstance(value, (list, tuple)) else [value]
     shown = ("a path" if number_in(word) is None else word for word in map(str, words))
     return " ".join(shown) or "not given"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -18,11 +18,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from paro.distributed.profile_range import profile_range
+from paro.topology import Link
 
 Job = Callable[[], None]
 
@@ -56,43 +58,52 @@ class CommStreams(Protocol):
         """Closes the comm streams after their jobs have run."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AllEvents:
     """The completion of several jobs."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
+    events: Sequence[Event]
 
     def wait(self) -> None:
-        for event in self._events:
+        for event in self.events:
             event.wait()
 
     def stages(self) -> Iterator[Stage]:
-        for event in self._events:
+        for event in self.events:
             yield from event.stages()
 
 
 DONE = AllEvents(())  # of no job, or of jobs that have run
 
-Name = Callable[[Hashable], str]  # key -> name of a comm stream in profiles and stack dumps
+
+def link_of_stream(stream: Hashable) -> Link:
+    """The kind of links of comm stream `(use, axis, ...)`; if it has both, inter."""
+    assert isinstance(stream, tuple), f"a comm stream {stream!r} without axes"
+    return Link.INTER if any(axis.link is Link.INTER for axis in stream[1:]) else Link.INTRA
 
 
+def stream_name(stream: Hashable) -> str:
+    """The name of a comm stream in profiles and stack dumps, such as "gather 0 intra"."""
+    if not isinstance(stream, tuple):
+        return str(stream)
+    use, *axes = stream
+    numbers = "+".join(str(axis.index) for axis in axes)
+    return f"{use.value} {numbers} {link_of_stream(stream).value}"
+
+
+@dataclass(frozen=True, slots=True)
 class InlineStreams:
     """No overlap: jobs run immediately on the training thread; `note` gets their seconds."""
 
+    note: Callable[[Hashable, float], None] | None = None
     runs_concurrently = False
-
-    def __init__(
-        self, note: Callable[[Hashable, float], None] | None = None, *, name: Name = str
-    ) -> None:
-        self._note = note
-        self._name = name
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         begin = time.perf_counter()
-        with torch.no_grad(), profile_range(f"lane:{self._name(stream)}"):
+        with torch.no_grad(), profile_range(f"lane:{stream_name(stream)}"):
             job()
-        if self._note is not None:
-            self._note(stream, time.perf_counter() - begin)
+        if self.note is not None:
+            self.note(stream, time.perf_counter() - begin)
         return DONE
 
     def close(self) -> None:
@@ -102,31 +113,29 @@ class InlineStreams:
 _GLANCE_SECONDS = 0.5  # interval at which a waiting thread checks for failures elsewhere
 
 
+@dataclass(slots=True, eq=False)
 class _ThreadEvent:
-    def __init__(
-        self, stream: Hashable, after: Event | None, failures: list[BaseException]
-    ) -> None:
-        self.finished = threading.Event()
-        self._stream = stream
-        self._after = after
-        self._failures = failures
+    stream: Hashable
+    after: Event | None
+    failures: list[BaseException]
+    finished: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
         # A job may never finish: it may wait for one that was skipped on another comm stream.
-        while not self.finished.wait(_GLANCE_SECONDS) and not self._failures:
+        while not self.finished.wait(_GLANCE_SECONDS) and not self.failures:
             pass
-        if self._failures:
-            raise RuntimeError("a collective failed on this rank") from self._failures[0]
+        if self.failures:
+            raise RuntimeError("a collective failed on this rank") from self.failures[0]
 
     def stages(self) -> Iterator[Stage]:
-        after = self._after
+        after = self.after
         if not self.finished.is_set():
             if after is not None:
                 yield from after.stages()
-            yield self._stream, self
+            yield self.stream, self
 
     def finish(self) -> None:
-        self._after = None  # otherwise every event would keep all earlier ones alive
+        self.after = None  # otherwise every event would keep all earlier ones alive
         self.finished.set()
 
 
@@ -142,9 +151,8 @@ class ThreadStreams:
 
     runs_concurrently = True
 
-    def __init__(self, device: torch.device, *, name: Name = str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._name = name
         self._queues: dict[Hashable, queue.SimpleQueue[_Task | None]] = {}
         self._threads: list[threading.Thread] = []
         self._failures: list[BaseException] = []
@@ -152,7 +160,7 @@ class ThreadStreams:
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         if stream not in self._queues:
             self._queues[stream] = queue.SimpleQueue()
-            name = f"comm stream {self._name(stream)}"
+            name = f"comm stream {stream_name(stream)}"
             thread = threading.Thread(target=self._work, args=(stream,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -170,14 +178,13 @@ class ThreadStreams:
         torch.set_grad_enabled(False)  # thread-local, as is the device
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        name = self._name(stream)
         while (task := self._queues[stream].get()) is not None:
             job, after, event = task
             try:
                 if after is not None:
                     after.wait()
                 if not self._failures:
-                    with profile_range(f"lane:{name}"):
+                    with profile_range(f"lane:{stream_name(stream)}"):
                         job()
             except BaseException as failure:
                 if not self._failures:  # otherwise this is the first failure raised by `wait`
@@ -186,9 +193,9 @@ class ThreadStreams:
                 event.finish()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _StreamEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    event: torch.cuda.Event
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
@@ -206,8 +213,7 @@ class CudaStreams:
 
     runs_concurrently = False
 
-    def __init__(self, *, name: Name = str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._streams: dict[Hashable, torch.cuda.Stream] = {}
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
@@ -218,7 +224,7 @@ class CudaStreams:
         with torch.cuda.stream(own), torch.no_grad():
             if after is not None:
                 after.wait()
-            with profile_range(f"lane:{self._name(stream)}"):
+            with profile_range(f"lane:{stream_name(stream)}"):
                 job()
             return _StreamEvent(own.record_event())
 
@@ -233,14 +239,13 @@ def make_comm_streams(
     overlap: bool,
     backend: str,
     note: Callable[[Hashable, float], None] | None = None,
-    name: Name = str,
 ) -> CommStreams:
     """The comm streams for a device; without overlap every job runs when it is submitted.
 
-    Without overlap `note` gets the key and seconds of every job. `name` is used in profiles.
+    Without overlap `note` gets the key and seconds of every job.
     """
     if not overlap:
-        return InlineStreams(note, name=name)
+        return InlineStreams(note)
     if device.type == "cuda" and backend == "nccl":
-        return CudaStreams(name=name)
-    return ThreadStreams(device, name=name)
+        return CudaStreams()
+    return ThreadStreams(device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +20,16 @@ _MOST_IN_RING = 64
 SharedError = UserError | RunError | PeerError
 
 
+@dataclass(eq=False)
 class Control:
     """Small collectives over all ranks, or those of `group`; only one thread may call them.
 
     They are not counted as traffic. Under every backend gloo sends them: they are on the host.
     """
 
-    def __init__(
-        self, world: World, device: torch.device, *, group: dist.ProcessGroup | None = None
-    ) -> None:
-        self.world = world
-        self.device = device
-        self.group = group  # None: the default one, for the training thread
+    world: World
+    device: torch.device
+    group: dist.ProcessGroup | None = None  # None: the default one, for the training thread
 
     def over(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Control:
         """The same over a group of `ranks`, which include this one."""
@@ -44,18 +43,14 @@ class Control:
         sums = torch.tensor(values, dtype=torch.float64)
         if self.world.size <= _MOST_IN_RING:
             dist.all_reduce(sums, group=self.group)
-        else:
-            self._sum_by_tree(sums)
+        else:  # the first rank receives from all, adds in rank order, and broadcasts
+            is_first = self.world.rank == 0
+            parts = [torch.empty_like(sums) for _ in range(self.world.size)] if is_first else None
+            dist.gather(sums, parts, group=self.group, group_dst=0)
+            if parts is not None:
+                torch.sum(torch.stack(parts), 0, out=sums)
+            dist.broadcast(sums, group=self.group, group_src=0)
         return [float(value) for value in sums.tolist()]
-
-    def _sum_by_tree(self, sums: torch.Tensor) -> None:
-        """The first rank receives from all, adds in rank order, and broadcasts."""
-        is_first = self.world.rank == 0
-        parts = [torch.empty_like(sums) for _ in range(self.world.size)] if is_first else None
-        dist.gather(sums, parts, group=self.group, group_dst=0)
-        if parts is not None:
-            torch.sum(torch.stack(parts), 0, out=sums)
-        dist.broadcast(sums, group=self.group, group_src=0)
 
     def barrier(self) -> None:
         if self.world.size > 1:
@@ -95,21 +90,16 @@ def error_of_all(
     everyone: Sequence[SharedError | None], blame: str = "", *, name_rank: bool = False
 ) -> SharedError:
     """What all ranks raise where some of them, in rank order, failed with these errors."""
-    failures = {rank: error for rank, error in enumerate(everyone) if error is not None}
-    return _merged(failures, blame, named=name_rank and not _are_equal(everyone))
-
-
-def _are_equal(everyone: Sequence[SharedError | None]) -> bool:
-    return None not in everyone and len({str(error) for error in everyone}) == 1
-
-
-def _merged(failures: Mapping[int, SharedError], blame: str, *, named: bool) -> SharedError:
-    rank, first = next(iter(failures.items()))
+    failures = [error for error in everyone if error is not None]
+    first = failures[0]
     if isinstance(first, PeerError):  # a bug there
         return first
-    prefixes = [blame] * bool(blame) + [f"rank {rank}"] * named
+    are_equal = None not in everyone and len(set(map(str, everyone))) == 1
+    prefixes = [blame] * bool(blame)
+    if name_rank and not are_equal:
+        prefixes.append(f"rank {everyone.index(first)}")
     kind = type(first)
-    if isinstance(first, UserError) and not all(isinstance(e, kind) for e in failures.values()):
+    if isinstance(first, UserError) and not all(isinstance(error, kind) for error in failures):
         kind = UserError
     if kind is type(first) and not prefixes:
         return first

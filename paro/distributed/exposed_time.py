@@ -20,9 +20,9 @@ from enum import Enum
 
 import torch
 
-from paro.distributed.comm_stream import DONE, Event
+from paro.distributed.comm_stream import DONE, Event, link_of_stream
 from paro.distributed.profile_range import profile_range
-from paro.topology import AxisSpan, Link
+from paro.topology import Link
 
 
 class WaitKind(Enum):
@@ -95,13 +95,7 @@ class Exposure:
     def note(self, stream: Hashable, seconds: float) -> None:
         """Adds to the links of comm stream `(use, axis, ...)`; if it has both, to inter."""
         if not self._on_streams:
-            self._by_link[_link(_axes(stream))] += seconds
-
-    def name(self, stream: Hashable) -> str:
-        """The name of a comm stream: its use, axes and links, such as "gather 0 intra"."""
-        axes = _axes(stream)
-        numbers = "+".join(str(axis.index) for axis in axes)
-        return f"{stream[0].value} {numbers} {_link(axes).value}"  # type: ignore[index]
+            self._by_link[link_of_stream(stream)] += seconds
 
     def take(self) -> Exposed:
         """The exposed time since the last call, without CUDA events still pending."""
@@ -120,12 +114,3 @@ class Exposure:
             intra=by_link[Link.INTRA] if knows_links else None,
             inter=by_link[Link.INTER] if knows_links else None,
         )
-
-
-def _axes(stream: Hashable) -> AxisSpan:
-    assert isinstance(stream, tuple), f"a comm stream {stream!r} without axes"
-    return stream[1:]
-
-
-def _link(axes: AxisSpan) -> Link:
-    return Link.INTER if any(axis.link is Link.INTER for axis in axes) else Link.INTRA

@@ -29,15 +29,15 @@ def choose_interface(store: dist.Store, world: World) -> None:
     store.set(f"address/{world.rank}", own)
     if os.environ.get(VARIABLE):
         return
-    of_nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if of_nccl in (name for _, name in socket.if_nameindex()):
+    of_nccl, names = os.environ.get("NCCL_SOCKET_IFNAME", ""), dict(socket.if_nameindex()).values()
+    if of_nccl in names:
         os.environ[VARIABLE] = of_nccl
         return
     if _is_loopback(own) and world.rank < world.ranks_per_node:
         own = _source_towards(store.get(f"address/{world.ranks_per_node}").decode())
-    found = None if _is_loopback(own) else _interface_with(own)
-    if found is not None:
-        os.environ[VARIABLE] = found
+    found = [] if _is_loopback(own) else [name for name in names if own in _addresses_of(name)]
+    if found:
+        os.environ[VARIABLE] = found[0]
 
 
 def interface_text() -> str:
@@ -65,10 +65,6 @@ def _address_of_host(name: str) -> str:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
         return "127.0.0.1"  # as gloo, where the name does not resolve
-
-
-def _interface_with(address: str) -> str | None:
-    return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
 
 
 def _addresses_of(interface: str) -> list[str]:

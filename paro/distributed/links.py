@@ -28,8 +28,6 @@ class Links:
 def make_links(device: torch.device, config: GroupConfig, *, overlap: bool = True) -> Links:
     """Links with comm streams of their own, on the meta device for a rank that never runs."""
     exposure = Exposure(on_streams=device.type == "cuda" and config.backend == "nccl")
-    streams = make_comm_streams(
-        device, overlap=overlap, backend=config.backend, note=exposure.note, name=exposure.name
-    )
+    streams = make_comm_streams(device, overlap=overlap, backend=config.backend, note=exposure.note)
     made_for = None if device.type == "meta" else config
     return Links(streams, ByteCounter(), exposure, made_for)

@@ -1,10 +1,9 @@
-"""Initializes and shuts down torch.distributed, checks the device, seeds generators."""
+"""Initializes and shuts down torch.distributed, and checks the device."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -122,12 +121,6 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
     except RuntimeError as error:  # a DistError is one
         what = str(error).partition("\n")[0]
         raise RunError(f"ranks do not reach each other ({what}): {interface_text()}") from error
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds the global generators, for libraries; model and data have separate generators."""
-    random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def keep_freed_memory() -> bool:

@@ -120,7 +120,8 @@ def rendezvous(
     `PeerError` if they do not all call it within `timeout`.
     """
     own = uuid.uuid4().hex
-    said: dict[str, object] = {"settings": _digest(settings), "refusal": _written(refusal)}
+    digest = hashlib.sha256(json.dumps(list(settings.items())).encode()).hexdigest()
+    said: dict[str, object] = {"settings": digest, "refusal": _written(refusal)}
     try:
         if world.rank == 0:
             prefix = own
@@ -247,10 +248,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
-
-
-def _digest(settings: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(list(settings.items())).encode()).hexdigest()
 
 
 def _written(error: SharedError | None) -> dict[str, object] | None:

@@ -68,9 +68,3 @@ def synchronize(device: torch.device) -> None:
     """Waits for all work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def make_timers(level: int, device: torch.device) -> Timers:
-    """Timers that synchronize with the GPU; at level 0 no block is timed or synchronized."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else None
-    return Timers(level, synchronize=wait)

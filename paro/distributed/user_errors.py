@@ -104,7 +104,10 @@ def _print_error(text: str) -> None:
 def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -> NoReturn:
     """Exits; before that local rank 0 prints the error, or this rank if only this one met it."""
     line = f"{name}: error: {text}"
-    _write_for_torchrun(line)
+    if path := read_error_file():
+        extra = {"timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
     if local_rank_to_print() != 0 and not on_this_rank:
         _wait_to_be_ended(status, _PRINTING_RANK_SECONDS)
     else:
@@ -112,15 +115,6 @@ def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -
         if launcher_ends_ranks() and not on_this_rank:
             time.sleep(_LAGGARD_SECONDS)  # so that the others reach the error too
     _leave(status)
-
-
-def _write_for_torchrun(line: str) -> None:
-    """Writes the error file that torchrun reads for its report of a failed rank."""
-    path = read_error_file()
-    if path:
-        extra = {"timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def _wait_to_be_ended(status: int, seconds: float) -> None:

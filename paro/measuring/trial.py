@@ -90,7 +90,8 @@ def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.devi
         for place in members:
             given[move.shard_of(place)] = draw(move, members, rank, place)
             if move.op is Op.ALL_REDUCE or place == rank:
-                whole[move.shard_of(place)] = _sum_at(move, members, place)
+                drawn = [draw(move, members, member, place).double() for member in members]
+                whole[move.shard_of(place)] = torch.stack(drawn).sum(0)
         expected = whole if move.op is Op.ALL_REDUCE else whole[move.shard_of(rank)].clone()
     return Trial(
         move=move,
@@ -108,10 +109,3 @@ def draw(move: Move, members: Sequence[int], rank: int, place: int) -> Tensor:
     most = max(1, int(2 / torch.finfo(move.dtype).eps) // len(members))
     size = (move.numel // len(members),)
     return torch.randint(-most, most + 1, size, generator=generator, dtype=move.dtype)
-
-
-def _sum_at(move: Move, members: Sequence[int], place: int) -> Tensor:
-    total = torch.zeros(move.numel // len(members), dtype=torch.float64)
-    for member in members:
-        total += draw(move, members, member, place)
-    return total

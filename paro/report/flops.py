@@ -56,21 +56,15 @@ def find_peak(
     Collective: the first rank finds it while the others wait, so that a measurement does not share
     its cores and every rank uses the same number.
     """
-    found = None
-    if control.world.rank == 0:
-        found = _find_peak(device, compute=compute, peak_tflops=peak_tflops)
+    found: Peak | None = None
+    if peak_tflops is not None:
+        found = Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
+    elif device.type == "cuda":
+        found = listed_peak(torch.cuda.get_device_name(device), compute)
+    if found is None and control.world.rank == 0:
+        found = _timed_peak(device, compute)
     peak: Peak = control.gather(found)[0]
     return peak
-
-
-def _find_peak(device: torch.device, *, compute: str, peak_tflops: float | None) -> Peak:
-    if peak_tflops is not None:
-        return Peak(flops_per_second=peak_tflops * 1e12, source="given by --peak-tflops")
-    if device.type == "cuda":
-        listed = listed_peak(torch.cuda.get_device_name(device), compute)
-        if listed is not None:
-            return listed
-    return _timed_peak(device, compute)
 
 
 def listed_peak(device_name: str, compute: str) -> Peak | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
+from data.atomic_file import replacing
 from paro.errors import UserError, writing
 from paro.report.record import Metrics
 from paro.untrusted.regular_file import read_bytes
@@ -58,10 +58,9 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
     kept = [line for line in lines if _iteration_of(line, path) <= iteration]
     if len(kept) == len(lines):
         return
-    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    temporary.write_bytes(b"".join(kept))
-    path.replace(path.with_name(f"{path.name}.previous"))
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+        path.replace(path.with_name(f"{path.name}.previous"))
 
 
 def _iteration_of(line: bytes, path: Path) -> float:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -22,27 +23,23 @@ _SAVES = ("Saved checkpoint", "Saving async checkpoint")
 _FLOPS = "Floating-point operations: "
 
 
+@dataclass(eq=False)
 class ProgressFile:
     """Written by the first rank; an I/O error prints one line and stops writing the file."""
 
-    def __init__(
-        self,
-        folder: str,
-        facts: RunFacts,
-        log: Log,
-        *,
-        start_samples: int,
-        job_id: str,
-        clock: Callable[[], datetime] = datetime.now,
-    ) -> None:
-        self._path = Path(folder) / PROGRESS_FILE
-        self._facts = facts
-        self._log = log
-        self._job_id = job_id
-        self._is_open = log.rank == 0
-        self._clock = clock
-        self._start = clock()
-        self._start_flops = self._flops(start_samples)
+    folder: str
+    facts: RunFacts
+    log: Log
+    _: KW_ONLY
+    start_samples: int
+    job_id: str
+    clock: Callable[[], datetime] = datetime.now
+
+    def __post_init__(self) -> None:
+        self._path = Path(self.folder) / PROGRESS_FILE
+        self._is_open = self.log.rank == 0
+        self._start = self.clock()
+        self._start_flops = self._flops(self.start_samples)
         if self._is_open:
             self._append(_START)
 
@@ -59,7 +56,7 @@ class ProgressFile:
             f"Job throughput: {job:.1f} TFLOP/s/GPU\t"
             f"Cumulative throughput: {cumulative:.1f} TFLOP/s/GPU\t"
             f"{_FLOPS}{flops:.2e}\t"
-            f"Tokens (in billions): {samples * self._facts.seq_length / 1e9:.2f}"
+            f"Tokens (in billions): {samples * self.facts.seq_length / 1e9:.2f}"
         )
 
     def finished(self, iteration: int) -> None:
@@ -68,12 +65,12 @@ class ProgressFile:
             self._append(f"Saved async checkpoint\tIteration: {iteration}")
 
     def _flops(self, samples: int) -> float:
-        return samples * self._facts.seq_length * self._facts.flops_per_token
+        return samples * self.facts.seq_length * self.facts.flops_per_token
 
     def _tflops(self, flops: float, *, since: datetime) -> float:
         """TFLOP/s per device."""
-        seconds = (self._clock() - since).total_seconds()
-        return flops / (seconds * 1e12 * self._facts.world_size) if seconds > 0 else 0.0
+        seconds = (self.clock() - since).total_seconds()
+        return flops / (seconds * 1e12 * self.facts.world_size) if seconds > 0 else 0.0
 
     def _first_start(self) -> tuple[datetime, float]:
         """Start time of the first of the latest jobs on as many ranks, and the FLOPs before it."""
@@ -81,18 +78,18 @@ class ProgressFile:
             lines = read_bytes(self._path).decode(errors="replace").splitlines()
         except (OSError, UserError):  # `_append` says so
             lines = []
-        return first_start(lines, self._facts.world_size) or (self._start, self._start_flops)
+        return first_start(lines, self.facts.world_size) or (self._start, self._start_flops)
 
     def _append(self, text: str) -> None:
-        now = self._clock().strftime(_TIME)
-        ranks = self._facts.world_size
+        now = self.clock().strftime(_TIME)
+        ranks = self.facts.world_size
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(f"{now}\tJob ID: {self._job_id}\t# GPUs: {ranks}\t{text}\n")
+                stream.write(f"{now}\tJob ID: {self.job_id}\t# GPUs: {ranks}\t{text}\n")
         except OSError as error:
             self._is_open = False
-            self._log.log0(f"--log-progress is left out from here on: {error}")
+            self.log.log0(f"--log-progress is left out from here on: {error}")
 
 
 def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float] | None:

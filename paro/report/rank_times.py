@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 
 _WIDTH = 48
@@ -20,12 +20,8 @@ class RankTimes:
     agreement: float = 0.0  # waiting for all ranks to reach the end of the step
 
     def __add__(self, other: RankTimes) -> RankTimes:
-        return RankTimes(
-            step=self.step + other.step,
-            data=self.data + other.data,
-            communication=self.communication + other.communication,
-            agreement=self.agreement + other.agreement,
-        )
+        sums = {name: own + getattr(other, name) for name, own in asdict(self).items()}
+        return RankTimes(**sums)
 
     @property
     def compute(self) -> float:

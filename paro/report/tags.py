@@ -18,12 +18,14 @@ def scalars_of(
     record: IterationRecord, metrics: Metrics, facts: RunFacts, *, totals: dict[str, int]
 ) -> dict[str, float]:
     """Tags and values of one iteration; values that were not measured have no tag."""
+    planned = {} if facts.planned is None else facts.planned.seconds
     return {
         **_training(record, facts),
         **_throughput(record, metrics, facts),
         **_memory(record, metrics, facts),
         **_communication(record),
-        **_planned(facts),
+        # To draw beside the iteration's time and its exposed communication.
+        **{f"planned/{name}-ms": seconds * 1000.0 for name, seconds in planned.items()},
         "data/wait-ms": record.data_wait_ms,
         **{f"steps/{name}": number for name, number in totals.items()},
     }
@@ -69,12 +71,6 @@ def _memory(record: IterationRecord, metrics: Metrics, facts: RunFacts) -> dict[
     found |= {f"memory/measured-{kind}-bytes": size for kind, size in record.held.items()}
     found |= {f"memory/predicted-{kind}-bytes": size for kind, size in facts.predicted.items()}
     return found
-
-
-def _planned(facts: RunFacts) -> dict[str, float]:
-    """To draw beside the iteration's time and its exposed communication."""
-    seconds = {} if facts.planned is None else facts.planned.seconds
-    return {f"planned/{name}-ms": value * 1000.0 for name, value in seconds.items()}
 
 
 def _communication(record: IterationRecord) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 _ITERATIONS = 1000  # a change of pace shows, and one slow save among them does not
 
@@ -17,17 +18,17 @@ def duration(seconds: float) -> str:
     return f"{days} d {text}" if days else text
 
 
+@dataclass(slots=True)
 class TimeLeft:
     """Takes the end of every iteration; what comes between two, such as a save, counts too."""
 
-    def __init__(self, train_iters: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._train_iters = train_iters
-        self._clock = clock
-        self._ends: deque[float] = deque(maxlen=_ITERATIONS + 1)
+    train_iters: int
+    clock: Callable[[], float] = time.monotonic
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ITERATIONS + 1))
 
     def after(self, iteration: int, *, seconds: float) -> float:
         """Seconds until the run ends, when an iteration that took `seconds` has ended."""
-        self._ends.append(self._clock())
-        if len(self._ends) > 1:
-            seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return (self._train_iters - iteration) * seconds
+        self.ends.append(self.clock())
+        if len(self.ends) > 1:
+            seconds = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        return (self.train_iters - iteration) * seconds

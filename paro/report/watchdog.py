@@ -107,8 +107,7 @@ class Watchdog(Observer):
     def _watch(self) -> None:
         while not self._over.wait(self._tick):
             state = self._state
-            if self._heartbeat is not None and state is not self._beaten:
-                self._beat(state, self._heartbeat)
+            self._beat(state)
             faulthandler.dump_traceback_later(self._end, exit=True, file=self._stream)
             stalled = time.monotonic() - max(state[2], self._last_moved())
             if self._limit and stalled > self._limit and state is not self._reported:
@@ -116,8 +115,7 @@ class Watchdog(Observer):
             if stalled > self._end:
                 self._exit(state, stalled)
         faulthandler.cancel_dump_traceback_later()
-        if self._heartbeat is not None and self._state is not self._beaten:
-            self._beat(self._state, self._heartbeat)
+        self._beat(self._state)
 
     def _last_moved(self) -> float:
         """When the process last read or wrote much in a tick."""
@@ -146,8 +144,10 @@ class Watchdog(Observer):
         self._stream.flush()
         os._exit(1)  # the training thread may be in a call that never returns
 
-    def _beat(self, state: _State, path: Path) -> None:
-        what, iteration, _ = state
+    def _beat(self, state: _State) -> None:
+        path, (what, iteration, _) = self._heartbeat, state
+        if path is None or state is self._beaten:
+            return
         beat = {"iteration": iteration, "doing": what, "time": time.time()}
         try:
             with replacing(path) as temporary:

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from model.matmul import store_grad
-from model.units import PartSpec
+from model.units import PartSpec, UnitSpec
 from paro.distributed.profile_range import profile_range
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.distributed_model import MicroBatchState, Phase
@@ -35,19 +35,8 @@ Half = tuple[RotatingUnit, ...]
 Position = tuple[int, int]  # the index of a half, and a step of its rotation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRotation:
-    """How a part's weights rotate, in addition to its spec."""
-
-    backward_needs_weight: bool  # backward reads the weights
-    recomputed: bool  # forward runs again in backward
-    completes: bool  # no other part adds gradients to its units after it in backward
-    label: str  # of its profile range: the name of the part that its weights belong to
-    attributes: Mapping[str, str]  # parameters' names in the model to those in the module
-
-
 class RotatingPart:
-    """Replaces a method of a module; `halves` hold the method's matrices.
+    """Replaces a method of a unit's module; `halves` hold the method's matrices.
 
     If slices are halved, the halves rotate one after the other; in backward the last half is first.
     """
@@ -55,9 +44,9 @@ class RotatingPart:
     def __init__(
         self,
         module: nn.Module,
+        unit: UnitSpec,
         spec: PartSpec,
         halves: Sequence[Half],
-        plan: PartRotation,
         state: MicroBatchState,
     ) -> None:
         self.module = module
@@ -65,7 +54,10 @@ class RotatingPart:
         self._halves = tuple(halves)
         self.units = [unit for half in halves for unit in half]
         self.before_first_slice: Callable[[], None] = lambda: None  # computes, behind its shift
-        self._plan = plan
+        self._unit_spec = unit
+        self._label = unit.label_of(spec)
+        # Parameters' names in the model to those in the module.
+        self._attributes = dict(zip(unit.cuts_of(spec), spec.cuts, strict=True))
         self._state = state
         self._of_slice = getattr(module, spec.of_slice)
         self._join = getattr(module, f"join_{spec.method}")
@@ -88,13 +80,13 @@ class RotatingPart:
     # Forward #
 
     def __call__(self, *args: Any) -> Tensor:
-        plan, first_of_two = self._plan, self._state.phase is Phase.FORWARD
+        first_of_two = self._state.phase is Phase.FORWARD
         self._shifts_back = (
-            plan.backward_needs_weight
+            self._unit_spec.backward_needs_weight
             and self._backward_follows(args)
-            and not (plan.recomputed and first_of_two)
+            and not (self._unit_spec.recomputed_from is not None and first_of_two)
         )
-        with profile_range(f"rotate:{plan.label}"):
+        with profile_range(f"rotate:{self._label}"):
             out: Tensor = self._join(self._slices(), *args)
         return out
 
@@ -120,8 +112,9 @@ class RotatingPart:
         half = self._halves[number]
         for unit in half:
             if step == 0:
-                unit.begin_forward(shifts_back=self._shifts_back)
-            self._put(unit, position, unit.before_forward(step))
+                unit.carry_out(unit.policy.begin_forward(shifts_back=self._shifts_back))
+            unit.carry_out(unit.policy.before_forward(step))
+            self._put(unit, position, unit.slot(step))
         if position == (0, 0):
             self.before_first_slice()
         self._input_needs_grad = torch.is_grad_enabled() and x.requires_grad
@@ -133,9 +126,9 @@ class RotatingPart:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._output_grad_made, position))
         for unit in half:
-            unit.after_forward(step)
+            unit.carry_out(unit.policy.after_forward(step))
             if step + 1 == unit.num_steps:
-                unit.end_forward()
+                unit.carry_out(unit.policy.end_forward())
         return out
 
     def _put(self, unit: RotatingUnit, position: Position, slot: Tensor) -> None:
@@ -150,7 +143,7 @@ class RotatingPart:
         if self.spec.of_starts:
             starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
             for name, first in unit.starts(position[1]).items():
-                attribute = self._plan.attributes[name]
+                attribute = self._attributes[name]
                 starts[attribute] = first[self.spec.cuts[attribute]]
 
     def _make_leaves(
@@ -164,7 +157,7 @@ class RotatingPart:
                 sink = _Sink(self, unit, position, name)
                 leaf.grad_sink = sink  # type: ignore[attr-defined]
                 leaf.register_post_accumulate_grad_hook(sink.take)
-            leaves[self._plan.attributes[name]] = leaf
+            leaves[self._attributes[name]] = leaf
         return leaves
 
     # Backward #
@@ -175,16 +168,16 @@ class RotatingPart:
             return
         self.end_slice()
         self._in_backward, self._input_done = position, False
-        if self._plan.backward_needs_weight:
+        if self._unit_spec.backward_needs_weight:
             number, step = position
             for unit in self._halves[number]:
-                unit.before_backward(step)
+                unit.carry_out(unit.policy.before_backward(step))
 
     def prepare_for_gradient(self, position: Position, unit: RotatingUnit, name: str) -> None:
         """Makes sure that the unit can take a gradient of the step that is in backward."""
         assert position == self._in_backward, f"{name}: {position} is not {self._in_backward}"
-        if self._plan.backward_needs_weight:
-            unit.before_backward(position[1])
+        if self._unit_spec.backward_needs_weight:
+            unit.carry_out(unit.policy.before_backward(position[1]))
 
     def _input_grad_made(self, _gradient: Tensor | None) -> None:
         """Runs when a step's contribution to the input gradient is computed."""
@@ -193,7 +186,7 @@ class RotatingPart:
 
     def end_slice_if_done(self) -> None:
         """Ends the step that is in backward once nothing of it is still to come."""
-        assert self._in_backward is not None, f"{self._plan.label} is not in backward"
+        assert self._in_backward is not None, f"{self._label} is not in backward"
         number, step = self._in_backward
         # If the input needs no gradient but a norm does, no hook fires when the norm's is computed.
         all_here = all(unit.has_all(step) for unit in self._halves[number])
@@ -211,7 +204,9 @@ class RotatingPart:
         for unit in self._halves[number]:
             assert unit.has_all(step), f"{unit.name} misses gradients of step {step}"
             unit.after_backward(step)
-            if step == 0 and unit.trainable and self._plan.completes and self._state.last:
+            # A unit that borrows is not the last to add gradients to what it borrows.
+            completes = unit.trainable and not self._unit_spec.borrows and self._state.last
+            if step == 0 and completes:
                 with profile_range(f"reduce:{unit.name}"):
                     unit.step_reduce()
 

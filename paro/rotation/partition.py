@@ -10,7 +10,7 @@ from torch import nn
 from model.units import UnitSpec
 from paro.collectives.shifts import Ring
 from paro.layout import halves_of, make_sliced_layout
-from paro.rotation.part import Half, PartRotation, RotatingPart
+from paro.rotation.part import Half, RotatingPart
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding import wrap
 from paro.sharding.distributed_model import MicroBatchState
@@ -59,15 +59,8 @@ def cut_into_parts(
                 units[label] = tuple(
                     _make_halves(label, matrices, cuts, halves, context, ring, in_place)
                 )
-            plan = PartRotation(
-                backward_needs_weight=spec.backward_needs_weight,
-                recomputed=spec.recomputed_from is not None,
-                completes=not spec.borrows,
-                label=label,
-                attributes=dict(zip(cuts, part.cuts, strict=True)),
-            )
             module = model.get_submodule(spec.name)
-            parts.append(RotatingPart(module, part, units[label], plan, state))
+            parts.append(RotatingPart(module, spec, part, units[label], state))
     rotating = tuple(unit for halves in units.values() for half in halves for unit in half)
     held = {placed.box.name for unit in rotating for placed in unit.layout.boxes}
     strategy = replicated(context.strategy)

@@ -21,10 +21,9 @@ from paro.step.rotating import RingShape, SlicePolicy, Slot
 class RotatingUnit(UnitShards):
     """One slice of either the trainable or the frozen matrices of a part of the model.
 
-    Forward: `begin_forward`, then for every step `before_forward` and `after_forward`, then
-    `end_forward`. Backward, from the last step to the first: `before_backward`, then `grad_box` and
-    `arrived` for every gradient, then `after_backward`. What they do is up to `SlicePolicy`.
-    `record`, if it is a list, gets every action that is carried out, with this unit's `number`.
+    Its rotating part calls `carry_out` with what `policy` answers to an event, `grad_box` and
+    `arrived` for every gradient of a backward step, and `after_backward` at its end. `record`, if
+    it is a list, gets every action that is carried out, with this unit's `number`.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class RotatingUnit(UnitShards):
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard
         self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of GRAD or GRAD_2
-        self._policy = SlicePolicy(
+        self.policy = SlicePolicy(
             RingShape(
                 num_steps=ring.size,
                 in_place=in_place,
@@ -65,19 +64,18 @@ class RotatingUnit(UnitShards):
         )
         self.number = 0
         self.record: list[Move] | None = None
-        self._arrived: Event = DONE
-        self._grads_arrived: Event = DONE
+        self._arrived: dict[WaitKind, Event] = {}  # weights and gradients that are under way
         self._num_received = 0  # gradients of the current backward step
         self._carried_out: dict[Verb, Callable[..., None]] = {
             Verb.WAIT: self.wait_for_updated_params,
             Verb.ALLOCATE_SLOT: lambda slot: self._spares[slot].alloc(),
             Verb.FREE_SLOT: lambda slot: self._spares[slot].free(),
             Verb.COPY: self._copy,
-            Verb.SHIFT: partial(self._shift, Turn.CLOCKWISE),
-            Verb.SHIFT_BACK: partial(self._shift, Turn.COUNTER_CLOCKWISE),
-            Verb.WAIT_SHIFTED: self._wait_shifted,
-            Verb.SHIFT_GRADS: self._shift_grads,
-            Verb.WAIT_GRADS: self._wait_grads,
+            Verb.SHIFT: partial(self._shift, WaitKind.GATHER, Turn.CLOCKWISE),
+            Verb.SHIFT_BACK: partial(self._shift, WaitKind.GATHER, Turn.COUNTER_CLOCKWISE),
+            Verb.WAIT_SHIFTED: partial(self._wait, WaitKind.GATHER),
+            Verb.SHIFT_GRADS: partial(self._shift, WaitKind.REDUCE, Turn.COUNTER_CLOCKWISE),
+            Verb.WAIT_GRADS: partial(self._wait, WaitKind.REDUCE),
             Verb.ZERO_GAPS: self._zero_gaps,
             Verb.ACCUMULATE: self._accumulate,
         }
@@ -94,24 +92,11 @@ class RotatingUnit(UnitShards):
             for slot, (size, dtype) in sizes.items()
         }
 
-    # Forward #
+    # Slices #
 
-    def begin_forward(self, *, shifts_back: bool) -> None:
-        """Starts a forward; with `shifts_back` a backward that reads the slices follows it."""
-        self._carry_out(self._policy.begin_forward(shifts_back=shifts_back))
-
-    def before_forward(self, step: int) -> Tensor:
-        """Makes this step's slice readable and returns its slot."""
-        self._carry_out(self._policy.before_forward(step))
-        return self._slots[self._policy.slot(step)]
-
-    def after_forward(self, step: int) -> None:
-        """Call when the computation with this step's slice is done."""
-        self._carry_out(self._policy.after_forward(step))
-
-    def end_forward(self) -> None:
-        """Ends a forward."""
-        self._carry_out(self._policy.end_forward())
+    def slot(self, step: int) -> Tensor:
+        """Where this step's slice is, from before its forward on."""
+        return self._slots[self.policy.slot(step)]
 
     def boxes(self, step: int, slot: Tensor) -> dict[str, Tensor]:
         """Views of this step's slice, by parameter name; valid while the slot is allocated."""
@@ -135,16 +120,12 @@ class RotatingUnit(UnitShards):
 
     # Backward #
 
-    def before_backward(self, step: int) -> None:
-        """Makes this step's slice readable again, once its forward has been recomputed."""
-        self._carry_out(self._policy.before_backward(step))
-
     def grad_box(self, step: int, name: str) -> tuple[Tensor, bool]:
         """The box of the sum that rotates with the slice, and whether to add to what it holds."""
         if self._num_received == 0:
-            self._carry_out(self._policy.first_gradient(step))
+            self.carry_out(self.policy.first_gradient(step))
         if step not in self._grad_boxes:
-            slot = self._slots[self._policy.grad_slot(step)]
+            slot = self._slots[self.policy.grad_slot(step)]
             self._grad_boxes[step] = self.boxes(step, slot)
         return self._grad_boxes[step][name], step + 1 < self.num_steps
 
@@ -160,11 +141,12 @@ class RotatingUnit(UnitShards):
     def after_backward(self, step: int) -> None:
         """Ends the backward of this step: sends its gradients on, or stores them at step 0."""
         self._num_received = 0
-        self._carry_out(self._policy.after_backward(step))
+        self.carry_out(self.policy.after_backward(step))
 
     # Actions #
 
-    def _carry_out(self, actions: Iterable[SliceMove]) -> None:
+    def carry_out(self, actions: Iterable[SliceMove]) -> None:
+        """Does what the policy answers to an event."""
         for action in actions:
             verb, slots = action[0], action[1:]
             self._carried_out[verb](*slots)
@@ -174,27 +156,18 @@ class RotatingUnit(UnitShards):
     def _copy(self, source: Slot, to: Slot) -> None:
         self._slots[to].copy_(self._slots[source])
 
-    def _shift(self, turn: Turn, source: Slot, to: Slot) -> None:
-        self._arrived = self._queue(WaitKind.GATHER, turn, source, to, Slot.SCRATCH)
-
-    def _shift_grads(self, source: Slot, to: Slot, scratch: Slot) -> None:
-        turn = Turn.COUNTER_CLOCKWISE
-        self._grads_arrived = self._queue(WaitKind.REDUCE, turn, source, to, scratch)
-
-    def _queue(self, kind: WaitKind, turn: Turn, source: Slot, to: Slot, scratch: Slot) -> Event:
+    def _shift(
+        self, kind: WaitKind, turn: Turn, source: Slot, to: Slot, scratch: Slot = Slot.SCRATCH
+    ) -> None:
         values, slots = self._slots[source], self._slots
         with self.context.exposure.submitting(kind):  # without overlap the shift runs here
             if source == to:
-                return self._ring.shift_in_place(values, slots[scratch], turn)
-            return self._ring.shift(values, slots[to], turn)
+                self._arrived[kind] = self._ring.shift_in_place(values, slots[scratch], turn)
+            else:
+                self._arrived[kind] = self._ring.shift(values, slots[to], turn)
 
-    def _wait_shifted(self) -> None:
-        self.context.exposure.wait(WaitKind.GATHER, self._arrived)
-        self._arrived = DONE
-
-    def _wait_grads(self) -> None:
-        self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)
-        self._grads_arrived = DONE
+    def _wait(self, kind: WaitKind) -> None:
+        self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))
 
     def _zero_gaps(self, slot: Slot, step: int) -> None:
         for low, high in self._gaps[self._ring.home_of(step)]:

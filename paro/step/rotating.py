@@ -105,7 +105,8 @@ class SlicePolicy:
 
     def before_forward(self, step: int) -> list[SliceMove]:
         """Before the computation with a step's slice; out of place, the next shift starts."""
-        actions: list[SliceMove] = [(Verb.WAIT_SHIFTED,)] if self._waits(step) else []
+        waits = step > 0 and not self._in_place
+        actions: list[SliceMove] = [(Verb.WAIT_SHIFTED,)] if waits else []
         last = step + 1 == self._num_steps
         if self._state is SliceState.SHIFTING and last:
             self._state = SliceState.SHIFTED
@@ -134,9 +135,6 @@ class SlicePolicy:
         if step == 0:
             return Slot.SHARD
         return Slot.SPARE if self._in_place or step % 2 else Slot.SPARE_2
-
-    def _waits(self, step: int) -> bool:
-        return step > 0 and not self._in_place
 
     # Backward #
 

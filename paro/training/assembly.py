@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from hashlib import sha256
+from functools import partial
 
 import torch
 
@@ -28,14 +28,12 @@ from paro.context_parallel.probe import check_core
 from paro.context_parallel.ring import make_rings
 from paro.distributed.control import Control
 from paro.distributed.links import Links, make_links
-from paro.distributed.timers import Timers, make_timers
-from paro.errors import UserError
+from paro.distributed.timers import Timers, synchronize
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
 from paro.planning.machine.choice import choice_by, pieces_by
-from paro.planning.machine.files import machine_to_json
 from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
@@ -53,7 +51,7 @@ from paro.strategy import (
     rotation_spans,
     spans_by_use,
 )
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import Topology
 from paro.training.loop import HeldOut, Sources
 from paro.training.planned_time import planned_step
 from paro.training.step import Training, TrainState, last_iteration
@@ -73,7 +71,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     with torch.device("meta"):
         model = Llama(kernels.config)
     model.freeze(config.trained.__contains__, activations=compute_dtype)
-    timers = make_timers(config.report.timing_log_level, device)
+    timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
     links = make_links(device, config.runtime.groups_on(device), overlap=overlap)
     sharded = _spread(model, config, control, links, timers)
@@ -122,22 +120,27 @@ def _spread(
 def _sharding_context(config: RunConfig, control: Control, links: Links) -> ShardingContext:
     strategy, rank, device = config.strategy, control.world.rank, control.device
     topology = config.world.topology(*strategy.degrees)
+    comm_plan = make_comm_plan(strategy, topology)
+    has_codes = config.precision.inter_grad_bits != FULL_BITS
+    spans = spans_by_use(comm_plan, coded_gradients=has_codes)
+    if config.sharding.materialize == "rotate":
+        spans = rotation_spans(strategy, topology)
     collectives = make_collectives(
-        _algorithm(config, control),
-        topology=topology,
-        rank=rank,
-        spans=_spans(config, topology),
-        links=links,
+        _algorithm(config), topology=topology, rank=rank, spans=spans, links=links
     )
+    coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
+    if has_codes and exchange_span(comm_plan):
+        wire = TORCH_TYPES[config.precision.wire]
+        coded = make_coded_reduction(comm_plan, topology, rank, links, uncoded_dtype=wire)
     return ShardingContext(
         topology=topology,
         rank=rank,
         strategy=strategy,
-        comm_plan=make_comm_plan(strategy, topology),
+        comm_plan=comm_plan,
         collectives=collectives,
         device=device,
         precision=config.precision,
-        coded_reduction=_coded_reduction(config, topology, rank, links),
+        coded_reduction=coded,
         matrix_exchanges=_matrix_exchanges(config, topology, rank, links),
         ledger=Ledger(),
         exposure=links.exposure,
@@ -153,7 +156,7 @@ def _context_attention(
     layout, world = config.context.layout, config.world
     travel: Travel | None = None
     if layout.gathers:
-        travel = make_gather(layout, world, links, _algorithm(config, control))
+        travel = make_gather(layout, world, links, _algorithm(config))
     elif layout.ring > 1:
         travel = make_rings(layout, world, links)
     backend = config.model.attention_backend
@@ -166,14 +169,6 @@ def _context_attention(
             check_core(attention, layout, world.rank, head, backend, apart=apart)
         links.exposure.take()
     return attention
-
-
-def _spans(config: RunConfig, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans that need process groups."""
-    if config.sharding.materialize == "rotate":
-        return rotation_spans(config.strategy, topology)
-    has_codes = config.precision.inter_grad_bits != FULL_BITS
-    return spans_by_use(make_comm_plan(config.strategy, topology), coded_gradients=has_codes)
 
 
 def _units_of(config: RunConfig) -> tuple[UnitSize, ...]:
@@ -196,34 +191,16 @@ def _matrix_exchanges(
     }
 
 
-def _coded_reduction(
-    config: RunConfig, topology: Topology, rank: int, links: Links
-) -> CodedReduction | None:
-    """The sums of gradients between groups, if they are sent as codes."""
-    comm_plan = make_comm_plan(config.strategy, topology)
-    if config.precision.inter_grad_bits == FULL_BITS or not exchange_span(comm_plan):
-        return None
-    wire = TORCH_TYPES[config.precision.wire]
-    return make_coded_reduction(comm_plan, topology, rank, links, uncoded_dtype=wire)
-
-
-def _algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:
+def _algorithm(config: RunConfig) -> AlgorithmChoice:
     """The algorithm of collectives, for auto one per message from --paro-machine.
 
-    Compares digests of the file: ranks that choose different algorithms or pieces would deadlock.
+    Ranks that chose by different machines would deadlock: they compare them when they meet.
     """
     machine, name = config.sharding.machine, config.sharding.collective
-    on_nccl = config.runtime.distributed_backend == "nccl"
-    if machine is None or not (name == "auto" or (on_nccl and name == "ho-ring")):
-        return AlgorithmChoice(names=(name,), pieces=pieces_by(None) if on_nccl else None)
-    digests = control.gather(sha256(machine_to_json(machine).encode()).digest())
-    with control.raise_on_all_ranks():
-        if len(set(digests)) > 1:
-            raise UserError("--paro-machine: ranks read different files: give all the same one")
-        pieces = pieces_by(machine) if on_nccl else None
-        if name == "auto":
-            return choice_by(machine, pieces)
-        return AlgorithmChoice(names=(name,), pieces=pieces)
+    pieces = pieces_by(machine) if config.runtime.distributed_backend == "nccl" else None
+    if machine is not None and name == "auto":
+        return choice_by(machine, pieces)
+    return AlgorithmChoice(names=(name,), pieces=pieces)
 
 
 def initializer_of(config: RunConfig) -> Initializer:

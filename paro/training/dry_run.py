@@ -30,7 +30,6 @@ from paro.planning.search.run_memory import RunMemory, sent_per_step
 from paro.planning.search.search_space import MEMORY_MARGIN, Workload
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
-from paro.sharding.shards import UnitShards
 from paro.text import align, count_text, size_text
 from paro.training.assembly import build_training
 from paro.training.local_copies import every_text, local_copies_bytes
@@ -176,13 +175,11 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
         gain = 0.0 if best is None else launch.seconds / best.seconds - 1
         if best is not None and gain > TIE:
             yield f"> {gain:.1%} faster there, and it fits: {best.candidate.describe()}"
-        elif plan.fits:
-            yield f"> of {_candidates(found)} none that fits is faster there"
-
-
-def _candidates(found: SearchResult | None) -> str:
-    assert found is not None, "a launch that is timed was searched for"
-    return f"{found.num_candidates} candidates, which differ in {found.searched},"
+        elif plan.fits and found is not None:
+            yield (
+                f"> of {found.num_candidates} candidates, which differ in {found.searched}, none "
+                "that fits is faster there"
+            )
 
 
 def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
@@ -269,22 +266,18 @@ def _units(plan: PlannedRun) -> Iterator[str]:
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
     by_sizes: dict[tuple[int, ...], list[str]] = {}
     for unit in units:
-        by_sizes.setdefault(_held_by(unit), []).append(unit.name)
+        held = (
+            unit.layout.numel,
+            unit.param_shard.numel(),
+            unit.grad_shard.numel(),
+            unit.optim_grad.numel() if unit.trainable else 0,
+        )
+        by_sizes.setdefault(held, []).append(unit.name)
     rows: list[tuple[str, ...]] = [("unit", "whole", "params", "grads", "optimizer")]
     for sizes, names in by_sizes.items():
         name = ", ".join(names) if len(names) < 3 else f"{names[0]} .. {names[-1]}"
         rows.append((name, *(f"{size:,}" for size in sizes)))
     yield from align(rows).splitlines()
-
-
-def _held_by(unit: UnitShards) -> tuple[int, int, int, int]:
-    """Elements of the whole unit, and of its parameters, gradients and optimizer on this rank."""
-    return (
-        unit.layout.numel,
-        unit.param_shard.numel(),
-        unit.grad_shard.numel(),
-        unit.optim_grad.numel() if unit.trainable else 0,
-    )
 
 
 def _memory(plan: PlannedRun) -> Iterator[str]:

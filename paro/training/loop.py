@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
 from types import FrameType
 
@@ -55,72 +55,49 @@ class Sources:
     test: tuple[HeldOut, ...]
 
 
-class ExitSignal:
-    """Remembers the first exit signal that this process received after `listen` was called.
-
-    Later ones are ignored: torchrun and a terminal may both send one.
-    """
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-
-    def listen(self, *names: str) -> None:
-        for name in names:
-            signal.signal(getattr(signal, name), self._remember)
-
-    def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number).name
-
-
+@dataclass(eq=False)
 class Loop:
     """Trains from `state` to the end of the run, or to the first reason to exit early.
 
     With --skip-train it only runs the evaluation that ends a run.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        state: TrainState,
-        sources: Sources,
-        report: Report,
-        *,
-        saving: Saver | None,
-        copies: LocalCopies | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        self.training = training
-        self.state = state
-        self._sources = sources
-        self._report = report
-        self._saving = saving
-        self._copies = copies
-        self._observers = observers
+    training: Training
+    state: TrainState
+    sources: Sources
+    report: Report
+    _: KW_ONLY
+    saving: Saver | None
+    copies: LocalCopies | None = None
+    observers: Sequence[Observer] = ()
+
+    def __post_init__(self) -> None:
         self._is_first = True
         self._times = RankTimes()  # since the last log line
         self._num_timed = 0
-        self._signal = ExitSignal()
-        self._states = training.optimizer.state_bytes()
+        self._signal: str | None = None  # the first that asked for an exit
+        self._states = self.training.optimizer.state_bytes()
 
     def run(self) -> bool:
         """Trains, saves the final state and evaluates it; False if the run exited early."""
         config = self.training.config
         if config.skip_train:
-            self._report.log.log0("skipping training (--skip-train is on) ...")
+            self.report.log.log0("skipping training (--skip-train is on) ...")
             self._evaluate_at_end()
             self._end()
             return True
         if config.exit_signal_handler:
-            self._signal.listen(config.exit_signal, "SIGTERM", "SIGINT")
+            for name in (config.exit_signal, "SIGTERM", "SIGINT"):
+                signal.signal(getattr(signal, name), self._exit_signal_came)
         if config.manual_gc:
             gc.disable()
             gc.collect()
-        self._report.log.log0(f"training ... datetime: {datetime.now()}")
+        self.report.log.log0(f"training ... datetime: {datetime.now()}")
         reason = None
         last = last_iteration(config, self.training.batches, self.state)
         if self.state.iteration >= last:
             flag = "--train-iters" if config.train_samples is None else "--train-samples"
-            self._report.log.log0(
+            self.report.log.log0(
                 f"the run is complete with iteration {self.state.iteration}: nothing is left to "
                 f"train (raise {flag} to train on)"
             )
@@ -130,36 +107,42 @@ class Loop:
             if every is not None and self.state.iteration % every == 0:
                 check_replicas(self.training, iteration=self.state.iteration)
             self._evaluate_if_due()
-            if self._copies is not None:  # after what an evaluation changes in the state
-                self._copies.start(self.state)
-            if self._saving is not None and self._saving.is_due(self.state.iteration):
-                self._save()
+            if self.copies is not None:  # after what an evaluation changes in the state
+                self.copies.start(self.state)
+            if self.saving is not None and self.saving.is_due(self.state.iteration):
+                self._begin("saving")
+                self.training.model.wait_for_updated_params()
+                self.saving.save(self.state)
             reason = self._reason_to_leave(result)
-        if self._saving is not None:
+        if self.saving is not None:
             self.training.model.wait_for_updated_params()
-            self._saving.finish(self.state)
+            self.saving.finish(self.state)
         if reason is not None:
-            self._report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
+            self.report.log.log0(f"[exiting program after {reason}] datetime: {datetime.now()}")
         else:
             self._evaluate_at_end()
         self._end()
-        if self._copies is not None and (reason is None or self._saving is not None):
-            self._copies.discard()
+        if self.copies is not None and (reason is None or self.saving is not None):
+            self.copies.discard()
         return reason is None
 
+    def _exit_signal_came(self, number: int, _frame: FrameType | None) -> None:
+        """Later ones are ignored: torchrun and a terminal may both send one."""
+        self._signal = self._signal or signal.Signals(number).name
+
     def _begin(self, what: str) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.begins(what, self.state.iteration)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; observers are notified of each one, as a step may take minutes."""
         for batch in batches:
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.progressed()
             yield batch
 
     def _end(self) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             observer.ends()
 
     def _iteration(self) -> StepResult:
@@ -171,7 +154,7 @@ class Loop:
         result = train_step(
             training,
             state,
-            self._noted(self._sources.train),
+            self._noted(self.sources.train),
             reasons=self._reasons,
         )
         collect_every = training.config.manual_gc_interval if training.config.manual_gc else 0
@@ -179,7 +162,7 @@ class Loop:
             gc.collect()
         seconds = time.perf_counter() - begin
         self._take_times(result, seconds)
-        due = self._report.is_due(state.iteration)
+        due = self.report.is_due(state.iteration)
         record = IterationRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_train_samples,
@@ -199,17 +182,17 @@ class Loop:
             held=self._held(),
             allocator=allocator_bytes(training.device),
         )
-        if self._signal.received is not None:
-            self._report.interrupted()
-        self._report.iteration(record)
+        if self._signal is not None:
+            self.report.interrupted()
+        self.report.iteration(record)
         if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
-            self._report.log.log_last(_skipped_line(record, result, state.expected))
+            self.report.log.log_last(_skipped_line(record, result, state.expected))
         if due:
             self._report_ranks(record)
-        interval = self._report.config.log_memory_interval
+        interval = self.report.config.log_memory_interval
         # After the first iteration every buffer has been allocated once.
         if self._is_first or (interval and state.iteration % interval == 0):
-            self._report.memory(iteration=state.iteration)
+            self.report.memory(iteration=state.iteration)
         self._is_first = False
         self._stop_if_wrong(result)
         return result
@@ -231,10 +214,10 @@ class Loop:
         wrong = not_finite(training.optimizer.flat_shards(), training.control)
         where += "" if wrong is None else f"; {wrong} is not finite"
         back = "nothing is saved: there was no --save"
-        if self._saving is not None:
-            back = self._saving.resume_hint(state)
-        if self._copies is not None:
-            self._copies.discard()  # a restart from them would end here again
+        if self.saving is not None:
+            back = self.saving.resume_hint(state)
+        if self.copies is not None:
+            self.copies.discard()  # a restart from them would end here again
         raise RunError(f"{reason}{where}; {back}")
 
     def _held(self) -> dict[str, int]:
@@ -248,26 +231,20 @@ class Loop:
         return held | ({"slices-under-way": slices} if slices else {})
 
     def _take_times(self, result: StepResult, seconds: float) -> None:
-        own = result.own
         self._num_timed += 1
-        self._times += RankTimes(
-            step=seconds,
-            data=own.data,
-            communication=own.exposed.total,
-            agreement=own.agreement,
-        )
+        self._times += replace(result.own, step=seconds)
         timers = self.training.timers
         timers.add("interval-time", seconds, level=1)
-        exposed = asdict(own.exposed)
         for kind in WaitKind:
-            timers.add(f"paro-{kind.value}-exposed", exposed[kind.value] or 0.0, level=1)
+            exposed = getattr(result.own.exposed, kind.value)
+            timers.add(f"paro-{kind.value}-exposed", exposed, level=1)
 
     def _report_ranks(self, record: IterationRecord) -> None:
         """Logs times per rank; collective with --timing-log-level above 0 or --log-straggler."""
-        config, timers = self._report.config, self.training.timers.take()
+        config, timers = self.report.config, self.training.timers.take()
         if config.timing_log_level > 0 or config.log_straggler:
             everywhere = self.training.control.gather((timers, self._times))
-            self._report.ranks(
+            self.report.ranks(
                 record,
                 timers=[timers for timers, _ in everywhere],
                 times=[times for _, times in everywhere],
@@ -279,13 +256,13 @@ class Loop:
         config, state = self.training.config, self.state
         if not config.eval_interval or state.iteration % config.eval_interval != 0:
             return
-        if self._evaluate(self._sources.valid, begin=state.consumed_valid_samples):
+        if self._evaluate(self.sources.valid, begin=state.consumed_valid_samples):
             state.consumed_valid_samples += self._samples_per_evaluation
 
     def _evaluate_at_end(self) -> None:
         begin = self.state.consumed_valid_samples
-        self._evaluate(self._sources.valid, begin=begin, data_set="validation")
-        self._evaluate(self._sources.test, begin=0, data_set="test")
+        self._evaluate(self.sources.valid, begin=begin, data_set="validation")
+        self._evaluate(self.sources.test, begin=0, data_set="test")
 
     @property
     def _samples_per_evaluation(self) -> int:
@@ -307,7 +284,7 @@ class Loop:
             done, samples = self.state.iteration, self.state.consumed_train_samples
             read = part if held_out.num_micro_batches is None else "all"
             name = f"validation-{held_out.name}" if held_out.name else data_set
-            self._report.validation(
+            self.report.validation(
                 Validation(done, samples, found.loss, read, found.bits_per_byte, name)
             )
         return any(held_out.num_micro_batches is None for held_out in sets)
@@ -320,33 +297,24 @@ class Loop:
         per_iter = training.batches.num_eval_micro_batches
         return evaluate(training, batches, training.config.eval_iters * per_iter)
 
-    def _save(self) -> None:
-        if self._saving is not None:
-            self._begin("saving")
-            self.training.model.wait_for_updated_params()
-            self._saving.save(self.state)
-
     def _reasons(self) -> Reasons:
-        if self._copies is not None:
+        if self.copies is not None:
             with self.training.timers.measure("non-persistent-save"):
-                self._copies.wait()  # see [Note: generations]
+                self.copies.wait()  # see [Note: generations]
+        minutes = self.training.config.exit_duration_in_mins
         return Reasons(
-            signalled=self._signal.received is not None,
-            late=self._out_of_time(),
-            unsaved=self._saving is not None and self._saving.failed,
+            signalled=self._signal is not None,
+            late=minutes is not None and time.monotonic() - _STARTED > minutes * 60.0,
+            unsaved=self.saving is not None and self.saving.failed,
         )
-
-    def _out_of_time(self) -> bool:
-        limit = self.training.config.exit_duration_in_mins
-        return limit is not None and time.monotonic() - _STARTED > limit * 60.0
 
     def _reason_to_leave(self, result: StepResult) -> str | None:
         config, iteration = self.training.config, self.state.iteration
         if result.reasons.unsaved:
-            assert self._saving is not None, "nothing can have failed"
-            self._saving.settle()  # waits for it on all ranks, then logs or raises the failure
+            assert self.saving is not None, "nothing can have failed"
+            self.saving.settle()  # waits for it on all ranks, then logs or raises the failure
         if result.reasons.signalled:
-            return f"receiving {self._signal.received or 'a signal on another rank'}."
+            return f"receiving {self._signal or 'a signal on another rank'}."
         if result.reasons.late:
             return f"{config.exit_duration_in_mins} minutes"
         if config.exit_interval and iteration % config.exit_interval == 0:

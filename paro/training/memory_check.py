@@ -21,7 +21,7 @@ from paro.planning.search.recomputation import least_recomputation, recompute_fl
 from paro.planning.search.remedies import fewest_sharing
 from paro.planning.search.run_memory import RunMemory
 from paro.precision import BYTES_OF
-from paro.report.memory import MemoryForecast, available_host_bytes
+from paro.report.memory import available_host_bytes
 from paro.text import count_text, size_text
 
 
@@ -159,16 +159,6 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
     else:
         advice.append("lower --seq-length")
     return ", or ".join(advice)
-
-
-def forecast_of(memory: DeviceMemory, bytes_before: int) -> MemoryForecast:
-    """What the memory line of the log compares with measured memory."""
-    return MemoryForecast(
-        predicted_bytes=memory.allocated,
-        reserved_bytes=memory.reserved,
-        states_bytes=memory.allocations.states,
-        bytes_before=bytes_before,
-    )
 
 
 def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:

@@ -175,7 +175,10 @@ def check_placement(config: RunConfig, training: Training) -> None:
     for number, unit in enumerate(training.model.units):
         replicates = sizes[number].replicated
         strategy = replicated(config.strategy) if replicates else config.strategy
-        for state, degree in _degrees(unit, strategy).items():
+        degrees = {"params": strategy.params}
+        if unit.trainable:
+            degrees |= {"grads": strategy.grads, "optimizer": unit.optim_degree}
+        for state, degree in degrees.items():
             size = unit.layout.numel // degree
             ranges = Counter(held[number][state] for held in everywhere if held[number][state][1])
             copies = training.control.world.size // (
@@ -186,12 +189,6 @@ def check_placement(config: RunConfig, training: Training) -> None:
     total = model_state_bytes(config.strategy, sizes, config.precision).total
     held_bytes = training.optimizer.model_state_bytes()
     assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
-
-
-def _degrees(unit: UnitShards, strategy: Strategy) -> dict[str, int]:
-    if not unit.trainable:
-        return {"params": strategy.params}
-    return {"params": strategy.params, "grads": strategy.grads, "optimizer": unit.optim_degree}
 
 
 def _held(unit: UnitShards) -> dict[str, tuple[int, int]]:

@@ -18,14 +18,14 @@ from paro.distributed.world import World, world_or_alone
 from paro.errors import RunError, UserError
 from paro.report.config import ReportConfig
 from paro.report.log import Log
+from paro.report.memory import MemoryForecast
 from paro.report.observer import Observer
 from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
-from paro.report.terminal import Terminal
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training.assembly import run_facts
-from paro.training.memory_check import bytes_by_part, forecast_of, predict_memory
+from paro.training.memory_check import bytes_by_part, predict_memory
 from paro.training.step import Training, TrainState
 
 
@@ -49,11 +49,6 @@ def watchdog_of(args: Namespace, world: World) -> Watchdog:
         timeout_minutes=runtime.distributed_timeout_minutes,
         flight_dir=runtime.flight_recorder_dir,
     )
-
-
-def log_of(control: Control, terminal: Terminal, *, one_speaker: bool) -> Log:
-    rank, world_size = control.world.rank, control.world.size
-    return Log(rank=rank, world_size=world_size, one_speaker=one_speaker, write=terminal.show)
 
 
 def report_config(config: RunConfig) -> ReportConfig:
@@ -82,7 +77,12 @@ def start_report(
             arguments=recorded_arguments(config),
             is_ours=(lambda: True) if claim is None else claim.is_ours,
         )
-    report.forecast = forecast_of(memory, bytes_before)
+    report.forecast = MemoryForecast(
+        predicted_bytes=memory.allocated,
+        reserved_bytes=memory.reserved,
+        states_bytes=memory.allocations.states,
+        bytes_before=bytes_before,
+    )
     report.start({"precision": precision_line(config), "memory": memory.describe()})
     return report, facts
 

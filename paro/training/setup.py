@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+
+import torch
 
 from data.loader import Datasets
 from model.block_attention import check_attention
@@ -13,7 +16,6 @@ from model.matmul import check_matmul_types
 from paro.config.record import model_line, trained_lines
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
-from paro.distributed.process_group import seed_everything
 from paro.distributed.rendezvous import by_value
 from paro.errors import UserError
 from paro.optim.adamw import choose_adamw
@@ -46,7 +48,8 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     with_kernels, lines = agree_on_kernels(config, control)
     for line in lines:
         log.log0(line)
-    seed_everything(config.train.seed)
+    random.seed(config.train.seed)  # for libraries: model and data have generators of their own
+    torch.manual_seed(config.train.seed)
     training = build_training(with_kernels, control, initialized=False)
     placement = placement_lines(config, training)
     for line in (*config.notices, model_line(config), *trained_lines(config), *placement):

@@ -26,6 +26,7 @@ from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_s
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import ParoOptimizer
 from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
+from paro.report.rank_times import RankTimes
 from paro.sharding.distributed_model import DistributedModel
 from paro.training.token_weights import TokenWeights
 
@@ -43,12 +44,10 @@ class TrainState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnTimes:
-    """Where this rank's step time went, in seconds; the rest of the step is compute."""
+class OwnTimes(RankTimes):
+    """Where this rank's time went in a step, whose whole time the caller knows."""
 
-    data: float = 0.0  # waiting for the data loader
     exposed: Exposed = field(default_factory=Exposed)
-    agreement: float = 0.0  # in the all-reduce of the step's sums, waiting for the slowest rank
     loss_is_finite: bool = True
 
 
@@ -227,6 +226,7 @@ def _add_up(
     }
     times = OwnTimes(
         data=data_wait,
+        communication=own.total,
         exposed=own,
         agreement=agreement,
         loss_is_finite=math.isfinite(own_loss),
@@ -290,25 +290,25 @@ def _params_norm(training: Training) -> float:
     return math.sqrt(square_sum)
 
 
+@dataclass(slots=True)
 class _TimedBatches(Iterator[Batch]):
     """Micro-batches on the device; `seconds` is how long the training thread waited for them."""
 
-    def __init__(self, source: Iterator[Batch], device: torch.device, timers: Timers) -> None:
-        self._source = source
-        self._device = device
-        self._timers = timers
-        self.seconds = 0.0
+    source: Iterator[Batch]
+    device: torch.device
+    timers: Timers
+    seconds: float = 0.0
 
     def __next__(self) -> Batch:
         begin = time.perf_counter()
         try:
-            with self._timers.measure("batch-generator", level=2):
-                batch = next(self._source)
+            with self.timers.measure("batch-generator", level=2):
+                batch = next(self.source)
         # A token id above the vocabulary, in a file too large to scan, or a worker that died.
         except UserError as error:
             raise UserError(*error.args, on_this_rank=True) from error
         self.seconds += time.perf_counter() - begin
-        return batch.to(self._device, non_blocking=True)
+        return batch.to(self.device, non_blocking=True)
 
 
 def _weights(

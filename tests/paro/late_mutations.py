@@ -72,7 +72,7 @@ MUTATIONS = (
     _updating("before_forward", strategy="IIG", more=AHEAD),
     _updating("flush", strategy="NIG", more=f"{SAVED} {AHEAD}"),
     _rotating("begin_forward", "[(Verb.WAIT,)]", "[]", more=ROTATE),
-    _rotating("before_forward", f"[{_NEXT}] if self._waits(step) else []", "[]", more=ROTATE),
+    _rotating("before_forward", f"[{_NEXT}] if waits else []", "[]", more=ROTATE),
     _rotating("after_forward", f"[shift, {_NEXT}]", "[shift]", more=f"{IN_PLACE} {FULL}"),
     _rotating("before_backward", f"actions.append({_NEXT})", "pass", more=ROTATE),
     _rotating("first_gradient", f"[] if self._in_place else [{_GRADS}]", "[]", more=ROTATE),
@@ -129,10 +129,8 @@ CAUGHT = {
         "IIG",
         MUON,
     ),
-    "rotation.rotating_unit RotatingUnit._wait_shifted: "
-    "self.context.exposure.wait(WaitKind.GATHER, self._arrived)": ("IIG", ROTATE),
-    "rotation.rotating_unit RotatingUnit._wait_grads: "
-    "self.context.exposure.wait(WaitKind.REDUCE, self._grads_arrived)": ("IIG", ROTATE),
+    "rotation.rotating_unit RotatingUnit._wait: "
+    "self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.finish_gradients: unit.wait_reduced()": (
         "IIG",
         ROTATE,
@@ -194,9 +192,9 @@ ELSEWHERE = {
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "sharding.sharded_unit ShardedUnit.use: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
-    "training.loop Loop._reasons: self._copies.wait()": _COPIES,
+    "training.loop Loop._reasons: self.copies.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
-    "training.loop Loop._save: self.training.model.wait_for_updated_params()": _SAVES,
+    "training.loop Loop.run: self.training.model.wait_for_updated_params() #2": _SAVES,
     "training.saving Saver.settle: self._background.wait()": _THREAD,
     "training.saving Saver.resume_hint: self._background.wait()": _THREAD,
     "training.step Training.close: self.model.wait_for_updated_params()": _CLOSE,

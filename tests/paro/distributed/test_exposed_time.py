@@ -8,7 +8,14 @@ import time
 import pytest
 import torch
 
-from paro.distributed.comm_stream import DONE, AllEvents, CudaStreams, InlineStreams, ThreadStreams
+from paro.distributed.comm_stream import (
+    DONE,
+    AllEvents,
+    CudaStreams,
+    InlineStreams,
+    ThreadStreams,
+    stream_name,
+)
 from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
 from paro.topology import Use, make_topology
 
@@ -67,9 +74,8 @@ def test_a_lane_of_both_kinds_of_links_counts_for_the_slow_ones() -> None:
 
 
 def test_a_lane_is_named_by_its_use_axes_and_links() -> None:
-    exposure = Exposure()
-    assert exposure.name(INTRA) == "gather 0 intra"
-    assert exposure.name((Use.REDUCE, *TOPOLOGY.axes)) == "reduce 0+1 inter"
+    assert stream_name(INTRA) == "gather 0 intra"
+    assert stream_name((Use.REDUCE, *TOPOLOGY.axes)) == "reduce 0+1 inter"
 
 
 def test_on_streams_links_are_not_told_apart() -> None:
