@@ -75,16 +75,21 @@ def test_a_tracker_that_names_no_iteration(tmp_path: Path, text: str) -> None:
         latest_iteration(tmp_path)
 
 
-def test_a_tracker_that_names_what_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / TRACKER).write_text("100\n")
+def test_what_is_no_folder_of_checkpoints_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    config, tracker = tmp_path / "config.json", tmp_path / TRACKER
+    config.write_text("{}")
+    refused(lambda: latest_iteration(tmp_path), "no checkpoint of this project (it has config")
+    refused(lambda: latest_iteration(config), f"{config} is a file: give a folder")
+    tracker.write_text("100\n")
     refused(lambda: find_checkpoint(tmp_path), "iteration 100 ... iter_0000100 does not")
     refused(lambda: find_checkpoint(tmp_path, 200), "iter_0000200 does not exist")
-
-
-def test_the_folder_of_one_iteration_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     directory = save(tmp_path, 100)
     (directory / ".metadata").touch()
     refused(lambda: find_checkpoint(directory), f"give the folder that holds it, {tmp_path}")
+    other = tmp_path / "megatron"
+    (other / "release" / "mp_rank_00").mkdir(parents=True)
+    (other / TRACKER).write_text("release")
+    refused(lambda: candidates(other), "mp_rank_00): convert it with tools/convert_checkpoint")
 
 
 def test_format_1_had_no_manifest(tmp_path: Path) -> None:
@@ -203,19 +208,6 @@ def test_who_turned_back_gets_older_ones_before_newer(tmp_path: Path) -> None:
         save(tmp_path, iteration)
     (tmp_path / TRACKER).write_text("200")
     assert candidates(tmp_path) == ([200, 100, 300], None)
-
-
-def test_a_folder_of_another_format_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    config = tmp_path / "config.json"
-    refused(lambda: latest_iteration(tmp_path), "no checkpoint of this project (it has config")
-    refused(lambda: latest_iteration(config), f"{config} is a file: give a folder")
-
-
-def test_a_release_of_megatrons_is_to_be_converted(tmp_path: Path) -> None:
-    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
-    (tmp_path / TRACKER).write_text("release")
-    refused(lambda: candidates(tmp_path), "mp_rank_00): convert it with tools/convert_checkpoint")
 
 
 def test_what_is_set_aside_loads_from_there_and_is_gone_here(tmp_path: Path) -> None:

@@ -100,16 +100,13 @@ def made_by(
     return nccl.calls
 
 
-def test_only_members_connect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_members_connect_at_once_and_with_the_priority_of_comm_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = made_by(monkeypatch, 3)
     assert [call["ranks"] for call in calls] == [[0, 1], [2, 3]]
     assert [call["device_id"] for call in calls] == [None, torch.device("cuda", 3)]
-
-
-def test_messages_of_a_rotation_have_the_priority_of_comm_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = [call["pg_options"] for call in made_by(monkeypatch, 0)]
+    options = [call["pg_options"] for call in calls]
     assert all(one.is_high_priority_stream for one in options)
     assert [one._timeout for one in options] == [timedelta(seconds=7)] * 2
     assert options[0] is not options[1]  # torch writes the group's name and ranks into them
