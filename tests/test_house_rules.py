@@ -22,7 +22,7 @@ from tests.helpers.house import (
     Source,
     catches_are_narrow,
     imports_are_allowed,
-    imports_no_program,
+    imports_no_tests,
     is_named_for_its_subject,
     is_within,
     sizes_are_small,
@@ -103,75 +103,41 @@ def test_every_folder_of_tests_is_a_package() -> None:
     assert not missing, "\n".join(missing)
 
 
+def caught(function: str, *statements: str) -> str:
+    """Source of a function that catches the errors of statements."""
+    body = "".join(f"        {each}\n" for each in statements)
+    return f"def {function}():\n    try:\n{body}    except (OSError, ValueError): ..."
+
+
+DIST, GROUPS = "import torch.distributed as d", "paro.distributed.groups"
+PLANNER = "paro.planning.search.planner"
 PLANTED: list[tuple[Rule, str, str, str]] = [
     # rule, module, source, expected message
-    (imports_no_program, "paro.config.run", "import pretrain_llama", "imports the program"),
-    (imports_no_program, "model.llama", "def f():\n    from tools import plan", "2: model.llama"),
-    (imports_no_program, "tools.plan", "from tests.helpers import ranks", "tests.helpers.ranks"),
-    (imports_no_program, "tools.plan", "import tools.bench.fixed_runs", "own evidence"),
-    (imports_are_allowed, "paro.strategy", "import torch", "may not import torch"),
     (
-        imports_are_allowed,
-        "paro.planning.search.planner",
-        "import numpy as np",
-        "may not import numpy",
+        imports_no_tests,
+        "tools.plan",
+        "def f():\n    from tests import gpu",
+        "2: the product imports",
     ),
+    (imports_are_allowed, PLANNER, "import numpy as np", "may not import numpy"),
     (imports_are_allowed, "model.config", "from torch import nn", "may not import torch.nn"),
-    (imports_are_allowed, "model.config", "import paro.strategy", "may not import paro.strategy"),
     (imports_are_allowed, "model.llama", "import transformers", "may not import transformers"),
     (imports_are_allowed, "data.loader", "from paro import strategy", "import paro.strategy"),
-    (imports_are_allowed, "data.loader", "import model.config", "may not import model.config"),
     (imports_are_allowed, "paro.errors", "import paro.layout", "may not import paro.layout"),
-    (
-        uses_are_allowed,
-        "paro.config.run",
-        "import os\nos.environ.get('X')",
-        "2: os.environ belongs",
-    ),
+    (uses_are_allowed, "paro.config", "import os\nos.environ.get('X')", "2: os.environ belongs"),
     (uses_are_allowed, "pretrain_llama", "from os import environ as e", "1: os.environ belongs"),
     (uses_are_allowed, "model.llama", "import os\nos.getenv('X')", "2: os.getenv belongs"),
-    (
-        uses_are_allowed,
-        "paro.distributed.runtime",
-        "import torch.distributed as dist\ndist.new_group([0])",
-        "2: torch.distributed.new_group belongs to paro.distributed.groups",
-    ),
-    (
-        uses_are_allowed,
-        "paro.distributed.groups",
-        "import torch\nimport torch.distributed\ntorch.distributed.all_reduce(1)",
-        "3: torch.distributed.all_reduce belongs",
-    ),
-    (uses_are_allowed, "paro.optim.x", "from torch.distributed import isend", "1: torch"),
-    (
-        uses_are_allowed,
-        "tools.bench",
-        "from torch import distributed as d\nd.barrier()",
-        "2: torch.distributed.barrier belongs",
-    ),
-    (starts_with_its_docstring, "x", "", "no docstring"),
+    (uses_are_allowed, "paro.x", f"{DIST}\nd.new_group([0])", "2: torch.distributed.new_group"),
+    (uses_are_allowed, GROUPS, f"{DIST}\nd.all_reduce(1)", "2: torch.distributed.all_reduce"),
+    (uses_are_allowed, "paro.x", "from torch.distributed import isend", "1: torch"),
+    (uses_are_allowed, "tools.x", "from torch import distributed as d\nd.barrier()", "2: torch"),
     (starts_with_its_docstring, "x", "import os", "no docstring"),
     (starts_with_its_docstring, "x", '# Why\n"""Says what."""', "no docstring"),
     (sizes_are_small, "x", "\n" * (MAX_FILE_LINES + 1), "401 lines, 400 allowed"),
     (sizes_are_small, "x", "def f():\n" + "    1\n" * MAX_FUNCTION_LINES, "f has 61 lines"),
-    (
-        catches_are_narrow,
-        "tools.plan",
-        "def main():\n    try:\n        run()\n    except (OSError, ValueError):\n        pass",
-        "2: main catches ValueError",
-    ),
-    (
-        catches_are_narrow,
-        "x",
-        "def f():\n    try:\n        yield\n    except ValueError as e:\n        pass",
-        "2: f catches",
-    ),
-    (
-        catches_are_narrow,
-        "x",
-        "def f():\n    try:\n" + "        g()\n" * 7 + "    except ValueError: ...",
-        "from 7 statements",
-    ),
+    (catches_are_narrow, "x", caught("main", "run()"), "2: main catches ValueError"),
+    (catches_are_narrow, "x", caught("f", "yield"), "2: f catches"),
+    (catches_are_narrow, "x", caught("f", *7 * ["g()"]), "from 7 statements"),
     (is_named_for_its_subject, "paro.utils", "", "utils names no subject"),
     (is_named_for_its_subject, "paro.common.x", "", "common names no subject"),
 ]
@@ -184,49 +150,9 @@ def test_a_planted_offence_is_found(rule: Rule, module: str, text: str, told: st
     assert told in offences[0]
 
 
-INNOCENT: list[tuple[Rule, str, str]] = [
-    (imports_no_program, "tools.bench.x", "import os\nfrom tools.bench.planning import steps"),
-    (imports_no_program, "pretrain_llama", "from paro.config.run import RunConfig\nimport torch"),
-    (
-        imports_are_allowed,
-        "paro.planning.search.planner",
-        "import math\nfrom model.config import Llama",
-    ),
-    (imports_are_allowed, "model.llama", "import math\nfrom torch import nn\nimport model.rotary"),
-    (imports_are_allowed, "paro.sharding.sharded_unit", "import torch"),
-    (imports_are_allowed, "data.loader", "from paro.errors import UserError"),
-    (catches_are_narrow, "x", "def f():\n    try:\n        int(a)\n    except ValueError: ..."),
-    (catches_are_narrow, "x", "def main():\n    try:\n        run()\n    except UserError: ..."),
-    (uses_are_allowed, "paro.distributed.runtime", "import os\nos.environ['X']"),
-    (
-        uses_are_allowed,
-        "paro.distributed.groups",
-        "import torch.distributed as dist\ndist.new_group([0])",
-    ),
-    (uses_are_allowed, "paro.optim.x", "import os\nos.replace('a', 'b')\nself.wire.all_reduce(x)"),
-    (
-        uses_are_allowed,
-        "paro.distributed.comm_stream",
-        "import torch.distributed as dist\ndist.ReduceOp.SUM",
-    ),
-    (starts_with_its_docstring, "x", '#!/usr/bin/env python\n"""Says what."""\n'),
-    (sizes_are_small, "x", "\n" * MAX_FILE_LINES),
-]
-
-
-@pytest.mark.parametrize(("rule", "module", "text"), INNOCENT)
-def test_the_innocent_are_left_alone(rule: Rule, module: str, text: str) -> None:
-    assert not list(rule(Source(module, text, ast.parse(text))))
-
-
 @pytest.mark.parametrize(
     "text",
     ["cd " + "/" + "tmp", "at '/" + "work/main/paro'", "/" + "home/me", "pip --index" + "-url x"],
 )
 def test_a_planted_path_is_found(text: str) -> None:
     assert MACHINE.search(text)
-
-
-@pytest.mark.parametrize("text", ["paro/work", "https://a.b/home", "#!/usr/bin/env", "$RUN/tmp"])
-def test_other_paths_are_left_alone(text: str) -> None:
-    assert not MACHINE.search(text)

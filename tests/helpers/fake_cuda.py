@@ -4,15 +4,17 @@
 # A FakeTensor of torch has a device and a shape, and no values. To compute on those of cuda:0, with
 # autograd, torch's CPU build lacks a device guard and the hooks that say that a GPU is there. They
 # are in fake_cuda.cpp, which must be loaded before torch is imported: `run_apart` starts a process
-# for it. Streams and events of torch.cuda and Triton's kernels do nothing here. A dispatch mode
-# sees every operation, also those in autograd's threads and in graphs of torch.compile, and notes
-# where the host would wait for the GPU, which a CPU never shows.
+# for it. Streams and events of torch.cuda do nothing here; Triton's kernels are compiled, for the
+# arguments that they would have, and do not run. A dispatch mode sees every operation, also those
+# in autograd's threads and in graphs of torch.compile, and notes where the host would wait for the
+# GPU, which a CPU never shows.
 #
 # torch's choice of an attention kernel asks the device; here the choice is written out.
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import traceback
@@ -39,6 +41,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tests.helpers.processes import python_apart
 from tests.helpers.ranks import ROOT
+from tests.helpers.triton_kernels import compiled
 
 GPU = torch.device("cuda", 0)
 
@@ -82,7 +85,8 @@ _CALL = "from tests.helpers.fake_cuda import answer; answer(*sys.argv[2:])"
 def run_apart(library: Path, module: str, function: str, argument: object) -> Any:
     """The function's result in a process with the library; argument and result go as JSON."""
     words = (str(library), module, function, json.dumps(argument))
-    out = python_apart(f"{_LOAD}; {_CALL}", *words, CUDA_VISIBLE_DEVICES="")
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(library.parent / "triton")}
+    out = python_apart(f"{_LOAD}; {_CALL}", *words, **environment)
     return json.loads(out.splitlines()[-1])
 
 
@@ -303,8 +307,10 @@ def fake_cuda() -> Iterator[Recorder]:
         if find_spec("triton") is not None:
             from triton.runtime.jit import JITFunction
 
-            def launch(kernel: Any, *args: Any, **_: Any) -> None:
+            def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
                 recorder.launch(kernel.__name__, *args)
+                ptx = compiled(kernel, *args, **options)
+                recorder.operations |= {*re.findall(r"satfinite\.\w+", ptx)}  # casts to fp8
 
             stack.enter_context(patch.object(JITFunction, "run", launch))
         stack.enter_context(_fake_mode())

@@ -33,8 +33,6 @@ PURE = (
     *("paro.quantization.formats", "paro.quantization.ranges"),
     *("model.config", "model.flops", "model.lora_config", "model.units"),
 )
-# Entry points; only other entry points may import them.
-PROGRAMS = ("pretrain_llama", "tools")
 
 # The only imports apart from Python's standard library; of paro/, model/ and data/ have errors and
 # text.
@@ -134,20 +132,11 @@ def uses_of(source: Source) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ".".join([bound[first], *rest])
 
 
-def imports_no_program(source: Source) -> Iterator[str]:
-    """Programs import only the product and their own packages, never tests.
-
-    The layers (layers.py) check which packages import which.
-    """
-    is_program = is_within(source.module, PROGRAMS)
-    is_bench = is_within(source.module, ("tools.bench",))
+def imports_no_tests(source: Source) -> Iterator[str]:
+    """The product does not import tests; the layers (layers.py) say which packages import which."""
     for line, name, _, _ in imports_of(source):
         if is_within(name, ("tests",)):
             yield f"{line}: the product imports {name}"
-        elif is_within(name, PROGRAMS) and not is_program:
-            yield f"{line}: {source.module} imports the program {name}"
-        elif is_within(name, ("tools.bench",)) and not is_bench:
-            yield f"{line}: a user's program imports {name}, which is the project's own evidence"
 
 
 def imports_are_allowed(source: Source) -> Iterator[str]:
@@ -250,7 +239,7 @@ def text_files() -> Iterator[Path]:
 
 EVERYWHERE: tuple[Rule, ...] = (starts_with_its_docstring, sizes_are_small)
 IN_PRODUCT: tuple[Rule, ...] = (
-    imports_no_program,
+    imports_no_tests,
     imports_are_allowed,
     uses_are_allowed,
     catches_are_narrow,

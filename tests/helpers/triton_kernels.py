@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from model import fusion
 from paro.optim import adamw
 from paro.quantization import blocks
-from tests.helpers.processes import python_apart
 
 
 def skip_on_gpus() -> None:
@@ -103,48 +99,37 @@ def forget_choices() -> None:
     blocks.choose_kernels.cache_clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signature:
-    """The arguments of a kernel in their order, by names: types, and constants' values."""
+def compiled(kernel: Any, *args: Any, **options: Any) -> str:
+    """The PTX of a kernel for what it is launched with; also machine code is made of it.
 
-    types: Mapping[str, str]
-    constants: Mapping[str, object] = field(default_factory=dict)
-
-
-def compile_kernel(module: str, name: str, signature: Signature, capability: int) -> str:
-    """Compiles a kernel down to machine code, which the interpreter does not: it accepts more.
-
-    Returns the code in PTX.
+    For the oldest GPU that runs it: later ones have what it has. The interpreter accepts more.
     """
+    from triton.runtime.jit import mangle_type
+
+    bound = kernel.signature.bind(
+        *args, **{k: options[k] for k in kernel.arg_names if k in options}
+    )
+    bound.apply_defaults()
+    given = bound.arguments
+    constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+    constants |= {name: None for name, value in given.items() if value is None}
+    types = {n: "constexpr" if n in constants else mangle_type(v) for n, v in given.items()}
+    return _ptx(kernel, tuple(types.items()), tuple(constants.items()))
+
+
+@cache
+def _ptx(
+    kernel: Any, types: tuple[tuple[str, str], ...], constants: tuple[tuple[str, object], ...]
+) -> str:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.compiler import compile as compiled
+    from triton.compiler import compile as compile_source
 
-    types = {**signature.types, **dict.fromkeys(signature.constants, "constexpr")}
-    places = {key: (list(types).index(key),) for key in signature.constants}
-    source = ASTSource(
-        getattr(import_module(module), name),
-        signature=types,
-        constexprs={places[key]: value for key, value in signature.constants.items()},
-    )
-    code = compiled(source, target=GPUTarget("cuda", capability, 32)).asm
+    places = {(kernel.arg_names.index(name),): value for name, value in constants}
+    source = ASTSource(kernel, signature=dict(types), constexprs=places)
+    capability = 90 if dict(constants).get("NATIVE") else 80  # which has fp8
+    code = compile_source(source, target=GPUTarget("cuda", capability, 32)).asm
     assert f".target sm_{capability}" in code["ptx"]
     assert len(code["cubin"]) > 1000
     ptx: str = code["ptx"]
     return ptx
-
-
-_CALL_EACH = """
-import importlib, json, sys
-_, function, arguments, *modules = sys.argv
-for module in modules:
-    getattr(importlib.import_module(f"tests.{module}"), function)(*json.loads(arguments))
-print("called")
-"""
-
-
-def run_apart(modules: Sequence[str], function: str, folder: Path, *arguments: int) -> None:
-    """Calls a function of modules of tests in a process whose Triton never interpreted."""
-    words = (function, json.dumps(arguments), *modules)
-    out = python_apart(_CALL_EACH, *words, TRITON_CACHE_DIR=str(folder))
-    assert out.endswith("called\n")

@@ -22,7 +22,7 @@ from model.norm import shared_norm
 from model.rotary import rotate, rotations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
-from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter, skip_on_gpus
+from tests.helpers.triton_kernels import interpreter, skip_on_gpus
 from tests.model.values import SMALL, assert_near, normal
 
 CPU = torch.device("cpu")
@@ -221,59 +221,6 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
     found, line = usable()
     assert found == CONFIG
     assert "ModuleNotFoundError" in line
-
-
-def pointers(names: str, *numbers: str, **others: str) -> dict[str, str]:
-    return {**dict.fromkeys(names.split(), "*bf16"), **dict.fromkeys(numbers, "i32"), **others}
-
-
-BLOCK = {"BLOCK": 1024}
-SIGNATURES = {
-    "_norm_backward": Signature(
-        types=pointers(
-            "grad x scale rstd grad_x sums", "num_rows", "width",
-            rstd="*fp32", sums="*fp32", one_over_width="fp32",
-        ),
-        constants={"BLOCK": 4096},
-    ),
-    "_cross_entropy": Signature(
-        types=pointers("logits labels losses", "num_columns", labels="*i64", losses="*fp32"),
-        constants={"GRADS": True, "BLOCK": 8192},
-    ),
-    "_swiglu": Signature(types=pointers("gate up out", "numel"), constants=BLOCK),
-    "_swiglu_backward": Signature(
-        types=pointers("grad gate up grad_gate grad_up", "numel"), constants=BLOCK
-    ),
-    "_rotate": Signature(
-        types=pointers("x cos sin out", "num_rows", "num_heads", "half", sign="fp32"),
-        constants={"HEADS": 16, "HALF": 64},
-    ),
-}  # fmt: skip
-
-
-OF_TENSORS = pointers("x bits scale data transposed", "num_rows", "num_columns")
-CASTS = {
-    "_largest": Signature(types=pointers("x bits", "numel", bits="*i32"), constants=BLOCK),
-    "_cast": Signature(
-        types=OF_TENSORS | {"bits": "*i32", "scale": "*fp32", "data": "*u8", "transposed": "*u8"},
-        constants={
-            "TOP": 448.0, "TINY": 2.0**-126, "MANTISSA": 3, "NATIVE": True,
-            "ROWS": 64, "COLUMNS": 128,
-        },
-    ),
-}  # fmt: skip
-
-
-def compile_all(*capabilities: int) -> None:
-    for capability in capabilities:
-        for name, signature in SIGNATURES.items():
-            compile_kernel("model.kernels", name, signature, capability)
-    compile_kernel("model.kernels", "_largest", CASTS["_largest"], 90)
-    values = CASTS["_cast"]
-    gradients = replace(values, constants={**values.constants, "TOP": 57344.0, "MANTISSA": 2})
-    for signature, kind in ((values, "e4m3x2"), (gradients, "e5m2x2")):
-        ptx = compile_kernel("model.kernels", "_cast", signature, 90)
-        assert f"cvt.rn.satfinite.{kind}.f32" in ptx
 
 
 def run_on_gpu() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, islice
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,20 +12,18 @@ from paro.config.elastic import nodes_line
 from paro.config.fitting import better_values
 from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLayout
-from paro.distributed.control import Control, PlannedControl
+from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.planning.search.search_space import micro_batch_sizes
 from paro.report.record import RunFacts, summarize
-from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
+from paro.training.assembly import build_training, run_facts
 from paro.training.dry_run import run_dry
-from paro.training.step import Evaluation, evaluate, train_step
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
 from tests.paro.planning.cases import workload
 from tests.paro.report.test_report import record
 
-CPU = torch.device("cpu")
 PAIRS = World(size=8, rank=5, ranks_per_node=4, context_parallel_size=2)
 FLAGS = TINY.replace("--micro-batch-size 1", "--micro-batch-size 2") + " --train-iters 10"
 
@@ -55,51 +50,6 @@ def test_batches_count_data_parallel_ranks() -> None:
     assert better_values(args, PAIRS.data_parallel_size) == {"micro_batch_size": 1}
     (line,) = nodes_line(run_of("--global-batch-size 40").batches, replace(PAIRS, size=12))
     assert "restart on 1 and 2 of 3 nodes" in line
-
-
-def test_every_pair_of_ranks_reads_samples_of_its_own() -> None:
-    read: list[list[int]] = []
-    config = run_of("--global-batch-size 24")
-    datasets = build_data(config)
-    for rank in range(PAIRS.size):
-        control = PlannedControl(replace(PAIRS, rank=rank), torch.device("meta"))
-        training = build_training(config, control)
-        source: Any = build_sources(config, datasets, training, start_state(config)).train
-        read.append([*chain(*islice(source.sample_numbers(), 3))])
-    assert read[::2] == read[1::2]
-    assert sorted(chain(*read[::2])) == list(range(24))
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_losses_and_dropout_count_data_parallel_ranks(
-    per_token: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A control that multiplies sums by the ranks: as if all of them had these losses."""
-    alone = run_of("--global-batch-size 4", World())
-    training = build_training(alone, Control(World(), CPU))
-    state = start_state(alone)
-    datasets = build_data(alone)
-
-    def held_out(world: World) -> Evaluation:
-        spread = replace(training, control=PlannedControl(world, CPU))
-        batches: Any = build_sources(alone, datasets, training, state).train
-        batches.fetch.token_bytes = np.arange(alone.vocab_size)
-        return evaluate(spread, batches, 2, per_token=per_token)
-
-    one = held_out(World())
-    assert held_out(replace(PAIRS, context_parallel_size=1)) == pytest.approx(one)
-    # Every rank of a pair weighs its tokens as the pair's; here both have all tokens of the sample.
-    assert held_out(PAIRS) == pytest.approx([2 * figure for figure in one])
-
-    numbers: list[Any] = []
-    monkeypatch.setattr("paro.training.step.drops_of", lambda *given: numbers.append(given[3:]))
-    with pytest.raises(TypeError, match="not callable"):
-        train_step(
-            replace(training, control=PlannedControl(PAIRS, CPU)),
-            state,
-            build_sources(alone, datasets, training, state).train,
-        )
-    assert numbers == [(2, 4)]
 
 
 def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.corpora import write_conversations
 from tests.helpers.ranks import run_ranks
@@ -50,17 +49,3 @@ def test_ranks_make_no_difference(tmp_path: Path) -> None:
     runs = [APART, f"{packed}{shared} a2a", f"{padded}{shared} p2p --num-workers 1"]
     for found in run_ranks(losses, 4, runs, 2):
         assert found == [pytest.approx(each, rel=1e-5) for each in alone]
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_as_on_the_cpu() -> None:
-    from model.llama import Llama
-    from tests.model.test_documents import LENGTHS, draw, positions
-    from tests.model.test_llama import CONFIGS, build
-
-    model: Llama = build(CONFIGS["gqa of 2"])
-    documents = {"positions_BS": positions(), "document_lengths": LENGTHS}
-    expected = model(*draw(), **documents)
-    documents["positions_BS"] = positions().cuda()
-    found = model.cuda()(*(part.cuda() for part in draw()), **documents)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=0.0)

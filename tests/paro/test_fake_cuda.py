@@ -1,4 +1,4 @@
-"""A micro-batch never waits for the GPU, and a step does so a known number of times at its end."""
+"""A micro-batch never waits for the GPU, a step a known number of times; all kernels compile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ FLAGS = (
     "--seq-length 16 --train-iters 3"
 )
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-KERNELS = ("_swiglu", "_swiglu_backward", "_rotate", "_adamw")
+KERNELS = (
+    *("_swiglu", "_swiglu_backward", "_rotate", "_norm_backward", "_cross_entropy"),
+    "_adamw",
+)
 DOCUMENTS = "--bf16 --vocab-size 5 --reset-position-ids --reset-attention-mask --eod-mask-loss"
 
 
@@ -70,7 +73,9 @@ KINDS = {
     "fp16": Case("--fp16", FLASH),
     "bf16 gradients": Case("--bf16 --grad-reduce-in-bf16"),
     "fp8, e4m3": Case("--bf16 --fp8-format e4m3", ("_scaled_mm",)),
-    "fp8, hybrid": Case("--bf16 --fp8-format hybrid", ("_scaled_mm",)),
+    "fp8, hybrid": Case(
+        "--bf16 --fp8-format hybrid", ("_scaled_mm", "_largest", "_cast", "e4m3x2", "e5m2x2")
+    ),
     "without Triton": Case(
         "--bf16 --no-bias-swiglu-fusion --no-rope-fusion --adam-implementation torch",
         ("_fused_adamw_",),
@@ -97,6 +102,12 @@ KINDS = {
         "--hidden-size 64 --ffn-hidden-size 160",
         ("_encode", "_decode"),
     ),
+    "8 bits between groups, moments in bf16": Case(
+        "--bf16 --paro-strategy NIG --paro-inter-param-bits 8 --paro-inter-grad-bits 8 "
+        "--paro-inter-grad-error-feedback --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+        "--hidden-size 64 --ffn-hidden-size 160",
+        ("_encode", "_decode", "_adamw"),
+    ),
     "HO-Ring": Case("--bf16 --paro-strategy GGG --paro-collective ho-ring"),
     "flat": Case("--bf16 --paro-strategy GGG --paro-collective flat"),
     "tokens weigh alike": Case("--bf16 --calculate-per-token-loss"),
@@ -122,6 +133,7 @@ FEW = (
     "fp8, hybrid",
     "rotation",
     "4 bits between groups",
+    "8 bits between groups, moments in bf16",
     "compiled",
 )
 

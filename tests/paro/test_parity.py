@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from random import Random
@@ -12,17 +11,13 @@ from random import Random
 import pytest
 import torch
 
-from model.units import parameter_shapes
 from paro.distributed.byte_counter import Sent
-from paro.distributed.comm_stream import Event, Job
 from paro.distributed.world import World
 from paro.planning.cost_model import UnitSize, traffic_per_step
 from paro.planning.search.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
-from paro.topology import AxisSpan
 from paro.training.memory_check import plan_of
-from paro.training.step import Training
 from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -105,37 +100,49 @@ def assert_few_buffers(ledger: Ledger, *, prefetch: int, tied: bool, frozen: boo
     assert ledger.whole_params.count == ledger.whole_grads.count == 0
 
 
-def flags_for(strategy: str, *, world_size: int, more: str = "", steps: int = FEW_STEPS) -> str:
+def flags_for(
+    strategy: str, *, world_size: int, more: str = "", steps: int = FEW_STEPS, model: str = TINY
+) -> str:
     return (
-        f"{TINY} --train-iters {steps} --global-batch-size {SAMPLES} "
+        f"{model} --train-iters {steps} --global-batch-size {SAMPLES} "
         f"--micro-batch-size {SAMPLES // (world_size * MICRO_BATCHES)} "
         f"--paro-strategy {strategy} {more}"
     )
 
 
 @cache
-def alone(more: str, frozen: Frozen, steps: int) -> Trained:
-    return train(flags_for("GGG", world_size=1, more=more, steps=steps), frozen=frozen)
+def alone(more: str, frozen: Frozen, steps: int, model: str) -> Trained:
+    return train(flags_for("GGG", world_size=1, more=more, steps=steps, model=model), frozen=frozen)
 
 
-def reference_for(more: str = "", frozen: Frozen = (), steps: int = FEW_STEPS) -> Trained:
+def reference_for(
+    more: str = "", frozen: Frozen = (), steps: int = FEW_STEPS, model: str = TINY
+) -> Trained:
     """One process trained under the flags that change the computation."""
-    more = re.sub(r"--(paro|recompute|torch-compile)\S* \S+", "", more)
-    return alone(more.strip(), frozen, steps)
+    return alone(computation(more), frozen, steps, model)
+
+
+def computation(more: str) -> str:
+    """The flags that change what is computed, and not where or how."""
+    return re.sub(r"--(paro|recompute|torch-compile)\S*( (?!--)\S+)*", "", more).strip()
 
 
 def compared(
-    world_size: int, group_size: int, variants: Sequence[Variant], steps: int = FEW_STEPS
+    world_size: int,
+    group_size: int,
+    variants: Sequence[Variant],
+    steps: int = FEW_STEPS,
+    model: str = TINY,
 ) -> Iterator[tuple[Variant, str, int, Trained]]:
     """Trains the variants; gives every rank's run of each with its flags once it is as alone."""
     cases = [
-        (flags_for(name, world_size=world_size, more=more, steps=steps), frozen)
+        (flags_for(name, world_size=world_size, more=more, steps=steps, model=model), frozen)
         for name, more, frozen in variants
     ]
     results = run_ranks(train_cases, world_size, cases, group_size, timeout=900)
     for number, variant in enumerate(variants):
         _, more, frozen = variant
-        reference = reference_for(more, frozen, steps)
+        reference = reference_for(more, frozen, steps, model)
         for rank, by_rank in enumerate(results):
             tolerance = 0.02 if "--bf16" in more else TOLERANCE
             assert_same(by_rank[number], reference, f"{variant} on {world_size}", tolerance)
@@ -295,35 +302,3 @@ def test_all_strategies_on_all_worlds(world_size: int, group_size: int) -> None:
             assert_few_buffers(trained.ledger, prefetch=1, tied=tied, frozen=parts)
             if not frozen:
                 assert_formulas(trained, flags, world_size, group_size)
-
-
-def delay_reductions(training: Training) -> None:
-    """Makes every reduction of a unit end long after the training thread has continued."""
-    collectives = training.model.context.collectives
-    original = collectives.run_after
-
-    def run_after(span: AxisSpan, job: Job, *, after: Event) -> Event:
-        def late() -> None:
-            time.sleep(0.05)
-            job()
-
-        return original(span, late, after=after)
-
-    collectives.run_after = run_after  # type: ignore[method-assign]
-
-
-def train_late(flags: str, frozen: Sequence[str]) -> list[Trained]:
-    return [
-        train(f"{flags} --paro-prefetch-units {ahead}", frozen=frozen, before=delay_reductions)
-        for ahead in (0, 1)
-    ]
-
-
-@pytest.mark.ranks
-def test_a_gradient_never_overtakes_the_reduction_of_the_one_before() -> None:
-    # One trained unit: the next micro-batch's gradient arrives while the last is still being sent.
-    config = configured(f"{TINY} --train-iters 1")
-    frozen = [name for name in parameter_shapes(config.model) if not name.startswith("head.")]
-    flags = f"{TINY} --train-iters 2 --global-batch-size 8 --paro-strategy GGG"
-    for without, overlapped in run_ranks(train_late, 2, flags, frozen):
-        assert_same(overlapped, without, "delayed reductions")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from random import Random
 from typing import Any, NamedTuple
@@ -20,7 +19,15 @@ from paro.training.step import Evaluation, Training, evaluate
 from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
-from tests.paro.test_parity import MANY_STEPS, TOLERANCE, assert_same
+from tests.paro.test_parity import (
+    COMPILED,
+    FROZEN,
+    MANY_STEPS,
+    TIED,
+    TOLERANCE,
+    assert_same,
+    computation,
+)
 
 # 8 heads and 16 tokens can be cut for up to 8 ranks; a tenth of the tokens end a document.
 MODEL = (
@@ -38,13 +45,10 @@ FULL = "--recompute-granularity full"
 KEPT = f"{FULL} --paro-recompute-keep core_attn"
 CORE = "--recompute-activations"
 LORA = "--lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules all-linear"
-TIED = "--tie-embeddings-and-output-weights"
-COMPILED = "--torch-compile aot_eager"
 HO_RING = "--paro-collective ho-ring"
 SIZES = "--hierarchical-context-parallel-sizes"
 PAIRS = f"a2a+p2p {SIZES} 2 2"
 FLAT = "p2p --paro-context-ring flat"
-FROZEN = ("embedding.weight", "blocks.0.wq", "blocks.1.w_up", "head.weight")
 FEW_STEPS = 3
 
 
@@ -130,8 +134,7 @@ def alone(more: str, frozen: tuple[str, ...], steps: int) -> Run:
 def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> None:
     by_rank = run_ranks(run_cases, world_size, cases, group_size, steps)
     for number, case in enumerate(cases):
-        more = re.sub(r"--(paro|recompute-[gn]|torch-compile)\S* \S+", "", case.more)
-        wanted = alone(more.replace(CORE, "").strip(), case.frozen, steps)
+        wanted = alone(computation(case.more), case.frozen, steps)
         for rank, runs in enumerate(by_rank):
             held_out, trained = runs[number]
             assert held_out == pytest.approx(wanted.held_out, rel=TOLERANCE), case

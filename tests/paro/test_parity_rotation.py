@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-
 import pytest
 import torch
 
 from paro.collectives.shifts import scratch_numel
-from tests.helpers.ranks import run_ranks
-from tests.helpers.training import Trained, train
+from tests.helpers.training import Trained
 from tests.paro.test_parity import (
     FEW_STEPS,
     FROZEN,
@@ -18,11 +14,10 @@ from tests.paro.test_parity import (
     MANY_STEPS,
     MICRO_BATCHES,
     MODERN,
-    SAMPLES,
     TIED,
-    assert_same,
+    Variant,
+    compared,
     counted,
-    train_cases,
 )
 
 # Feed-forward and vocabulary sizes that no number of ranks divides; heads for rings of every size.
@@ -32,10 +27,9 @@ MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 59 "
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
     "--ffn-hidden-size 37 --seq-length 12 --num-workers 0 --lr 0.002 "
-    "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-6 --init-method-std 0.1 "
-    "--paro-materialize rotate"
+    "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-6 --init-method-std 0.1"
 )
-ALONE = "--paro-materialize gather --paro-strategy GGG"
+ROTATE = "--paro-materialize rotate"
 GROUPED = "--group-query-attention --num-query-groups"
 IN_PLACE = "--paro-rotate-in-place"
 FULL = "--recompute-granularity full"
@@ -43,23 +37,6 @@ BELOW = ("embedding.weight", *(f"blocks.0.{n}" for n in ("attention_norm", "wq",
 # Adam divides an adapter's smallest gradients, which are rounding, by themselves.
 LORA = "--adam-eps 1e-4 --lora-rank 3 --lora-alpha 6 --lora-dropout 0.3 --lora-target-modules"
 BASE_BF16 = "--lora-base-dtype bf16"
-
-Case = tuple[str, str, tuple[str, ...]]  # strategy, further flags, frozen parameters
-
-
-def flags_for(strategy: str, heads: int, more: str, *, world_size: int, steps: int) -> str:
-    return (
-        f"{MODEL} --num-attention-heads {heads} --train-iters {steps} "
-        f"--global-batch-size {SAMPLES} --paro-strategy {strategy} {more} "
-        f"--micro-batch-size {SAMPLES // (world_size * MICRO_BATCHES)}"
-    )
-
-
-@cache
-def alone(heads: int, more: str, frozen: tuple[str, ...], steps: int) -> Trained:
-    """One process that gathers."""
-    flags = flags_for("GGG", heads, f"{more} {ALONE}", world_size=1, steps=steps)
-    return train(flags, frozen=frozen)
 
 
 def assert_formulas(trained: Trained, flags: str, world_size: int, group_size: int) -> None:
@@ -95,28 +72,22 @@ def assert_few_slices(trained: Trained, flags: str) -> None:
 
 
 def check(
-    world_size: int, group_size: int, heads: int, cases: list[Case], steps: int = FEW_STEPS
+    world_size: int, group_size: int, heads: int, variants: list[Variant], steps: int = FEW_STEPS
 ) -> None:
-    runs = [
-        (flags_for(strategy, heads, more, world_size=world_size, steps=steps), frozen)
-        for strategy, more, frozen in cases
-    ]
-    results = run_ranks(train_cases, world_size, runs, group_size, timeout=900)
-    for number, (flags, frozen) in enumerate(runs):
-        # Under the flags that change the computation.
-        more = re.sub(r"--(paro|recompute)\S*( (?!--)\S+)*", "", cases[number][1])
-        wanted = alone(heads, more.strip(), frozen, steps)
-        for by_rank in results:
-            trained = by_rank[number]
-            assert_same(trained, wanted, flags)
-            assert_few_slices(trained, flags)
-            if not frozen:
-                assert_formulas(trained, flags, world_size, group_size)
+    """In comparison with one process that gathers."""
+    model = f"{MODEL} --num-attention-heads {heads}"
+    rotating = [(name, f"{ROTATE} {more}", frozen) for name, more, frozen in variants]
+    for (_, _, frozen), flags, _, trained in compared(
+        world_size, group_size, rotating, steps, model
+    ):
+        assert_few_slices(trained, flags)
+        if not frozen:
+            assert_formulas(trained, flags, world_size, group_size)
 
 
 @pytest.mark.ranks
 def test_rings_in_groups_train_as_one_process_does() -> None:
-    cases: list[Case] = [
+    cases: list[Variant] = [
         ("III", f"{IN_PLACE} {TIED}", ()),
         ("IIG", f"{MODERN} {FULL}", ()),
         ("IIG", "", FROZEN),
@@ -128,7 +99,7 @@ def test_rings_in_groups_train_as_one_process_does() -> None:
 
 @pytest.mark.ranks
 def test_a_ring_of_all_ranks_trains_as_one_process_does() -> None:
-    cases: list[Case] = [
+    cases: list[Variant] = [
         ("GGG", f"{GROUPED} 3", ()),
         ("GGG", f"{MODERN} {FULL} --recompute-num-layers 2 {IN_PLACE}", ()),
         ("GGG", "--recompute-granularity selective --paro-prefetch-units 0", BELOW),
@@ -179,7 +150,7 @@ def test_all_rings_in_groups_train_as_one_process_does(
 @pytest.mark.parametrize("size", [2, 4, 6, 8])
 def test_all_rings_of_all_ranks_train_as_one_process_does(size: int, in_place: bool) -> None:
     several = f"{GROUPED} {size} {TIED} {FULL}"
-    cases: list[Case] = [
+    cases: list[Variant] = [
         ("GGG", place(more, in_place=in_place), frozen)
         for more, frozen in [("", ()), (several, ()), ("", FROZEN)]
     ]

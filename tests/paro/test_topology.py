@@ -54,9 +54,3 @@ def test_shards_tile_the_buffer_and_nest(groups: int, group_size: int) -> None:
             start, stop = nested_range(topology.axes_between(coarse, fine), rank, numel // coarse)
             assert stop - start == numel // fine
             assert topology.shard_start(rank, fine, numel) == outer + start
-
-
-def test_a_degree_that_is_no_cut_is_refused() -> None:
-    topology = make_topology(world_size=8, group_size=4, degrees=(1, 4, 8))
-    with pytest.raises(AssertionError, match="not cuts"):
-        topology.axes_between(1, 2)

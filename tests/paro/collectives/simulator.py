@@ -1,9 +1,9 @@
-"""Runs the schedules of all positions in one process, as threads or as streams would."""
+"""Runs the schedules of all positions in one process, as threads or step by step."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -79,7 +79,7 @@ def check_end(op: Op, places: Sequence[Place], pieces: int) -> None:
 
 
 def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
-    """gloo: a thread per level and place; tagged sends start as soon as possible.
+    """A thread per level and place; tagged sends start as soon as possible.
 
     Receives of a level end in order, and an addition waits for its dependencies. A random thread
     runs next, repeatedly.
@@ -113,69 +113,17 @@ def run_as_threads(places: Sequence[Place], levels: int, seed: int) -> None:
 
     for place, state in enumerate(places):
         send_what_may_go(place, range(len(state.steps)))
-    _until_done(
-        streams, {stream: len(steps) for stream, steps in steps_of.items()}, ended, receive, rng
-    )
-    assert not wires, "somebody sent what nobody received"
-
-
-def run_as_streams(places: Sequence[Place], levels: int, seed: int) -> None:
-    """NCCL: a stream per level and place; a step's send and receive start and end together.
-
-    A step starts after all its dependencies have ended; it ends when the neighbours have started
-    the steps with the other ends of its send and receive. Messages have no tags: they match in
-    order.
-    """
-    rng = random.Random(seed)
-    streams = [(place, level) for place in range(len(places)) for level in range(levels)]
-    steps_of = {(place, level): places[place].of_level(level) for place, level in streams}
-    started = dict.fromkeys(streams, 0)
-    ended = dict.fromkeys(streams, 0)
-    outgoing: dict[tuple[int, int], list[Content]] = {}  # by place and step
-
-    def go_on(place: int, level: int) -> bool:
-        stream, state = (place, level), places[place]
-        position = ended[stream]
-        index = steps_of[stream][position]
-        send, receive = state.steps[index].send, state.steps[index].receive
-        if started[stream] == position:
-            if not state.arrived.issuperset({*send.after, *receive.after}):
-                return False
-            outgoing[place, index] = state.message(send.chunks)
-            started[stream] += 1
-            return True
-        if any(started[peer, level] <= position for peer in (send.peer, receive.peer)):
-            return False
-        state.take(index, outgoing[receive.peer, steps_of[receive.peer, level][position]])
-        ended[stream] += 1
-        return True
-
-    _until_done(
-        streams, {stream: len(steps) for stream, steps in steps_of.items()}, ended, go_on, rng
-    )
-
-
-def _until_done(
-    streams: list[tuple[int, int]],
-    lengths: dict[tuple[int, int], int],
-    ended: dict[tuple[int, int], int],
-    go_on: Callable[[int, int], bool],
-    rng: random.Random,
-) -> None:
-    """Advances random streams; raises if none can advance."""
-    todo = [stream for stream in streams if lengths[stream]]
-    while todo:
+    while todo := [stream for stream in streams if ended[stream] < len(steps_of[stream])]:
         rng.shuffle(todo)
-        moved = False
+        before = dict(ended)
         for stream in todo:
             # Some advance several steps, so that they get far ahead of others.
             for _ in range(rng.choice((1, 1, 2, 8))):
-                if ended[stream] == lengths[stream] or not go_on(*stream):
+                if ended[stream] == len(steps_of[stream]) or not receive(*stream):
                     break
-                moved = True
-        if not moved:
-            raise DeadlockError(f"of {lengths} steps only {ended} ended")
-        todo = [stream for stream in todo if ended[stream] < lengths[stream]]
+        if ended == before:
+            raise DeadlockError(f"of {steps_of} steps only {ended} ended")
+    assert not wires, "somebody sent what nobody received"
 
 
 def run_one_by_one(places: Sequence[Place]) -> None:

@@ -16,7 +16,7 @@ from paro.collectives import schedule
 from paro.collectives.executor import ALGORITHMS
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks
 from paro.collectives.spans import ring_levels
-from paro.collectives.transfer import ChunkedBuffer, Scratch, Transfer
+from paro.collectives.transfer import ChunkedBuffer, Scratch
 from paro.distributed.byte_counter import Sent
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
@@ -164,16 +164,6 @@ def test_a_silent_peer_is_named(name: str) -> None:
     for rank, link in neighbours.items():
         assert f"from rank 3 over {link}-group links failed" in told[rank]
     assert all("failed" in text for text in told)
-
-
-def test_a_level_that_waits_for_another_names_what_failed_there() -> None:
-    """It may be the first failure that the training thread sees."""
-    transfer = Transfer.__new__(Transfer)
-    transfer._changed = threading.Condition()
-    transfer._failure = RuntimeError("a receive from rank 3 failed")
-    with pytest.raises(RuntimeError, match="elsewhere a receive from rank 3 failed") as raised:
-        transfer._await(lambda: False)
-    assert raised.value.__cause__ is transfer._failure
 
 
 def test_axes_with_one_kind_of_links_share_a_ring() -> None:

@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from paro.context_parallel.layout import ContextLayout, ContextLimits
+from paro.context_parallel.layout import ContextLayout, ContextLimits, num_pieces
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
 
@@ -68,3 +68,19 @@ def test_axes_are_those_of_exchange_and_ring() -> None:
     assert ContextLayout(size=4, heads=4).ring_span(alone) == ()
     for inner, outer in pairwise(topology.axes):
         assert inner.outer == outer.inner
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_ranks", "pieces"),
+    [(32, 32, 8, 4), (32, 8, 8, 4), (32, 16, 8, 2), (24, 24, 8, 1), (12, 6, 2, 1), (8, 8, 8, 1)],
+)
+def test_pieces_have_whole_groups_of_queries(
+    num_heads: int, num_kv_heads: int, num_ranks: int, pieces: int
+) -> None:
+    layout = ContextLayout(size=num_ranks, heads=num_ranks)
+    assert num_pieces(num_heads, num_kv_heads, layout) == pieces
+
+
+def test_no_piece_shares_keys_that_go_round_a_ring() -> None:
+    layout = ContextLayout(size=16, heads=8)
+    assert [num_pieces(32, kv_heads, layout) for kv_heads in (8, 16, 32)] == [1, 2, 4]

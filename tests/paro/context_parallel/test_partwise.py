@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.attention import Documents, attend, documents_of
+from model.attention import documents_of
 from model.kept import KeptAttention, checkpointed
 from paro.collectives.api import make_collectives
 from paro.collectives.shifts import Ring
@@ -31,6 +32,7 @@ from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
 from tests.helpers.waits import all_waits
 from tests.model.values import assert_near, normal
+from tests.paro.context_parallel.test_probe import attend_whole
 
 CHUNK, CHANNELS, SAMPLES, HEADS = 3, 8, 2, 4
 CPU = torch.device("cpu")
@@ -47,23 +49,16 @@ class Inputs(NamedTuple):
     lengths: tuple[int, ...] | None
 
 
-def inputs(places: int, groups: int, *, packed: bool) -> Inputs:
+def inputs(places: int, groups: int, *, packed: bool, num_heads: int = HEADS) -> Inputs:
     tokens = 2 * places * CHUNK
     lengths: tuple[int, ...] | None = None
     if packed:
         # One that spans all places, beside some of one token; then odd ones.
         odd = [5] * (tokens // 5) + [tokens % 5] * (tokens % 5 > 0)
         lengths = (1, 1, tokens - 3, 1, *odd)
-    heads = (HEADS, groups, groups, HEADS)
+    heads = (num_heads, groups, groups, num_heads)
     tensors = (normal(SAMPLES, tokens, each, CHANNELS, seed=n) for n, each in enumerate(heads))
     return Inputs(*tensors, lengths)
-
-
-def whole(given: Inputs) -> list[Tensor]:
-    """Output and gradients of one call."""
-    leaves = [part.clone().requires_grad_() for part in given[:3]]
-    out = attend(*leaves, "auto", documents_of(given.lengths, SAMPLES, CPU))
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.grad)]
 
 
 def cut(tensor: Tensor, place: int, places: int) -> Tensor:
@@ -71,22 +66,25 @@ def cut(tensor: Tensor, place: int, places: int) -> Tensor:
     return torch.cat([chunks[place], chunks[2 * places - 1 - place]], 1)
 
 
-def in_parts(travel: Travel, given: Inputs) -> list[Tensor]:
-    place, places = travel.place, travel.num_places
-    leaves = [cut(part, place, places).requires_grad_() for part in given[:3]]
-    out = partwise(travel)(*leaves, documents_of(given.lengths, SAMPLES, CPU), None)
-    return [out.detach(), *torch.autograd.grad(out, leaves, cut(given.grad, place, places))]
+def attended(
+    core: Callable[..., Tensor],
+    given: Inputs,
+    own: Callable[[Tensor], Tensor] = Tensor.clone,
+    kept: KeptAttention | None = None,
+) -> list[Tensor]:
+    """Output and gradients of a rank's own tokens: by default of all."""
+    leaves = [own(part).detach().requires_grad_() for part in given[:3]]
+    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), kept)
+    if kept is not None:
+        kept.complete()
+    return [out.detach(), *torch.autograd.grad(out, leaves, own(given.grad))]
 
 
-def recomputed(travel: Travel, given: Inputs) -> list[Tensor]:
-    """The same where a recomputation finds the output kept."""
-    place, places = travel.place, travel.num_places
-    leaves = [cut(part, place, places).requires_grad_() for part in given[:3]]
-    kept = KeptAttention()
-    documents = documents_of(given.lengths, SAMPLES, CPU)
-    out = checkpointed(partwise(travel), *leaves, documents, kept)
-    kept.complete()
-    return [out.detach(), *torch.autograd.grad(out, leaves, cut(given.grad, place, places))]
+def in_parts(travel: Travel, given: Inputs, kept: KeptAttention | None = None) -> list[Tensor]:
+    """With `kept` where a recomputation finds the output."""
+    core = partwise(travel) if kept is None else partial(checkpointed, partwise(travel))
+    own = partial(cut, place=travel.place, places=travel.num_places)
+    return attended(core, given, own, kept)
 
 
 class Ways:
@@ -141,7 +139,7 @@ def compare(inner: int) -> None:
     places = dist.get_world_size()
     for groups, packed in ((4, False), (2, True), (1, True)):
         given = inputs(places, groups, packed=packed)
-        wanted = [cut(tensor, ways.rank, places) for tensor in whole(given)]
+        wanted = [cut(tensor, ways.rank, places) for tensor in attended(attend_whole, given)]
         for travel in travels:
             ways.traffic.take()
             found = in_parts(travel, given)
@@ -155,7 +153,7 @@ def compare(inner: int) -> None:
             if isinstance(travel, RingTravel) and travel._outer.size > 1:
                 assert sent.inter == 3 * (places // inner - 1) * block, label
             # What is kept travels no more than without recomputation, and has the same bits.
-            assert all(map(torch.equal, recomputed(travel, given), found)), label
+            assert all(map(torch.equal, in_parts(travel, given, KeptAttention()), found)), label
             assert ways.traffic.take() == sent, label
     ways.close()
 
@@ -166,25 +164,24 @@ def test_parts_are_one_call(world_size: int, inner: int) -> None:
     run_ranks(compare, world_size, inner)
 
 
-def by_heads(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
-    """With heads exchanged, in as many pieces as a rank has heads."""
+def by_heads(ways: Ways, streams: CommStreams, groups: int) -> list[Tensor]:
+    """With heads exchanged, in pieces with keys and values of their own or shared, recomputed."""
     exchange = Exchange(ways.whole, ways.groups, ways.links(streams))
     core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
-    leaves = [part.chunk(4, 1)[ways.rank].clone().requires_grad_() for part in given[:3]]
-    out = core(*leaves, documents_of(given.lengths, SAMPLES, CPU), None)
-    return [out.detach(), *torch.autograd.grad(out, leaves, given.grad.chunk(4, 1)[ways.rank])]
+    given = inputs(4, groups, packed=True, num_heads=16)
+    for _ in range(2):  # what a recomputation left under way is waited for
+        found = attended(partial(checkpointed, core), given, partial(chunk, place=ways.rank))
+    return found
 
 
-def attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _kept: KeptAttention | None
-) -> Tensor:
-    return attend(q, k, v, "auto", documents)
+def chunk(whole: Tensor, place: int) -> Tensor:
+    return whole.chunk(4, 1)[place].clone()
 
 
 def all_ways(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
     travels = [*ways.rings(streams), ways.gather("native", streams)]
     found = [tensor for travel in travels for tensor in in_parts(travel, given)]
-    return found + by_heads(ways, streams, given)
+    return found + by_heads(ways, streams, 8) + by_heads(ways, streams, 2)
 
 
 def repeat() -> None:

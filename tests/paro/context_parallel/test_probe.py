@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,17 +15,17 @@ from paro.context_parallel.probe import check_core
 from tests.helpers.refusals import refused
 
 
+def attend_whole(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
+) -> Tensor:
+    return attend(q, k, v, "auto", documents)
+
+
 def alone(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
 ) -> Tensor:
     lengths = (5, q.shape[1] - 5)
-    return attend(q, k, v, "auto", None if documents is None else Documents(lengths))
-
-
-def broken(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
-) -> Tensor:
-    return attend(q, k, v, "auto", documents) * torch.nan
+    return attend_whole(q, k, v, None if documents is None else Documents(lengths), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,11 +41,9 @@ def test_attention_to_own_tokens_alone_ends_the_run(
 
 def test_values_that_are_none_end_it_too() -> None:
     layout, head = ContextLayout(), torch.empty(8)
+
+    def broken(*given: Any) -> Tensor:
+        return attend_whole(*given) * torch.nan
+
     check_core(attend_whole, layout, 0, head, "auto", apart=True)
     refused(lambda: check_core(broken, layout, 0, head, "auto", apart=True), "nan", status=1)
-
-
-def attend_whole(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, _: KeptAttention | None
-) -> Tensor:
-    return attend(q, k, v, "auto", documents)

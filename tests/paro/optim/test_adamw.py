@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
-from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from paro.optim import adamw
 from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
 from tests.helpers.refusals import refused
-from tests.helpers.triton_kernels import Signature, compile_kernel, interpreter
+from tests.helpers.triton_kernels import interpreter
 
 STEPS = ((0.01, 0.1), (0.02, 0.0), (0.005, 0.3))  # learning rate, weight decay
 CPU = torch.device("cpu")
@@ -71,22 +70,16 @@ def make(implementation: str, *tensors: Tensor) -> AdamW:
     return choose_adamw(implementation, CPU).make(*tensors, betas=BETAS, eps=EPS)
 
 
-def test_an_update_has_the_bits_of_the_class(implementation: str) -> None:
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_updates_have_the_bits_of_the_class(implementation: str, *, begins_anew: bool) -> None:
+    """Also of an object that goes on from moments and their number of steps."""
     param = torch.linspace(-1, 1, 37)
-    wanted = expected(param)
-    ours = make(implementation, param, torch.zeros(37), torch.zeros(37))
-    for grad, (lr, weight_decay) in zip(gradients(), STEPS, strict=True):
-        ours.step(grad, Update(lr, weight_decay))
-    assert torch.equal(param, wanted)
-
-
-def test_it_continues_from_moments_and_their_number_of_steps(implementation: str) -> None:
-    param = torch.linspace(-1, 1, 37)
-    wanted = expected(param)
-    moments = torch.zeros(37), torch.zeros(37)
+    wanted, states = expected(param), (param, torch.zeros(37), torch.zeros(37))
+    ours = make(implementation, *states)
     for index, (grad, (lr, weight_decay)) in enumerate(zip(gradients(), STEPS, strict=True)):
-        ours = make(implementation, param, *moments)
-        ours.set_num_steps(index)
+        if begins_anew:
+            ours = make(implementation, *states)
+            ours.set_num_steps(index)
         ours.step(grad, Update(lr, weight_decay))
     assert torch.equal(param, wanted)
 
@@ -144,21 +137,6 @@ class TwiceAsFar(TorchAdamW):
 
     def step(self, grad: Tensor, update: Update) -> None:
         super().step(grad, update._replace(lr=2 * update.lr))
-
-
-def compile_all(*capabilities: int) -> None:
-    pointers = dict.fromkeys(("param", "exp_avg", "exp_avg_sq", "grad"), "*fp32")
-    numbers = ("factor", "kept", "beta1", "beta2", "eps", "step_size", "correction")
-    places = ("key1", "key2", "low", "width", "stride", "start")
-    types = {**pointers, "copy": "*bf16", "numel": "i32", **dict.fromkeys(numbers, "fp32")}
-    types |= dict.fromkeys(places, "i32")
-    for capability, moments in product(capabilities, ("*fp32", "*bf16")):
-        rounds = dict.fromkeys(("ROUNDS1", "ROUNDS2"), moments == "*bf16")
-        signature = Signature(
-            types=types | dict.fromkeys(("exp_avg", "exp_avg_sq"), moments),
-            constants={"COPIES": True, **rounds, "BLOCK": 1024},
-        )
-        compile_kernel("paro.optim.kernels", "_adamw", signature, capability)
 
 
 def run_on_gpu() -> None:

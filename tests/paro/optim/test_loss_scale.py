@@ -52,21 +52,6 @@ def test_a_dynamic_scale_follows_the_steps(
     assert scales(dynamic(**changes), [step == "x" for step in steps]) == expected
 
 
-def test_a_stored_state_goes_on_as_if_nothing_had_happened() -> None:
-    config, steps = dynamic(), [False, True, False, False, False, True, True, False]
-    state = start_loss_scale(config)
-    for found in steps[:4]:
-        state = update_loss_scale(config, state, found_nonfinite=found)
-    restored = type(state)(
-        scale=state.scale,
-        growth_tracker=state.growth_tracker,
-        hysteresis_tracker=state.hysteresis_tracker,
-    )
-    for found in steps[4:]:
-        restored = update_loss_scale(config, restored, found_nonfinite=found)
-    assert restored.scale == scales(config, steps)[-1]
-
-
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [

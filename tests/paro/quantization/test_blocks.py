@@ -29,8 +29,8 @@ def decoded(payload: Tensor, form: BlockFormat, numel: int) -> Tensor:
     return whole
 
 
-def values_of(numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+def values_of(numel: int, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel + seed))
 
 
 class DividesAsAGpu(TorchDispatchMode):

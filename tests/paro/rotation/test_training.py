@@ -19,10 +19,10 @@ from paro.training.step import Training, evaluate
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, begun, built, run_steps, train, whole_parameters
 from tests.paro.checkpoint.toy_run import load_checkpoint, save_checkpoint
-from tests.paro.test_parity_rotation import MODEL
+from tests.paro.test_parity_rotation import MODEL, ROTATE
 
 IN_PLACE = "--paro-rotate-in-place"
-ROTATED = f"{MODEL} --num-attention-heads 4 --global-batch-size 16 --micro-batch-size 2"
+ROTATED = f"{MODEL} {ROTATE} --num-attention-heads 4 --global-batch-size 16 --micro-batch-size 2"
 GATHERED = ROTATED.replace("rotate", "gather")
 BF16 = [
     "--bf16 --paro-strategy IIG",

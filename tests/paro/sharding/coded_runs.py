@@ -26,11 +26,12 @@ SIZES = "--hidden-size 60 --ffn-hidden-size 151 --vocab-size 211 --num-layers 2 
 FLAGS = f"{TINY} {SIZES} --train-iters 3 --global-batch-size 24"
 
 
-def coded_flags(option: str, cases: Sequence[tuple[str, int, str]], micro_batch: int) -> list[str]:
-    """The flags of runs, each a strategy, the bits of the option and more flags."""
+def coded_flags(cases: Sequence[tuple[str, int, str]], micro_batch: int) -> list[str]:
+    """The flags of runs, each a strategy, the bits of parameters and gradients, and more flags."""
     same = f"{FLAGS} --micro-batch-size {micro_batch}"
     return [
-        f"{same} --paro-strategy {strategy} {option} {bits} {more}"
+        f"{same} --paro-strategy {strategy} --paro-inter-param-bits {bits} "
+        f"--paro-inter-grad-bits {bits} {more}"
         for strategy, bits, more in cases
     ]
 
@@ -56,16 +57,35 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """One sum of a unit's gradients on one rank: what it had, and its optimizer range after."""
+
+    whole: Tensor
+    start: int
+    result: Tensor
+    result_start: int
+    codes: RangeCodes
+    errors: Tensor | None = None  # before: a row of values for each owner's piece
+    errors_after: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
-    """A run on one rank: for every step the updates of all units by name."""
+    """A run on one rank: for every step the updates of all units by name, and all coded sums."""
 
     trained: Trained
     steps: list[dict[str, Update]]
+    sums: list[Sum]
+
+
+def record_all(runs: Sequence[str], group_size: int) -> list[Recorded]:
+    return [record(flags, group_size) for flags in runs]
 
 
 def record(flags: str, group_size: int) -> Recorded:
     """Trains on all ranks; after every update replicas must be equal."""
     steps: list[dict[str, Update]] = []
+    sums: list[Sum] = []
 
     def before(training: Training) -> None:
         original = training.optimizer.step
@@ -84,12 +104,41 @@ def record(flags: str, group_size: int) -> Recorded:
             )
 
         training.optimizer.step = step  # type: ignore[method-assign,assignment]
+        _record_sums(training, sums)
 
-    return Recorded(train(flags, group_size=group_size, before=before), steps)
+    return Recorded(train(flags, group_size=group_size, before=before), steps, sums)
 
 
-def record_all(runs: Sequence[str], group_size: int) -> list[Recorded]:
-    return [record(flags, group_size) for flags in runs]
+def _record_sums(training: Training, sums: list[Sum]) -> None:
+    reduction = training.model.context.coded_reduction
+    if reduction is None:
+        return
+    original = reduction.reduce
+
+    def reduce(gradients: Contribution, result: Tensor, *, after: Event) -> Event:
+        after.wait()
+        whole, start, codes = gradients.values, gradients.start, gradients.codes
+        had, errors = whole.clone(), _errors(gradients)
+        event = original(gradients, result, after=after)
+        event.wait()
+        begin = start + (result.data_ptr() - whole.data_ptr()) // whole.itemsize
+        sums.append(Sum(had, start, result.clone(), begin, codes, errors, _errors(gradients)))
+        return event
+
+    reduction.reduce = reduce  # type: ignore[method-assign]
+
+
+def _errors(gradients: Contribution) -> Tensor | None:
+    """What codes have lost, in fp32: a row of `codes.numel` values for each owner's piece."""
+    if gradients.errors is None:
+        return None
+    numel = gradients.codes.numel
+    rows = torch.zeros(len(gradients.errors), -(-numel // 32) * 32)
+    for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
+        coded = gradients.codes.num_coded(gradients.start + index * numel)
+        whole = -(-coded // 32) * 32
+        decode(octets[: error_bytes(coded)], ERROR_FORM, row[:whole])
+    return rows
 
 
 def _update(unit: UnitShards, before: Tensor, master: Tensor) -> Update:
@@ -118,23 +167,20 @@ def expected(updates: Sequence[Update], bits: int | None) -> Tensor:
     for update in updates:
         _fill(params, update.param_start, update.before)
         _fill(masters, update.optim_start, update.master)
-    if bits is None:
-        return masters.to(params.dtype)
-    top, size = 2 ** (bits - 1) - 1, first.master.numel()
     result = masters.to(params.dtype)
-    for start in range(0, first.numel, size):
-        matrices = min(max(first.matrix_stop - start % first.slice_numel, 0), size)
-        for begin in range(start, start + matrices, 2048) if matrices >= 2048 else ():
-            block = slice(begin, min(begin + 2048, start + matrices))
-            old = params[block].float()
-            difference = masters[block] - old
-            scale = difference.abs().max() / top
-            if scale > 0:
-                codes = (difference / scale).round().clamp(-top, top)
-                result[block] = (old + codes * scale).to(params.dtype)
-            else:
-                result[block] = params[block]
+    size = first.master.numel()
+    for start in range(0, first.numel, size) if bits is not None else ():
+        coded = _num_coded(first.matrix_stop - start % first.slice_numel, size)
+        part = slice(start, start + coded)
+        old = params[part].float()
+        result[part] = (old + _rounded(masters[part] - old, bits, 2048)).to(params.dtype)
     return result
+
+
+def _num_coded(num_matrices: int, numel: int) -> int:
+    """How many of the first elements of a range have codes, of which so many are of matrices."""
+    coded = min(max(num_matrices, 0), numel)
+    return coded if coded >= 2048 else 0
 
 
 def _fill(whole: Tensor, start: int, values: Tensor) -> None:
@@ -162,77 +208,23 @@ def check_updates(recorded: Sequence[Recorded], bits: int | None, *, first: int 
     return num_coded
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """One sum of a unit's gradients on one rank: what it had, and its optimizer range after."""
-
-    whole: Tensor
-    start: int
-    result: Tensor
-    result_start: int
-    codes: RangeCodes
-    errors: Tensor | None = None  # before: a row of values for each owner's piece
-    errors_after: Tensor | None = None
-
-
-def record_sums(runs: Sequence[str], group_size: int) -> list[tuple[Trained, list[Sum]]]:
-    """Trains without overlap; the sums of all units and steps in the order of the program."""
-    return [_record_sums(f"{flags} --paro-prefetch-units 0", group_size) for flags in runs]
-
-
-def _record_sums(flags: str, group_size: int) -> tuple[Trained, list[Sum]]:
-    sums: list[Sum] = []
-
-    def before(training: Training) -> None:
-        reduction = training.model.context.coded_reduction
-        if reduction is None:
-            return
-        original = reduction.reduce
-
-        def reduce(gradients: Contribution, result: Tensor, *, after: Event) -> Event:
-            whole, start, codes = gradients.values, gradients.start, gradients.codes
-            had, errors = whole.clone(), _errors(gradients)
-            event = original(gradients, result, after=after)
-            begin = start + (result.data_ptr() - whole.data_ptr()) // whole.itemsize
-            sums.append(Sum(had, start, result.clone(), begin, codes, errors, _errors(gradients)))
-            return event
-
-        reduction.reduce = reduce  # type: ignore[method-assign]
-
-    return train(flags, group_size=group_size, before=before), sums
-
-
-def _errors(gradients: Contribution) -> Tensor | None:
-    """What codes have lost, in fp32: a row of `codes.numel` values for each owner's piece."""
-    if gradients.errors is None:
-        return None
-    numel = gradients.codes.numel
-    rows = torch.zeros(len(gradients.errors), -(-numel // 32) * 32)
-    for index, (row, octets) in enumerate(zip(rows, gradients.errors, strict=True)):
-        coded = gradients.codes.num_coded(gradients.start + index * numel)
-        whole = -(-coded // 32) * 32
-        decode(octets[: error_bytes(coded)], ERROR_FORM, row[:whole])
-    return rows
-
-
-def check_sums(everyone: Sequence[Sequence[Sum]], bits: int) -> int:
+def check_sums(recorded: Sequence[Recorded], bits: int) -> int:
     """Compares every rank's sums with the arithmetic, bit for bit; returns how many there were."""
-    for sums in zip(*everyone, strict=True):
+    for sums in zip(*(rank.sums for rank in recorded), strict=True):
         codes = sums[0].codes
         starts = {one.start + i for one in sums for i in range(0, len(one.whole), codes.numel)}
         for start in starts:
             contributing = [one for one in sums if 0 <= start - one.start < len(one.whole)]
             pieces = [one.whole[start - one.start :][: codes.numel] for one in contributing]
             holders = [one for one in sums if 0 <= start - one.result_start < len(one.result)]
-            matrices = min(max(codes.matrix_stop - start % codes.slice_numel, 0), codes.numel)
-            coded = matrices if matrices >= 2048 else 0
+            coded = _num_coded(codes.matrix_stop - start % codes.slice_numel, codes.numel)
             errors = [_error_of(one, start, coded, bits) for one in contributing]
             wanted = _sum_of(pieces, errors, coded, bits, again=len(holders) > 1)
             assert len(pieces) > 1, "nothing crosses groups"
             for one in holders:
                 own = one.result[start - one.result_start :][: codes.numel]
                 assert torch.equal(own, wanted), f"the sum of the elements from {start}"
-    return len(everyone[0])
+    return len(recorded[0].sums)
 
 
 def _error_of(one: Sum, start: int, coded: int, bits: int) -> Tensor:
@@ -263,11 +255,10 @@ def _sum_of(
     return torch.cat([hadamard(total)[:coded] / 32, uncoded])
 
 
-def _rounded(values: Tensor, bits: int) -> Tensor:
+def _rounded(values: Tensor, bits: int, block: int = 128) -> Tensor:
     top, result = 2 ** (bits - 1) - 1, torch.zeros_like(values)
-    for begin in range(0, values.numel(), 128):
-        block = values[begin : begin + 128]
-        scale = block.abs().max() / top
+    for part, rounded in zip(values.split(block), result.split(block), strict=True):
+        scale = part.abs().max() / top if part.numel() else 0
         if scale > 0:
-            result[begin : begin + 128] = (block / scale).round().clamp(-top, top) * scale
+            rounded.copy_((part / scale).round().clamp(-top, top) * scale)
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,12 @@ import torch
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.shards import CodedUpdate
-from paro.strategy import legal_letters
-from paro.training.dry_run import plan_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import Setting, load_and_go_on, save_and_go_on
 from tests.paro.sharding.coded_runs import (
     SIZES,
-    Recorded,
-    check_updates,
-    coded_flags,
     coded_run,
-    record_all,
 )
-from tests.paro.test_parity import assert_formulas
 
 FOUR, EIGHT = "--paro-inter-param-bits 4", "--paro-inter-grad-bits 8"
 REMEMBERED = "--paro-inter-grad-bits 4 --paro-inter-grad-error-feedback"
@@ -73,33 +65,6 @@ def test_what_is_not_sent_is_sent_later() -> None:
     assert left[-1] < 1.5 * float((master - master.bfloat16().float()).norm())
 
 
-def by_run(everyone: list[list[Recorded]]) -> list[list[Recorded]]:
-    return [list(run) for run in zip(*everyone, strict=True)]
-
-
-@pytest.mark.ranks
-def test_every_holder_has_the_bits_of_the_arithmetic() -> None:
-    warm = "--paro-inter-bits-warmup-iters 2"
-    cases = [
-        ("IIG", 4, ""),
-        ("NNG", 8, "--paro-collective ho-ring"),
-        ("IIG", 4, warm),
-        ("IIG", 16, ""),
-    ]
-    flags = coded_flags("--paro-inter-param-bits", cases, 3)
-    found = by_run(run_ranks(record_all, 4, flags, 2))
-    assert check_updates(found[0], 4) == 3 * 4  # of every unit in every step
-    assert check_updates(found[1], 8) == 3 * 4
-    assert check_updates(found[2], 4, first=2) == 4
-    assert check_updates(found[3], None) == 0
-    for run in (0, 1, 3):
-        assert_formulas(found[run][0].trained, flags[run], 4, 2)
-    coded, _, warmed, exact = ([s.loss for s in run[0].trained.steps] for run in found)
-    assert warmed == exact
-    assert coded[0] == exact[0]
-    assert coded[1] != exact[1]
-
-
 @pytest.mark.ranks
 def test_a_resumed_run_has_the_same_bits_and_remembers_what_codes_lost(tmp_path: Path) -> None:
     """On the same ranks and strategy; on others gradients begin without it."""
@@ -125,35 +90,6 @@ def test_a_resumed_run_has_the_same_bits_and_remembers_what_codes_lost(tmp_path:
     assert len(forgotten) == 4
     assert not any(values.any() for values in forgotten)
     assert moved[0].losses == pytest.approx(there[0].losses, rel=5e-3)
-
-
-LETTERS = [letters for letters in legal_letters() if letters[0] != "G" and letters[2] == "G"]
-DEGREES = ["1,2,8", "2,2,4", "2,4,8", "4,2,8", "1,1,4"]
-
-
-@pytest.mark.verify
-@pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "group_size"), [(2, 1), (4, 2), (6, 2), (8, 2), (8, 4)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_all_strategies(world_size: int, group_size: int, bits: int) -> None:
-    names = ("native", "flat", "ring", "h-ring", "ho-ring")
-    strategies = [*legal_letters(), *(DEGREES if world_size == 8 and group_size == 2 else ())]
-    cases = [(text, bits, f"--paro-collective {name}") for text, name in product(strategies, names)]
-    cases += [("IIG", bits, "--paro-prefetch-units 0")]
-    if group_size == 2:
-        rotate = "--paro-materialize rotate"
-        cases += [("IIG", bits, rotate), ("IIG", bits, f"{rotate} --paro-rotate-in-place")]
-    flags = coded_flags("--paro-inter-param-bits", cases, 24 // world_size)
-    for case, line, run in zip(
-        cases, flags, by_run(run_ranks(record_all, world_size, flags, group_size, timeout=900)),
-        strict=True,
-    ):  # fmt: skip
-        num_coded = check_updates(run, bits)
-        if case[0] in LETTERS and group_size > 1 and "in-place" not in line:  # halves are small
-            assert num_coded >= 6, line
-        native = any(name in line for name in ("native", "h-ring", "ho-ring"))
-        if native and "rotate" not in line:
-            assert_formulas(run[0].trained, line, world_size, group_size)
 
 
 PAIRS = [
@@ -203,18 +139,3 @@ def test_what_stays_in_16_bits_is_said(coded: str, strategy: str, line: str | No
     said = [notice for notice in notices if coded in notice]
     assert len(said) == (line is not None)
     assert line is None or line in said[0]
-
-
-def test_a_dry_run_counts_bytes_and_memory() -> None:
-    plans = [plan_run(coded_run(f"{bits} --paro-strategy NNG")) for bits in ("", FOUR)]
-    held = [
-        sum(
-            unit.coded_update.encoded.nbytes
-            for unit in plan.training.model.units
-            if unit.coded_update is not None
-        )
-        for plan in plans
-    ]
-    assert held[0] == 0 < held[1]
-    assert [plan.memory.codes for plan in plans] == held
-    assert plans[1].memory.total > plans[0].memory.total

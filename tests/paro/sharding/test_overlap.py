@@ -110,18 +110,17 @@ def repeat(flags: str, times: int) -> list[list[tuple[float, float]]]:
 
 
 @pytest.mark.ranks
-def test_busy_lanes_give_the_same_bits_twice() -> None:
-    flags = f"{TINY} --train-iters 6 --global-batch-size 16 --paro-strategy 2,4,8"
-    first, second = run_ranks(repeat, 8, flags, 2)[0]
-    assert first == second
-
-
-@pytest.mark.verify
-@pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["IIG", "GGG"])
-def test_a_thousand_steps_give_the_same_bits_twice(strategy: str) -> None:
-    flags = f"{TINY} --train-iters 1000 --global-batch-size 16 --paro-strategy {strategy}"
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        ("2,4,8", 6),
+        pytest.param("IIG", 1000, marks=pytest.mark.verify),
+        pytest.param("GGG", 1000, marks=pytest.mark.verify),
+    ],
+)
+def test_busy_lanes_give_the_same_bits_twice(strategy: str, steps: int) -> None:
+    flags = f"{TINY} --train-iters {steps} --global-batch-size 16 --paro-strategy {strategy}"
     first, second = run_ranks(repeat, 8, flags, 2, timeout=3000)[0]
-    assert len(first) == 1000
+    assert len(first) == steps
     assert first == second
     assert torch.tensor(first).isfinite().all()
