@@ -147,13 +147,11 @@ def parse_args(
         words = from_file + words
     args, unknown, refused = parse_known(parser, words, mistakes)
     mistakes += _describe_unknown(unknown, parser)
-    if not trains:
-        if mistakes:
-            raise UserError(*mistakes)
-    elif wrong_values is None:
-        if mistakes:
-            check_flags(args, mistakes)
-    elif found := wrong_flags(args, mistakes):
+    if mistakes and not trains:
+        raise UserError(*mistakes)
+    if mistakes and wrong_values is None:
+        check_flags(args, mistakes)
+    if trains and wrong_values is not None and (found := wrong_flags(args, mistakes)):
         if nothing_needed_is_given(args):
             check_flags(args, mistakes)
         lines, better = wrong_values(args)

@@ -112,12 +112,8 @@ def make_groups(
     groups = Groups(topology=topology, rank=rank, _by_use_and_span=mine, _registered=registered)
     for use in Use:
         for span in sorted(spans.get(use, ()), key=lambda span: [axis.index for axis in span]):
-            seen: set[tuple[int, ...]] = set()
-            for other in range(topology.world_size):
-                members = topology.members(span, other)
-                if members in seen:
-                    continue
-                seen.add(members)
+            ranks = range(topology.world_size)
+            for members in dict.fromkeys(topology.members(span, other) for other in ranks):
                 copies = groups.copies(use, span)
                 options = None if device is None else _nccl_options(config, device, copies=copies)
                 group = dist.new_group(
