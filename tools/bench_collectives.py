@@ -42,6 +42,7 @@ from paro.planning.machine.machine import (
     bits_per_second,
     fit_link,
     least_seconds,
+    passes,
     rate_text,
 )
 from paro.report.log import print_line
@@ -232,7 +233,6 @@ def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
     axes = axes_of(move.span)
     ranks = move.span[-1].outer // move.span[0].inner
     algorithm_bandwidth = move.num_bytes / outcome.seconds
-    passes = 2 if move.op is Op.ALL_REDUCE else 1
     bound = least_seconds(settings.machine, move.op, axes, move.num_bytes)
     return {
         "op": move.op.value,
@@ -242,7 +242,7 @@ def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
         "bytes": move.num_bytes,
         "seconds": outcome.seconds,
         "algorithm_bandwidth": algorithm_bandwidth,
-        "bus_bandwidth": algorithm_bandwidth * passes * (ranks - 1) / ranks,
+        "bus_bandwidth": algorithm_bandwidth * passes(move.op) * (ranks - 1) / ranks,
         "correct": outcome.correct,
         "bound_seconds": bound,
         "fraction_of_bound": None if bound is None else bound / outcome.seconds,

@@ -233,13 +233,13 @@ def add_optimizer_args(parser: ArgumentParser, *, trains: bool = True) -> None:
     ).add_argument
     add("--optimizer", type=_optimizer, choices=("adam", "muon"), default="adam",
         help="adam, which is AdamW; muon: Muon for the matrices of blocks, AdamW for all else")
+    add("--muon-num-ns-steps", type=int, metavar="STEPS", default=5,
+        help="steps of Newton-Schulz")
     if not trains:
         return
     add("--muon-momentum", type=float, metavar="X", default=0.9,
         help="decay of the mean of gradients")
     add("--muon-nesterov", action="store_true", help="read the mean a step ahead")
-    add("--muon-num-ns-steps", type=int, metavar="STEPS", default=5,
-        help="steps of Newton-Schulz")
     add("--muon-coefficient-type", choices=COEFFICIENT_TYPES, default="quintic",
         help="their coefficients")
     add("--muon-scale-mode", choices=SCALE_MODES, default="spectral",

@@ -17,7 +17,8 @@ from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.cost_model import in_buckets, merged, model_state_bytes
+from paro.optim.muon_config import MuonConfig
+from paro.planning.cost_model import in_buckets, model_state_bytes
 from paro.planning.machine.files import MEASURE, find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
@@ -29,6 +30,7 @@ from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
+from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
 from paro.text import count_text, size_text
@@ -128,6 +130,7 @@ class Task(NamedTuple):
     model: LlamaConfig
     trainable: Trainable
     precision: PrecisionConfig
+    muon: MuonConfig
     seq_length: int
     device: RankDevice
 
@@ -145,6 +148,7 @@ def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Wor
         micro_batch_size=batches.micro_batch_size,
         global_batch_size=batches.global_batch_size,
         precision=task.precision,
+        muon=task.muon,
         prefetch_units=sharding.prefetch_units,
         updated_ahead=sharding.updated_ahead,
         collective=sharding.collective,
@@ -253,15 +257,19 @@ def nearest_surviving(
     Those of params and grads change least, then the model states of a rank take least.
     """
     world, rotates = sharding.world, sharding.materialize == "rotate"
+    trained = trainable.names(model)
 
     def state_bytes(strategy: Strategy) -> int:
         degree = strategy.params if rotates else 1
         in_place = sharding.rotate_in_place
-        units = trainable.units(
-            model, world_size=world.size, rotated_over=degree, in_place=in_place
+        units = units_of(
+            model,
+            world_size=world.size,
+            is_trained=trained.__contains__,
+            rotated_over=degree,
+            in_place=in_place,
         )
-        units = in_buckets(units, strategy, precision)
-        return model_state_bytes(strategy, merged(units), precision).total
+        return model_state_bytes(strategy, in_buckets(units, strategy, precision), precision).total
 
     def distance(other: Strategy) -> tuple[float, int]:
         ratios = (other.params / strategy.params, other.grads / strategy.grads)

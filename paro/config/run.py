@@ -74,7 +74,6 @@ _FILLED: Mapping[str, type[Any]] = {
     "checkpoint": CheckpointConfig,
     "fusions": Fusions,
     "optim": OptimConfig,
-    "muon": MuonConfig,
     "checks": StepChecksConfig,
     "report": ReportConfig,
     "watch": WatchConfig,
@@ -165,7 +164,8 @@ class RunConfig:
         runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
         as_given = take_precision(args)
         device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
-        task = Task(model, trainable, as_given, data.seq_length, device)
+        muon = take(MuonConfig, args)
+        task = Task(model, trainable, as_given, muon, data.seq_length, device)
         taken = partial(take_sharding, world=world, model=model, measured=measured)
         args, lines = with_context(args, taken, task, checkpoint)
         notices += lines
@@ -185,6 +185,7 @@ class RunConfig:
             sharding=sharding,
             strategy=strategy,
             precision=precision,
+            muon=muon,
             schedule=take_schedule(args, batches, train, common),
             loss_scale=take_loss_scale(args),
             train=train,

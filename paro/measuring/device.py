@@ -31,11 +31,12 @@ from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
 from paro.measuring.attention import attention_rates
 from paro.planning.machine.machine import Device
+from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing
-from paro.planning.units import shape_of
+from paro.planning.units import shape_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
@@ -183,7 +184,8 @@ def _computed(
         memory_bytes_per_second=min(bytes_by_second, fast),
         attention_flops=None if attention_flops is None else min(attention_flops, fast),
     )
-    units = config.trainable.units(config.model, world_size=1)
+    trains = config.trained.__contains__
+    units = units_of(config.model, world_size=1, is_trained=trains)
     batch = MicroBatch(
         size=config.batches.micro_batch_size,
         seq_length=config.data.seq_length,
@@ -191,10 +193,10 @@ def _computed(
         device_type="cpu",
     )
     shape = shape_of(config.model, units, gathers=False, reduces=False, prefetch_units=0)
-    computing = Computing(model=config.model, shape=shape, units=units, batch=batch, device=device)
-    trained = sum(unit.trainable_numel for unit in units)
-    taking = computing.collect_seconds(config.strategy, config.precision, trained)
-    updating = computing.update_seconds(config.strategy, config.precision, trained)
+    step = StepCounts(shape=shape, units=units)
+    computing = Computing(model=config.model, step=step, batch=batch, device=device)
+    given = config.strategy, config.precision, step.num_trained
+    taking, updating = computing.collect_seconds(*given), computing.update_seconds(*given)
     return PartsOfStep(computing.seconds + taking, updating)
 
 

@@ -26,9 +26,10 @@ from paro.measuring.links import time_links, with_measured
 from paro.measuring.memory import with_communicators
 from paro.measuring.race import Race
 from paro.optim.step_checks import StepChecksConfig
-from paro.planning.cost_model import merged, model_state_bytes
+from paro.planning.cost_model import model_state_bytes
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.search.trainable import Trainable
+from paro.planning.units import units_of
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
 from paro.strategy import parse_strategy
@@ -77,7 +78,8 @@ def measure_machine(
         while_computing=control.device.type == "cpu",
     )
     seconds = control.gather(max(left, _LEAST_FOR_LINKS))[0]
-    units = config.trainable.units(config.model, world_size=world.size)
+    trains = config.trained.__contains__
+    units = units_of(config.model, world_size=world.size, is_trained=trains)
     largest = max(unit.trainable_numel + unit.frozen_numel for unit in units) * BYTES_OF["fp32"]
     outcomes = time_links(race, spans, most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
@@ -164,8 +166,8 @@ def one_rank(config: RunConfig) -> RunConfig:
 def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
     """How many layers one rank can train alone, at most a few; `UserError` if not one."""
     for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
-        model = with_layers(config, layers).model
-        units = merged(config.trainable.units(model, world_size=1))
+        fewer = with_layers(config, layers)
+        units = units_of(fewer.model, world_size=1, is_trained=fewer.trained.__contains__)
         needed = model_state_bytes(config.strategy, units, config.precision).total
         if needed <= _MOST_MEMORY * memory_bytes:
             return layers

@@ -20,7 +20,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -28,13 +29,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from model.config import LlamaConfig
-from model.units import recomputed_groups, unit_specs
 from paro.collectives.schedule import Op
 from paro.context_parallel.layout import heads_at_first, num_pieces
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import Collective, UnitSize, first_trained, sent_by
+from paro.planning.cost_model import Collective, sent_by
 from paro.planning.run_plan import MicroBatch
-from paro.step.actions import Verb
+from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, Topology, Use
 
 
@@ -220,20 +220,15 @@ class Attention:
 def context_traffic(
     config: LlamaConfig,
     batch: MicroBatch,
-    units: Sequence[UnitSize],
+    moves: Iterable[Move],
     topology: Topology,
     rank: int = 0,
 ) -> Sent:
-    """Bytes that a rank sends in a micro-batch for attention; `topology` has the run's groups."""
+    """Bytes that a rank sends for attention in these actions; `topology` has the run's groups."""
     own = batch.context.topology(world_size=topology.world_size, group_size=topology.group_size)
     attention = Attention(config=config, batch=batch, topology=own)
-    head, first = len(units) - 1, max(1, first_trained(units))
-    recomputed = recomputed_groups(unit_specs(config), first)
-    numbers = {
-        Verb.FORWARD: head - 1,
-        Verb.RECOMPUTE: sum(map(len, recomputed)),
-        Verb.GRADIENTS: max(0, head - first),
-    }
+    blocks = range(1, config.num_layers + 1)
+    numbers = Counter(move[0] for move in moves if move[0] >= Verb.FORWARD and move[1] in blocks)
     total = Sent()
     for verb, number in numbers.items() if batch.context.size > 1 else ():
         passes = chain.from_iterable(map(attention.does, attends(config, verb)))

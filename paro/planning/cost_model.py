@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
-from model.units import UnitSpec
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
-from paro.layout import Shape, UnitLayout, make_whole_layout
+from paro.layout import Shape, UnitLayout
 from paro.optim.deal import (
     Matrix,
     Places,
@@ -27,26 +24,24 @@ from paro.optim.deal import (
     sent_numels,
 )
 from paro.optim.states import master_is_param, optimizer_bytes
+from paro.planning.machine.machine import passes
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
-from paro.step.actions import PASS_OF, StepShape, UnitKind, Verb, number_buffers
-from paro.step.rotation_plan import RotationShape, plan_of
+from paro.step.actions import PASS_OF, Move, UnitKind, Verb
 from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSize:
-    """Elements of a unit's two flat buffers, with padding, and how often they are communicated."""
+    """Elements of a unit's two flat buffers, with padding, and what decides how they are sent."""
 
     name: str
     part: str = ""  # where weights rotate: the part of the model that reads these
     trainable_numel: int
     frozen_numel: int
-    gathers_per_micro_batch: int = 0
     borrows: tuple[str, ...] = ()
     backward_needs_weight: bool = True
-    reductions_per_micro_batch: int = 1
     first_replicated: int = 0  # of a replicated unit: the first part that reads what trains of it
     replicated: bool = False  # params and grads are whole on every rank, under any strategy
     # Of the trainable buffer: its equal slices, and matrices are before this element of each.
@@ -61,10 +56,9 @@ class UnitSize:
 
     @property
     def traffic_kind(self) -> tuple[int, ...]:
-        """Units of equal kind send the same, as often."""
-        often = self.gathers_per_micro_batch, self.reductions_per_micro_batch
+        """The same collectives of units of equal kind send the same."""
         numels = self.trainable_numel, self.frozen_numel, self.matrix_stop
-        return *numels, self.replicated, self.dealt, *often
+        return *numels, self.replicated, self.dealt
 
     @property
     def kind(self) -> UnitKind:
@@ -78,9 +72,25 @@ class UnitSize:
         )
 
 
-def buffers_of(units: Iterable[UnitSize]) -> list[tuple[UnitSize, bool]]:
-    """Of every buffer, by its number: its unit, and whether it has the parameters that train."""
-    return [(unit, trains) for unit in units for trains in unit.kind.trains]
+class Buffer(NamedTuple):
+    """One of the flat buffers of a unit: that of the parameters that train, or of the others."""
+
+    unit: UnitSize
+    trains: bool
+    unit_index: int
+
+    @property
+    def numel(self) -> int:
+        return self.unit.trainable_numel if self.trains else self.unit.frozen_numel
+
+
+def buffers_of(units: Iterable[UnitSize]) -> list[Buffer]:
+    """All buffers, by their numbers."""
+    return [
+        Buffer(unit, trains, index)
+        for index, unit in enumerate(units)
+        for trains in unit.kind.trains
+    ]
 
 
 def first_trained(units: Sequence[UnitSize]) -> int:
@@ -99,44 +109,6 @@ class ModelStateBytes:
     @property
     def total(self) -> int:
         return self.params + self.grads + self.optim
-
-
-def size_units(
-    units: Sequence[UnitSpec],
-    *,
-    world_size: int,
-    is_trained: Callable[[str], bool] = lambda _name: True,
-) -> tuple[UnitSize, ...]:
-    """Sizes and gather counts of units; a parameter trains unless `is_trained(name)` is false.
-
-    Gathers do not depend on how many are gathered ahead: what is needed again was released.
-    """
-    layout = partial(make_whole_layout, world_size=world_size)
-    sizes = [
-        replace(
-            unit_size(unit.name, unit.parameters, layout, is_trained),
-            borrows=unit.borrows,
-            backward_needs_weight=unit.backward_needs_weight,
-        )
-        for unit in units
-    ]
-    numbered = number_buffers([size.kind for size in sizes])
-    return counted(sizes, StepShape(units=numbered, gathers=True, reduces=False, prefetch_units=0))
-
-
-def counted(sizes: Sequence[UnitSize], shape: StepShape | RotationShape) -> tuple[UnitSize, ...]:
-    """The units with how often they are sent in a micro-batch, by the actions of a step."""
-    counts = Counter((PASS_OF.get(one[0], one[0]), one[1]) for one in plan_of(shape, 1).actions())
-    each = max(1, shape.num_slices - 1)  # shifts of a pass
-    firsts = accumulate((len(size.kind.trains) for size in sizes), initial=0)
-    return tuple(
-        replace(
-            size,
-            gathers_per_micro_batch=counts[Verb.GATHER, first] // each,
-            reductions_per_micro_batch=counts[Verb.REDUCE, first] // each,
-        )
-        for size, first in zip(sizes, firsts, strict=False)
-    )
 
 
 def unit_size(
@@ -160,29 +132,31 @@ def unit_size(
     )
 
 
-def traffic_per_step(
+def traffic_of(
+    moves: Mapping[Move, int],
+    units: Sequence[UnitSize],
     strategy: Strategy,
     topology: Topology,
-    units: Sequence[UnitSize],
     precision: PrecisionConfig,
-    num_micro_batches: int,
     *,
     rank: int | None = None,
 ) -> Sent:
-    """Bytes that a rank sends in one optimizer step; under Muon the mean, or those of `rank`.
+    """Bytes that a rank sends for the actions of a step, each of which comes so often.
 
-    A rotation pass of a unit's weights sends as much as a gather, one of its gradients as much as a
-    reduction. The all-gather of updated parameters is lazy: a step gathers what the previous one
-    updated. So the first step of a run sends less.
+    Under Muon the mean, or those of `rank`. The all-gather of updated parameters is lazy: a step
+    gathers what the previous one updated. So the first step of a run sends less.
     """
     found = exchanged(units, strategy, topology, precision, rank)
-    numbers = Counter(unit.traffic_kind for unit in units)
-    for kind, unit in {unit.traffic_kind: unit for unit in units}.items():
-        gathers = unit.gathers_per_micro_batch * num_micro_batches
-        reductions = unit.reductions_per_micro_batch * num_micro_batches
-        for (verb, _), collectives in unit_collectives(unit, strategy, topology, precision).items():
-            count = {Verb.GATHER: gathers, Verb.REDUCE: reductions}.get(verb, 1)
-            found += sent_by(collectives) * (count * numbers[kind])
+    buffers = buffers_of(units)
+    for (verb, number, *_), count in moves.items():
+        unit, trains, _ = buffers[number]
+        sent = unit_collectives(unit, strategy, topology, precision)[
+            PASS_OF.get(verb, verb), trains
+        ]
+        # A pass sends as much as a gather, or as a reduction, in several shifts.
+        shifts = strategy.params - 1 if verb in PASS_OF else 1
+        whole = sent_by(sent)
+        found += Sent(whole.intra // shifts, whole.inter // shifts) * count
     return found
 
 
@@ -310,11 +284,10 @@ def sent_by(collectives: Iterable[Collective]) -> Sent:
     """Bytes that a rank sends."""
     sent = dict.fromkeys(Link, 0)
     for one in collectives:
-        passes = 2 if one.op is Op.ALL_REDUCE else 1
         for axis in one.span:
             assert one.whole_bytes % axis.outer == 0, f"{one} is not padded for {axis}"
             own = one.whole_bytes // axis.inner - one.whole_bytes // axis.outer
-            sent[axis.link] += passes * own
+            sent[axis.link] += passes(one.op) * own
     return Sent(sent[Link.INTRA], sent[Link.INTER])
 
 
@@ -365,22 +338,3 @@ def model_state_bytes(
         size = numel * unit.dealt // placed.optim
         optim += optimizer_bytes(precision, numel, stop, size, has_master=has_master)
     return ModelStateBytes(params=params, grads=grads, optim=optim)
-
-
-def merged(units: Iterable[UnitSize]) -> tuple[UnitSize, ...]:
-    """One unit for all that are sharded and replicated alike, with equal model states.
-
-    Padded units are multiples of every degree, so the sums can be divided instead of each unit.
-    """
-    found: dict[tuple[object, ...], UnitSize] = {}
-    for unit in units:
-        # Where Muon updates a part of a unit, only equal units add up.
-        alike = (unit.trainable_numel, unit.matrices, unit.dealt) if unit.matrices else ()
-        before = found.get((unit.replicated, alike))
-        found[unit.replicated, alike] = replace(
-            unit,
-            trainable_numel=unit.trainable_numel + (before.trainable_numel if before else 0),
-            frozen_numel=unit.frozen_numel + (before.frozen_numel if before else 0),
-            matrix_stop=unit.matrix_stop + (before.matrix_stop if before else 0),
-        )
-    return tuple(found.values())

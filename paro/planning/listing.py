@@ -15,10 +15,11 @@ from typing import NamedTuple, TypeVar
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import exchanged, sent_by, unit_collectives
 from paro.planning.memory.tally import StepTally
+from paro.planning.passes import FEW
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import align, count_text, size_text
-from paro.topology import Axis, Link, Topology, Use
+from paro.topology import Axis, Link, Use
 
 _WORDS = {
     Verb.WAIT: "wait for {}",
@@ -87,21 +88,14 @@ class _Entry(NamedTuple):
     rows: list[_Row]
 
 
-def step_lines(
-    tally: StepTally,
-    topology: Topology,
-    num_micro_batches: int,
-    *,
-    overlaps: bool,
-    updated_ahead: int | None,
-    other_bytes: int,
-) -> Iterator[str]:
+def step_lines(tally: StepTally, num_micro_batches: int, *, other_bytes: int) -> Iterator[str]:
     """The last micro-batch of a step, its end and the update; then what the others do otherwise.
 
     `other_bytes` are alive throughout, in addition to the model states.
     """
-    plan = tally.plan(num_micro_batches, updated_ahead)
-    follower = _Follower(tally, topology, overlaps=overlaps, other_bytes=other_bytes)
+    run, units = tally.run, tally.step.units
+    plan = tally.step.plan(min(num_micro_batches, FEW))
+    follower = _Follower(tally, other_bytes)
     follower.follow(plan.update)
     *_, (forward, backward) = [
         [follower.follow(stretches) for stretches in both] for both in plan.micro_batches
@@ -117,14 +111,14 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that a rank sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
-    own = exchanged(tally.units, tally.run.strategy, topology, tally.run.precision)
+    own = exchanged(units, run.strategy, run.topology, run.precision)
     if own.intra or own.inter:
         yield "    before the updates, Muon's rounds send " + (
             f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
         )
-    if any(unit.dealt > 1 for unit in tally.units):
+    if any(unit.dealt > 1 for unit in units):
         yield "    of the blocks that it reduces in one step reduce-scatter it updates one"
-    if not overlaps:
+    if not run.overlaps:
         yield "    nothing overlaps: every collective is waited for where it is queued"
     left = (0, 1 + names.index("stream"))
     aligned = iter(align([cells for cells in lines if cells[1:]], left).splitlines())
@@ -171,17 +165,12 @@ def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
 class _Follower:
     """Follows the actions of a step from its beginning."""
 
-    def __init__(
-        self, tally: StepTally, topology: Topology, *, overlaps: bool, other_bytes: int
-    ) -> None:
-        self.tally, self.topology = tally, topology
-        self.overlaps, self.other_bytes = overlaps, other_bytes
-        self._buffers = [
-            (index, trains) for index, unit in enumerate(tally.units) for trains in unit.kind.trains
-        ]
-        self._trained = [index for index, trains in self._buffers if trains]
-        given = tally.run.strategy, topology, tally.run.precision
-        self._collectives = [unit_collectives(unit, *given) for unit in tally.units]
+    def __init__(self, tally: StepTally, other_bytes: int) -> None:
+        self.tally, self.step, self.run = tally, tally.step, tally.run
+        self.topology, self.other_bytes = tally.run.topology, other_bytes
+        self._trained = [one for one in tally.step.buffers if one.trains]
+        given = self.run.strategy, self.topology, self.run.precision
+        self._collectives = [unit_collectives(unit, *given) for unit in tally.step.units]
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, stretches: Pass) -> list[_Entry]:
@@ -199,15 +188,16 @@ class _Follower:
 
     def _of(self, action: Move) -> tuple[int, str, bool]:
         """The unit of an action, the name of what it is about, and whether that trains."""
-        if action[0] >= Verb.FORWARD:
-            buffer, name = self.tally.computing(action)
-            return self._buffers[buffer][0], name, True
-        unit, trains = self._buffers[action[1]]
-        of_unit = self.tally.units[unit]
-        if action[0] in _OF_BUCKET and of_unit.dealt > 1:
-            last = self._trained[self._trained.index(unit) + of_unit.dealt - 1]
-            return unit, f"{of_unit.name} to {self.tally.units[last].name}", trains
-        return unit, of_unit.name + ("" if trains else " (frozen)"), trains
+        verb, number, *which = action
+        buffer = self.step.buffers[self.step.buffer_of(action)]
+        unit, trains, index = buffer
+        if verb >= Verb.FORWARD:
+            name, halves = self.tally.activations[number][0], len(self.step.shape.halves(number))
+            return index, f"{name} {which[0] + 1}/2" if halves > 1 else name, True
+        if verb in _OF_BUCKET and unit.dealt > 1:
+            last = self._trained[self._trained.index(buffer) + unit.dealt - 1]
+            return index, f"{unit.name} to {last.unit.name}", trains
+        return index, unit.name + ("" if trains else " (frozen)"), trains
 
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
         verb, number = action[0], action[1]
@@ -219,7 +209,7 @@ class _Follower:
         sent = [*self._sent(action)]
         if verb in _WORDS:
             sent = [(_WORDS[verb], "", Sent())]
-        elif sent and self.overlaps:
+        elif sent and self.run.overlaps:
             self._in_flight.add((verb, number))
         if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == self.tally.total):
             return
@@ -236,7 +226,7 @@ class _Follower:
         verb = action[0]
         if verb not in _SENT:
             return
-        index, trains = self._buffers[action[1]]
+        _, trains, index = self.step.buffers[action[1]]
         collectives = self._collectives[index][PASS_OF.get(verb, verb), trains]
         listed = _CODED if collectives[-1].is_coded else _SENT
         for words, one in zip(listed[verb], collectives, strict=True):
@@ -244,7 +234,7 @@ class _Follower:
                 axes = ", ".join(map(self._axis_text, one.span))
                 use, sent = one.use, sent_by([one])
                 if verb in PASS_OF:
-                    shifts, use = self.tally.run.strategy.params - 1, Use.ROTATE
+                    shifts, use = self.run.strategy.params - 1, Use.ROTATE
                     sent = Sent(sent.intra // shifts, sent.inter // shifts)
                 yield words, f"{use.value} {axes}", sent
 
@@ -286,11 +276,11 @@ class _Follower:
             )
             for both in plan.micro_batches
         )
-        trained = {self.tally.units[unit].name for unit in self._trained}
+        trained = {unit.name for unit, _, _ in self._trained}
         buckets = {
             self._of((Verb.STEP_REDUCE, number))[1]
-            for number, (unit, trains) in enumerate(self._buffers)
-            if trains and self.tally.units[unit].dealt
+            for number, (unit, trains, _) in enumerate(self.step.buffers)
+            if trains and unit.dealt
         }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):

@@ -1,4 +1,4 @@
-"""Sizes of LLaMA's units, and how often they are sent round the ring, where weights rotate."""
+"""Sizes of LLaMA's units, and what decides the actions of a step, where weights rotate."""
 
 # A pass carries every slice to every rank of the ring: d - 1 shifts of a slice. A matrix makes one
 # pass in forward, one in backward, and its gradient one; one more if its block is recomputed. The
@@ -10,13 +10,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import halves_of, make_sliced_layout, make_whole_layout
-from paro.planning.cost_model import UnitSize, counted, unit_size
+from paro.planning.cost_model import UnitSize, unit_size
 from paro.step.actions import number_buffers
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import PartShape, RotationShape
@@ -94,7 +94,7 @@ def rotating_units_of(
 
     A parameter trains unless `is_trained(name)` is false; below the first that trains there is no
     backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
-    `in_place`, where slices are sent in halves. Passes are counted in the actions of a step.
+    `in_place`, where slices are sent in halves.
     """
     shapes = parameter_shapes(config)
     parts: dict[str, tuple[UnitSpec, PartSpec]] = {}  # by label; the embedding has a tied head's
@@ -124,9 +124,7 @@ def rotating_units_of(
     layout = partial(make_whole_layout, world_size=world_size)
     norms = unit_size("norms", shapes, layout, is_trained)
     first_replicated = next(readers, len(unit_parts(config)))
-    sizes = [replace(norms, replicated=True, first_replicated=first_replicated), *units]
-    ring = RingShape(num_steps=degree, in_place=in_place, shares_scratch=True)
-    return counted(sizes, rotation_shape(config, tuple(sizes), ring))
+    return replace(norms, replicated=True, first_replicated=first_replicated), *units
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
@@ -134,7 +132,6 @@ def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
     return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
 
 
-@lru_cache(maxsize=64)
 def rotation_shape(
     config: LlamaConfig, units: tuple[UnitSize, ...], ring: RingShape
 ) -> RotationShape:

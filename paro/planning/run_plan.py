@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.optim.deal import places_to_deal_to
+from paro.optim.muon_config import MuonConfig
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology
@@ -57,25 +58,33 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """What decides what a rank of a run takes and sends, in addition to its machine."""
+class RunFlags:
+    """What a run's flags say, whatever the planner may choose in their place."""
 
     model: LlamaConfig
+    group_size: int  # the degree of letter I
+    context: ContextLayout = ALONE  # the neighbouring ranks that share a sample
+    seq_length: int
+    micro_batch_size: int
+    precision: PrecisionConfig
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    prefetch_units: int = 1
+    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
+    collective: str = "native"
+    materialize: Materialize = Materialize.GATHER
+    device_type: str = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan(RunFlags):
+    """What decides what a rank of a run takes and sends, in addition to its machine."""
+
     trained: frozenset[str]  # the names of the parameters that train
     recompute: RecomputeConfig | None  # instead of the model's
     world_size: int
-    group_size: int
     strategy: Strategy
-    materialize: Materialize
-    collective: str
-    prefetch_units: int
-    precision: PrecisionConfig
-    device_type: str
-    seq_length: int
-    micro_batch_size: int
     num_micro_batches: int  # the most of a step
     eval_micro_batch_size: int = 0  # 0: no evaluation
-    context: ContextLayout = ALONE
 
     @property
     def step_kind(self) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.run_memory import RunMemory, sent_per_step
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import MEMORY_MARGIN, Workload
 from paro.report.log import Log
 from paro.report.log_line import arguments_block
@@ -152,7 +152,7 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
 
 def _traffic(plan: PlannedRun) -> Iterator[str]:
     config, run = plan.config, plan_of(plan.config, plan.training.device.type)
-    sent = sent_per_step(run, plan.units, plan.num_micro_batches)
+    sent = RunMemory(config.sharding.machine).sent(run, plan.num_micro_batches)
     inside, between = (size_text(size) if size else "nothing" for size in (sent.intra, sent.inter))
     yield f"> sent by a rank in a step: {inside} inside its group, {between} between groups"
     if config.sharding.collective in ("flat", "ring"):
@@ -339,14 +339,9 @@ def _step(plan: PlannedRun) -> Iterator[str]:
         yield "> no step to show: --skip-train trains nothing"
         return
     run = plan_of(config, plan.training.device.type)
-    yield from step_lines(
-        RunMemory(config.sharding.machine).tally(run),
-        plan.training.model.context.topology,
-        plan.num_micro_batches,
-        overlaps=config.sharding.prefetch_units > 0,
-        updated_ahead=config.sharding.updated_ahead,
-        other_bytes=memory.allocated - memory.allocations.total,
-    )
+    tally = RunMemory(config.sharding.machine).tally(run)
+    more = memory.allocated - memory.allocations.total
+    yield from step_lines(tally, plan.num_micro_batches, other_bytes=more)
 
 
 SECTIONS: tuple[Callable[[PlannedRun], Iterable[str]], ...] = (

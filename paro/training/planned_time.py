@@ -18,6 +18,7 @@ def workload_of(config: RunConfig, device_type: str) -> Workload | None:
         config.model,
         config.trainable,
         config.precision,
+        config.muon,
         config.data.seq_length,
         RankDevice(device_type, config.launch.device_memory_gb),
     )

@@ -12,15 +12,15 @@ import pytest
 from model.config import LLAMA_PRESETS
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
-from paro.planning.cost_model import model_state_bytes, traffic_per_step
+from paro.planning.cost_model import model_state_bytes
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.survival import survival
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
-from paro.topology import make_topology
 from tests.helpers.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
+from tests.paro.planning.on_ranks import run_of
 
 # Every page by its path, the README first.
 PAGES = {
@@ -162,11 +162,10 @@ def strategy_row(letters: str) -> str:
         "III": "MiCS, HSDP",
     }
     strategy = parse_strategy(letters, world_size=32, group_size=8)
-    topology = make_topology(world_size=32, group_size=8, degrees=strategy.degrees)
-    units = units_of(LLAMA_PRESETS["7B"], world_size=32)
-    precision = PrecisionConfig(compute="bf16")
-    stored = model_state_bytes(strategy, units, precision).total
-    sent = traffic_per_step(strategy, topology, units, precision, num_micro_batches=10)
+    precision, memory = PrecisionConfig(compute="bf16"), RunMemory(None)
+    run = run_of(LLAMA_PRESETS["7B"], letters, precision, world_size=32, group_size=8)
+    stored = model_state_bytes(strategy, memory.units(run), precision).total
+    sent = memory.sent(run, 10)
     cells = [
         f"`{letters}`",
         known_as.get(letters, ""),

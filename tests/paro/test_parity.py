@@ -13,7 +13,7 @@ import torch
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.cost_model import UnitSize, traffic_per_step
+from paro.planning.cost_model import UnitSize
 from paro.planning.search.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
@@ -74,10 +74,8 @@ def counted(
     """The units of a run, padding included, and the bytes of a step by the formula."""
     config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
     plan, num_micro_batches = plan_of(config, "cpu"), config.batches.num_micro_batches_at(0)
-    units = RunMemory(None).units(plan)
-    return units, traffic_per_step(
-        plan.strategy, plan.topology, units, plan.precision, num_micro_batches, rank=rank
-    )
+    memory = RunMemory(None)
+    return memory.units(plan), memory.sent(plan, num_micro_batches, rank)
 
 
 def assert_formulas(

@@ -11,7 +11,7 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.search.run_memory import RunMemory, sent_per_step
+from paro.planning.search.run_memory import RunMemory
 from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.memory_check import plan_of
@@ -147,8 +147,7 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
 def predicted(case: Case, world: World, group_size: int) -> Sent:
     config = configured(f"{case.flags()} --paro-group-size {group_size}", world)
     plan, batches = plan_of(config, "cpu"), config.batches
-    units = RunMemory(None).units(plan)
-    return sent_per_step(plan, units, batches.num_micro_batches_at(0), world.rank)
+    return RunMemory(None).sent(plan, batches.num_micro_batches_at(0), world.rank)
 
 
 @pytest.mark.ranks

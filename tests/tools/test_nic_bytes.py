@@ -9,10 +9,9 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.cost_model import traffic_per_step
-from paro.planning.units import units_of
+from paro.planning.search.run_memory import RunMemory
 from paro.strategy import legal_letters
-from paro.topology import make_topology
+from paro.training.memory_check import plan_of
 from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS, WAYS
@@ -30,19 +29,8 @@ def formula(strategy: str, group_size: int, nodes: int = 2) -> Sent:
     words = f"{FLAGS} --paro-strategy {letters} {WAYS[way]} --global-batch-size {2 * size}"
     world = World(size=size, ranks_per_node=group_size)
     config = configured(words, world)
-    degrees = config.strategy.degrees
-    topology = make_topology(world_size=size, group_size=group_size, degrees=degrees)
-    degree = config.strategy.params if _rotates(strategy) else 1
-    in_place = way == "in-place"
-    units = units_of(
-        config.model,
-        world_size=size,
-        is_trained=config.trained.__contains__,
-        rotated_over=degree,
-        in_place=in_place,
-    )
     num_micro_batches = config.batches.num_micro_batches_at(0)
-    sent = traffic_per_step(config.strategy, topology, units, config.precision, num_micro_batches)
+    sent = RunMemory(None).sent(plan_of(config, "cpu"), num_micro_batches)
     return Sent(size * sent.intra, size * sent.inter)
 
 

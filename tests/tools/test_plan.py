@@ -22,6 +22,7 @@ from tools import plan
 from tools.plan import main
 from tools.planning.pictures import chrome_trace
 from tools.planning.tables import as_json, rows_table
+from tools.planning.workload import case_of, make_parser
 
 CASE = (
     "--llama-preset 7B --num-layers 3 --paro-machine dgx-a100-roce100 --world-size 16 "
@@ -221,6 +222,14 @@ def test_newton_schulz_has_a_column_and_a_field() -> None:
         assert ("Muon s" in rows_table(case, rows).splitlines()[0]) is has_column
         by_name = {row.candidate.name: as_json(case, row)["muon_seconds"] for row in rows}
         assert (by_name["NNN"] > by_name["GGG"] > 0) is has_column  # every rank repeats all of it
+
+
+def test_newton_schulz_takes_the_steps_that_are_given() -> None:
+    words = f"{CASE} --optimizer muon --muon-num-ns-steps"
+    cases = (case_of(make_parser().parse_args(f"{words} {steps}".split())) for steps in (5, 10))
+    rows = (Estimator(one).estimate(one.candidate(one.strategy("NNN"))) for one in cases)
+    few, many = (row.muon_seconds for row in rows)
+    assert many == pytest.approx(2 * few)
 
 
 def test_codes_have_a_column_and_fields() -> None:

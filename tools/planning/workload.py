@@ -29,6 +29,7 @@ from paro.config.sharding import ShardingConfig, units_ahead
 from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
+from paro.optim.muon_config import MuonConfig
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
@@ -217,7 +218,14 @@ def case_of(args: Namespace) -> Workload:
     gigabytes = args.device_memory_gb
     launch = LaunchConfig(dry_run=True, world_size=world_size, device_memory_gb=gigabytes)
     device = RankDevice(kind, launch.device_memory_gb)
-    task = Task(model, Trainable.of_flag(args.trainable), precision, args.seq_length, device)
+    task = Task(
+        model,
+        Trainable.of_flag(args.trainable),
+        precision,
+        MuonConfig(muon_num_ns_steps=args.muon_num_ns_steps),
+        args.seq_length,
+        device,
+    )
     workload = workload_of(task, batches, replace(sharding, inter_bits=bits))
     return replace(workload, memory_margin=args.memory_margin)
 

@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from paro.collectives.pipeline import MAX_PIECES, make_pipeline
-from paro.collectives.schedule import Op, count_pieces
+from paro.collectives.schedule import NCCL_COLLECTIVES, Op, count_pieces
 from paro.errors import UserError
 from paro.layout import chunk_numel
-from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, seconds
+from paro.planning.caching import cached_by
+from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, passes, seconds
 from paro.topology import Axes, Axis, AxisSpan, Link, split_by_link
 
 StreamAxes = tuple[int, ...]  # the axes that a comm stream serves
@@ -54,26 +55,18 @@ class TimedJob(NamedTuple):
 ParallelJobs = tuple[TimedJob, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class CollectiveTimes:
     """Times of a machine's collectives by one algorithm, or the fastest for every size (auto)."""
 
     machine: Machine
     algorithm: str
-    _known: dict[tuple[Op, AxisSpan, int], tuple[ParallelJobs, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
+    @cached_by(lambda op, span, num_bytes: (op, span, num_bytes))
     def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
         """The jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
         if not span or num_bytes == 0:
             return ()
-        key = (op, span, num_bytes)
-        if key not in self._known:
-            self._known[key] = self._phases(op, span, num_bytes)
-        return self._known[key]
-
-    def _phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
         algorithm = self.algorithm
         if algorithm == "auto":
             algorithm = self._fastest(op, span, num_bytes)
@@ -145,10 +138,9 @@ class CollectiveTimes:
         return rings[0] if rings else "native" if names else "ring"
 
     def _fastest(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
-        names = dict.fromkeys(row.algorithm for row in self.machine.measured)
         times = {
             name: CollectiveTimes(self.machine, name).seconds(op, span, num_bytes)
-            for name in names or ("native", "ho-ring")
+            for name in algorithms_of(self.machine, by_nccl=False)
         }
         return min(times, key=times.__getitem__)
 
@@ -289,7 +281,7 @@ def _ring(
     The ranks of a group are neighbours in the ring of a span. With `own_nics` each flow of a group
     has one of its NICs at most, else all of them together.
     """
-    size, passes, share = _size(span), 2 if op is Op.ALL_REDUCE else 1, 1.0
+    size, share = _size(span), 1.0
     if span[-1].outer <= machine.group_size:
         speed = speed_of(machine, Link.INTRA)
         lap = (size - 1) * speed.latency_seconds
@@ -304,11 +296,11 @@ def _ring(
         share = 1.0 if own_nics else flows / machine.group_size
         if machine.nic is Nic.SHARED:
             share = max(flows, machine.nics) if own_nics else flows
-    latency = passes * lap
+    latency = passes(op) * lap
     if op is Op.ALL_REDUCE:
         latency = min(latency, 2 * math.ceil(math.log2(size)) * speed.latency_seconds)
     seconds_per_byte = 8 * share / speed.bits_per_second
-    return latency, passes * num_bytes * (size - 1) / size * seconds_per_byte
+    return latency, passes(op) * num_bytes * (size - 1) / size * seconds_per_byte
 
 
 def pipeline_seconds(
@@ -359,6 +351,16 @@ def speed_of(machine: Machine, link: Link) -> LinkSpeed:
             "tools/bench_collectives.py --machine-file, or type it"
         )
     return speed
+
+
+def algorithms_of(machine: Machine | None, *, by_nccl: bool) -> tuple[str, ...]:
+    """The measured algorithms, of those that NCCL takes if `by_nccl`.
+
+    Without any, the backend's own and the fastest of this project.
+    """
+    names = dict.fromkeys(row.algorithm for row in machine.measured) if machine else {}
+    found = (name for name in names if not by_nccl or name in NCCL_COLLECTIVES)
+    return tuple(found) or ("native", "ho-ring")
 
 
 def scalar_seconds(machine: Machine) -> float:

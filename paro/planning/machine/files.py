@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,13 @@ from paro.untrusted.schema import parse_json
 FORMAT = "paro-machine-1"
 MEASURE = "measure"  # --paro-machine: measured at the start of the run
 SHIPPED = Path(__file__).parent / "shipped"
+_LEFT_OUT: tuple[object, ...] = (
+    None,
+    [],
+    {},
+    1,
+    "free",
+)  # of a file: what its fields are without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,32 +185,22 @@ def machine_to_json(machine: Machine) -> str:
         "group_size": machine.group_size,
         "nic": machine.nic.value,
         "links": {"intra": _link_fields(machine.intra), "inter": _link_fields(machine.inter)},
-        **_planning_fields(machine),
     }
-    rows = [json.dumps(_row_fields(row)) for row in machine.measured]
+    of_planning = {
+        "device": None if machine.device is None else _known(machine.device),
+        "uneven": [asdict(part) for part in machine.uneven],
+        "nics": machine.nics,
+        "launch_order": machine.launch_order,
+        "sources": dict(machine.sources),
+    }
+    head |= {name: value for name, value in of_planning.items() if value not in _LEFT_OUT}
+    rows = [json.dumps(_known(row), default=attrgetter("value")) for row in machine.measured]
     measured = "".join(f"\n  {row}{',' * (row is not rows[-1])}" for row in rows)
     return f'{json.dumps(head, indent=1)[:-2]},\n "measured": [{measured}]\n}}\n'
 
 
-def _planning_fields(machine: Machine) -> dict[str, object]:
-    """The fields that only planning reads, if known."""
-    found: dict[str, object] = {}
-    if machine.device is not None:
-        found["device"] = {k: v for k, v in asdict(machine.device).items() if v is not None}
-    if machine.uneven:
-        found["uneven"] = [asdict(part) for part in machine.uneven]
-    if machine.nics != 1:
-        found["nics"] = machine.nics
-    if machine.launch_order != "free":
-        found["launch_order"] = machine.launch_order
-    if machine.sources:
-        found["sources"] = dict(machine.sources)
-    return found
-
-
-def _row_fields(row: Measured) -> dict[str, object]:
-    known = {name: value for name, value in asdict(row).items() if value is not None}
-    return known | {"axes": row.axes.value, "op": row.op.value}
+def _known(given: Device | Measured) -> dict[str, object]:
+    return {name: value for name, value in asdict(given).items() if value is not None}
 
 
 def _link_fields(speed: LinkSpeed | None) -> dict[str, object] | None:

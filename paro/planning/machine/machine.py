@@ -316,7 +316,7 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
     """
     loads = [(machine.link(link), load) for link, load in _loads(machine, axes, num_bytes).items()]
     times = [8 * load / speed.bits_per_second for speed, load in loads if load and speed]
-    return _passes(op) * max(times) if times else None
+    return passes(op) * max(times) if times else None
 
 
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
@@ -335,7 +335,7 @@ def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
     }
 
 
-def _passes(op: Op) -> int:
+def passes(op: Op) -> int:
     """Passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if op is Op.ALL_REDUCE else 1
 
@@ -355,9 +355,9 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
             key = (row.op, row.bytes)
             best[key] = min(row.seconds, best.get(key, math.inf))
     # Divided by measured seconds: seconds = latency * steps + bits / bandwidth becomes 1 = ...
-    steps = [_passes(op) * (ranks - 1) / time for (op, _), time in best.items()]
+    steps = [passes(op) * (ranks - 1) / time for (op, _), time in best.items()]
     bits = [
-        8 * _passes(op) * _loads(machine, axes, num_bytes)[link] / time
+        8 * passes(op) * _loads(machine, axes, num_bytes)[link] / time
         for (op, num_bytes), time in best.items()
     ]
     if typed is not None:

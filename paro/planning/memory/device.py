@@ -29,11 +29,11 @@ from math import prod
 
 from paro.collectives.choice import Pieces
 from paro.collectives.pipeline import SLOTS, cut_evenly
-from paro.collectives.schedule import NCCL_COLLECTIVES, Op
+from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
 from paro.planning.cost_model import UnitSize, codes_of, muon_rounds, strategy_of, unit_collectives
-from paro.planning.machine.machine import Device, Machine
+from paro.planning.machine.machine import Device
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan
 from paro.quantization.formats import FULL_BITS
@@ -222,11 +222,3 @@ def pipeline_bytes(span: AxisSpan, num_bytes: int, itemsize: int, pieces: int) -
     piece = max(stop - start for start, stop in ranges) * itemsize
     between = prod(axis.size for level in ring_levels("ho-ring", span)[1:] for axis in level)
     return piece * (SLOTS * between + num_shards)
-
-
-def algorithms_of(collective: str, machine: Machine | None) -> tuple[str, ...]:
-    """The algorithms that a run under NCCL makes groups for; auto: all that were measured."""
-    if collective != "auto":
-        return (collective,)
-    names = dict.fromkeys(row.algorithm for row in machine.measured) if machine else {}
-    return tuple(name for name in names if name in NCCL_COLLECTIVES) or ("native", "ho-ring")

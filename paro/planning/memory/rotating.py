@@ -13,18 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 
-from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
+from model.config import LOSS_CHUNK_TOKENS
 from paro.layout import chunk_numel
+from paro.planning.passes import StepCounts
 from paro.planning.rotation import unit_parts
-from paro.planning.run_plan import MicroBatch
-from paro.planning.units import (
-    UnitActivations,
-    block_activations,
-    embedding_adds_rows,
-    norm_backward,
-)
+from paro.planning.units import Activations, UnitActivations
 from paro.step.rotating import Slot
 from paro.step.rotation_plan import RotationShape
 
@@ -43,72 +38,59 @@ def slot_bytes(numel: int, size: int, wire: int, device_type: str) -> Mapping[st
     return found
 
 
-def part_activations(
-    config: LlamaConfig, batch: MicroBatch, shape: RotationShape, *, direct: bool
-) -> Iterator[tuple[str, UnitActivations]]:
-    """The parts by name, in forward order; `direct`: matmuls write gradients into their buffers."""
-    residual = batch.tensor_bytes(config.hidden_size)
-    mlp = residual + 2 * batch.tensor_bytes(config.ffn_hidden_size)
-    needed = {"attention": block_activations(config, batch) - mlp, "mlp": mlp}
-    begins = {group[0] for group in shape.recomputed}
-    of_block = cache(partial(_of_block, config, batch, direct=direct))  # most are alike
-    for index, (spec, part) in enumerate(unit_parts(config)):
-        own = shape.parts[index]
-        steps = shape.ring.num_steps * len(own.halves)
-        if part.method == "look_up":
-            found = _look_up(config, batch, steps, direct=direct)
-        elif part.method == "loss":
-            found = _loss(config, batch, steps, direct=direct)
-        else:
-            kept = (residual if index in begins else 0) if own.recomputed else None
-            found = _keeping(of_block(steps), needed[part.method], kept)
-        yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
+class PartActivations(Activations):
+    """The same of the parts of units."""
 
+    def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
+        """The parts by name, in forward order."""
+        shape = step.shape
+        assert isinstance(shape, RotationShape), "weights rotate"
+        mlp = self.residual + 2 * self.ffn
+        needed = {"attention": self.of_block - mlp, "mlp": mlp}
+        begins = {group[0] for group in shape.recomputed}
+        for index, (spec, part) in enumerate(unit_parts(self.config)):
+            own = shape.parts[index]
+            steps = shape.ring.num_steps * len(own.halves)
+            if part.method == "look_up":
+                found = self._look_up(steps)
+            elif part.method == "loss":
+                found = self._loss(steps)
+            else:
+                found, of_part = self._in_block(steps), needed[part.method]
+                if own.recomputed:
+                    kept, in_forward = index in begins and self.residual, found.in_forward + of_part
+                    found = replace(found, recomputed=of_part - kept, in_forward=in_forward)
+                found = replace(found, kept=of_part - found.recomputed)
+            yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
 
-def _keeping(part: UnitActivations, needed: int, kept: int | None) -> UnitActivations:
-    """With what its backward needs; if only some of it is `kept`, it is recomputed."""
-    if kept is None:
-        return replace(part, kept=needed)
-    in_forward = part.in_forward + needed
-    return replace(part, kept=kept, recomputed=needed - kept, in_forward=in_forward)
+    def _look_up(self, steps: int) -> UnitActivations:
+        rows = -(-self.config.vocab_size // steps)
+        vocabulary = rows * self.config.hidden_size * self.batch.compute_bytes
+        return UnitActivations(
+            kept=self.batch.num_tokens * 9 * steps,
+            in_forward=3 * self.residual,
+            in_backward=2 * self.residual + (0 if self.adds_rows else vocabulary),
+        )
 
+    def _in_block(self, steps: int) -> UnitActivations:
+        residual, columns = self.residual, -(-self.config.ffn_hidden_size // steps)
+        ffn = self.batch.tensor_bytes(columns)
+        matrix = columns * self.config.hidden_size * self.batch.compute_bytes
+        matrix = 0 if self.direct else matrix
+        before = 3 * residual + 3 * ffn + matrix
+        return UnitActivations(
+            kept=0,
+            in_forward=2 * residual + max(residual, ffn),
+            in_backward=max(before, 2 * residual + self.norm_backward + 2 * matrix),
+        )
 
-def _look_up(
-    config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool
-) -> UnitActivations:
-    residual = batch.tensor_bytes(config.hidden_size)
-    by_rows = direct and embedding_adds_rows(batch)
-    vocabulary = -(-config.vocab_size // steps) * config.hidden_size * batch.compute_bytes
-    return UnitActivations(
-        kept=batch.num_tokens * 9 * steps,
-        in_forward=3 * residual,
-        in_backward=2 * residual + (0 if by_rows else vocabulary),
-    )
-
-
-def _of_block(
-    config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool
-) -> UnitActivations:
-    residual = batch.tensor_bytes(config.hidden_size)
-    columns = -(-config.ffn_hidden_size // steps)
-    ffn = batch.tensor_bytes(columns)
-    matrix = 0 if direct else columns * config.hidden_size * batch.compute_bytes
-    norm = norm_backward(config, batch)
-    return UnitActivations(
-        kept=0,
-        in_forward=2 * residual + max(residual, ffn),
-        in_backward=max(3 * residual + 3 * ffn + matrix, 2 * residual + norm + 2 * matrix),
-    )
-
-
-def _loss(config: LlamaConfig, batch: MicroBatch, steps: int, *, direct: bool) -> UnitActivations:
-    tokens, size = batch.num_tokens, batch.compute_bytes
-    residual = batch.tensor_bytes(config.hidden_size)
-    rows = -(-config.vocab_size // steps)
-    chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
-    gradient = 0 if direct else rows * config.hidden_size * size
-    return UnitActivations(
-        kept=2 * residual + tokens * (4 + 20 * steps),
-        in_forward=residual + chunk * (4 + size % 4),
-        in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
-    )
+    def _loss(self, steps: int) -> UnitActivations:
+        residual, tokens, size = self.residual, self.batch.num_tokens, self.batch.compute_bytes
+        rows = -(-self.config.vocab_size // steps)
+        chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
+        gradient = 0 if self.direct else rows * self.config.hidden_size * size
+        return UnitActivations(
+            kept=2 * residual + tokens * (4 + 20 * steps),
+            in_forward=residual + chunk * (4 + size % 4),
+            in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
+        )

@@ -23,16 +23,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from paro.optim.deal import most_bytes
-from paro.planning.cost_model import UnitSize, buffers_of, model_state_bytes, muon_rounds
+from paro.planning.cost_model import UnitSize, model_state_bytes, muon_rounds
 from paro.planning.memory.rotating import slot_bytes
+from paro.planning.passes import FEW, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF
-from paro.step.actions import Move, StepShape, Verb
-from paro.step.plan import StepPlan
-from paro.step.rotation_plan import RotationShape, plan_of
+from paro.step.actions import Move, Verb
 
-_MOST_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.GATHER: ("whole_params", 1),
     Verb.RELEASE: ("whole_params", -1),
@@ -98,8 +96,7 @@ class StepTally:
     """What is allocated while the actions of a step are carried out, from model states alone on."""
 
     run: RunPlan
-    shape: StepShape | RotationShape
-    units: tuple[UnitSize, ...]
+    step: StepCounts
     activations: Sequence[tuple[str, UnitActivations]]  # of every unit, or part, by name
 
     def __post_init__(self) -> None:
@@ -109,38 +106,27 @@ class StepTally:
         self._slices_done = [0] * len(self.activations)  # in backward
         self._keeps: set[int] = set()  # buffers whose weights' casts stay
         self._cast: set[int] = set()  # units whose weights' casts exist
-        self._unit_of = [index for index, unit in enumerate(self.units) for _ in unit.kind.trains]
 
     @property
     def total(self) -> int:
         """Bytes that are alive now, without model states."""
         return sum(self.now.values())
 
-    def plan(self, num_micro_batches: int, updated_ahead: int | None = None) -> StepPlan:
-        """The actions of a step, of three micro-batches at most."""
-        return plan_of(self.shape, min(num_micro_batches, _MOST_MICRO_BATCHES), updated_ahead)
-
-    def computing(self, move: Move) -> tuple[int, str]:
-        """What a computing action is about: a buffer of its unit or part, and the name."""
-        _, index, *which = move
-        halves, name = self.shape.halves(index), self.activations[index][0]
-        half = which[0] if which else 0
-        return halves[half][0], f"{name} {half + 1}/2" if len(halves) > 1 else name
-
     def alive(self, now: MemorySnapshot) -> dict[str, int]:
         """Bytes at a point, by column; the total with the model states and what computes."""
-        states = model_state_bytes(self.run.strategy, self.units, self.run.precision)
+        units = self.step.units
+        states = model_state_bytes(self.run.strategy, units, self.run.precision)
         held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
-        if isinstance(self.shape, RotationShape):
+        if self.run.materialize.rotates:
             held = {"slices": now.slices}
-        total = states.total + now.with_copies(self.run, self.units).total
+        total = states.total + now.with_copies(self.run, units).total
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
-        rotates = isinstance(self.shape, RotationShape)  # all micro-batches are alike
+        most = 1 if self.run.materialize.rotates else FEW  # where they rotate, all are alike
         found: dict[tuple[int, int], MemorySnapshot] = {}
-        actions = self.plan(1 if rotates else num_micro_batches).actions()
+        actions = self.step.plan(min(num_micro_batches, most)).actions()
         for move in (move for move in actions if move[0] in _COUNTED):
             now = self.carry_out(move)
             if now is not None:
@@ -159,11 +145,11 @@ class StepTally:
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
         if verb in (Verb.RELEASE, Verb.DROP):
             self._keeps.discard(number)
-            self._cast_weights(self._unit_of[number], exist=False)
+            self._cast_weights(self.step.buffers[number].unit_index, exist=False)
         elif verb is Verb.KEEP:
             self._keeps.add(number)
         elif verb in (Verb.STEP_REDUCE, Verb.UPDATE):
-            unit = self.units[self._unit_of[number]]
+            unit = self.step.buffers[number].unit
             if verb is Verb.UPDATE:
                 return self.at("the update", updated=unit.trainable_numel)
             converted = unit.trainable_numel * unit.dealt
@@ -173,12 +159,12 @@ class StepTally:
     def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:
         name, own = self.activations[index]
         if verb in (Verb.FORWARD, Verb.RECOMPUTE):
-            if any(not self._keeps.isdisjoint(needed) for needed in self.shape.halves(index)):
+            if any(not self._keeps.isdisjoint(needed) for needed in self.step.shape.halves(index)):
                 self._cast_weights(index, exist=True)
             if verb is Verb.RECOMPUTE:
                 self._keep(index, own.kept + own.recomputed)
                 return None
-            self._keep(index, own.kept if index >= self.shape.first_trained else 0)
+            self._keep(index, own.kept if index >= self.step.shape.first_trained else 0)
             return self.at(f"the forward of {name}", own.in_forward)
         if verb is Verb.LOSS:
             return self.at(f"the forward of {name}", own.in_loss)
@@ -190,11 +176,13 @@ class StepTally:
     def _end_slice(self, index: int) -> int:
         """Counts a slice whose backward has run; the activations that its part keeps no longer."""
         self._slices_done[index] += 1
-        if self._slices_done[index] < self.shape.num_slices * len(self.shape.halves(index)):
+        if self._slices_done[index] < self.step.shape.num_slices * len(
+            self.step.shape.halves(index)
+        ):
             return 0
         before, self._slices_done[index] = self.now["activations"], 0
         self._keep(index, self.activations[index][1].kept_to_the_end)
-        if index == self.shape.first_trained:  # the end of backward
+        if index == self.step.shape.first_trained:  # the end of backward
             self._kept = [0] * len(self._kept)
             self.now["activations"] = 0
         return before - self.now["activations"]
@@ -223,9 +211,10 @@ class StepTally:
         kinds = precision.compute, precision.frozen, precision.wire
         compute, frozen, wire = (BYTES_OF[kind] for kind in kinds)
         found: list[Mapping[str | int, int]] = []
-        for unit, trains in buffers_of(self.units):
-            numel = unit.trainable_numel if trains else unit.frozen_numel
-            size = compute if trains else frozen
-            slots = slot_bytes(numel // self.shape.num_slices, size, wire, self.run.device_type)
+        for buffer in self.step.buffers:
+            numel, size = buffer.numel, compute if buffer.trains else frozen
+            slots = slot_bytes(
+                numel // self.step.shape.num_slices, size, wire, self.run.device_type
+            )
             found.append({"whole_params": numel * size, "whole_grads": numel * wire, **slots})
         return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from paro.planning.search.estimator import BITS_GAIN, Estimate
 from paro.planning.search.planner import MEMORY_TIE, TIE, SearchResult
+from paro.planning.step.timeline import EXPOSED
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 
@@ -97,17 +98,9 @@ def _reason(plan: SearchResult, best: Estimate) -> str:
 
 def exposed_text(estimate: Estimate) -> str:
     """Exposed communication of a step by kind, longest first."""
-    names = {
-        "gather": "gathers",
-        "reduce": "gradient reductions",
-        "finish": "the gradient reductions at the end of a step",
-        "publish": "the all-gather of updated parameters",
-        "context": "attention's tokens on other ranks",
-        "agree": "the gradient norm",
-    }
     parts = sorted(estimate.timeline.exposed.items(), key=lambda part: -part[1])
     floor = 0.001 * estimate.seconds
-    listed = [f"{seconds_text(time)} for {names[kind]}" for kind, time in parts if time > floor]
+    listed = [f"{seconds_text(time)} for {EXPOSED[kind]}" for kind, time in parts if time > floor]
     return ", ".join(listed) or "for nothing"
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 
 from model.flops import flops_per_token
-from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
+from paro.planning.caching import cached_by
+from paro.planning.cost_model import first_trained
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.run_plan import RunPlan
-from paro.planning.search.run_memory import RunMemory, sent_per_step
+from paro.planning.passes import StepCounts
+from paro.planning.run_plan import RunFlags, RunPlan
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step.comm_costs import CommCosts
 from paro.planning.step.computing import Computing, coding_seconds, device_of
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.costs import StepCosts
-from paro.planning.step.passes import StepCounts
 from paro.planning.step.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
@@ -63,47 +64,41 @@ class Estimator:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self._comm_costs: dict[tuple[object, ...], CommCosts] = {}
-        self._counts: dict[tuple[object, ...], StepCounts] = {}
         self._times_of = cache(partial(CollectiveTimes, workload.machine))
-        self._computing: dict[tuple[object, ...], Computing] = {}
         overlaps = workload.prefetch_units > 0
         self._context_of = cache(
             partial(ContextCosts, group_size=workload.group_size, overlaps=overlaps)
         )
         self._memory = RunMemory(workload.machine)
-        self._trained = workload.trainable.names(workload.model)
 
     @cached_property
     def first_trained(self) -> int:
         """The index of the first unit that trains; the number of units if none does."""
-        return first_trained_unit(unit_specs(self.workload.model), self._trained.__contains__)
+        return first_trained(self.workload.units)
 
     @cached_property
     def _flops_per_token(self) -> float:
         """As a training counts them for its MFU."""
-        seq_length = self.workload.seq_length
-        return flops_per_token(self.workload.model, seq_length, self._trained, causal=False)
+        workload = self.workload
+        return flops_per_token(workload.model, workload.seq_length, workload.trained, causal=False)
 
     def plan_of(self, candidate: Candidate) -> RunPlan:
         """What decides the memory of a candidate."""
         workload = self.workload
+        given = {one.name: getattr(workload, one.name) for one in fields(RunFlags)}
+        chosen = {
+            "precision": candidate.precision(workload),
+            "collective": candidate.collective,
+            "materialize": candidate.materialize,
+            "micro_batch_size": candidate.micro_batch_size,
+        }
         return RunPlan(
-            model=workload.model,
-            trained=self._trained,
+            **(given | chosen),
+            trained=workload.trained,
             recompute=candidate.recompute,
             world_size=workload.world_size,
-            group_size=workload.group_size,
             strategy=candidate.strategy,
-            materialize=candidate.materialize,
-            collective=candidate.collective,
-            prefetch_units=workload.prefetch_units,
-            precision=candidate.precision(workload),
-            device_type=workload.device_type,
-            seq_length=workload.seq_length,
-            micro_batch_size=candidate.micro_batch_size,
             num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
-            context=workload.context,
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
@@ -122,38 +117,26 @@ class Estimator:
         if recompute is not None and recompute.method == "block" and not rotates:
             every = replace(recompute, method="uniform", num_layers=1)
             run = replace(run, recompute=every)  # blocks that are kept take no time
-        key = run.step_kind
-        if key not in self._counts:
-            self._counts[key] = StepCounts(
-                shape=self._memory.shape(run),
-                units=self._memory.units(run),
-                updated_ahead=self.workload.updated_ahead,
-            )
-        return self._counts[key]
+        return self._memory.step(run)
 
+    @cached_by(lambda run: (run.strategy.degrees, run.collective, run.materialize, run.precision))
     def _comm_costs_of(self, run: RunPlan) -> CommCosts:
-        rotates = run.materialize.rotates
-        recompute = run.recompute if rotates else None  # then it sends weights once more
-        degrees = run.strategy.degrees
-        key = (degrees, run.collective, run.materialize, recompute, run.precision)
-        if key not in self._comm_costs:
-            times = self._times_of(run.collective)
-            counts = self._counts_of(run)
-            self._comm_costs[key] = CommCosts(run=run, counts=counts, times=times)
-        return self._comm_costs[key]
+        times = self._times_of(run.collective)
+        return CommCosts(run=run, counts=self._counts_of(run), times=times)
 
+    @cached_by(
+        lambda run: (
+            *(run.micro_batch_size, run.recompute, run.materialize),
+            run.strategy.params if run.materialize.rotates else None,
+        )
+    )
     def _computing_of(self, run: RunPlan) -> Computing:
-        degree = run.strategy.params if run.materialize.rotates else None
-        key = (run.micro_batch_size, run.recompute, run.materialize, degree)
-        if key not in self._computing:
-            self._computing[key] = Computing(
-                model=run.config,
-                shape=self._memory.shape(run),
-                units=self._memory.units(run),
-                batch=run.batch,
-                device=device_of(self.workload.machine),
-            )
-        return self._computing[key]
+        return Computing(
+            model=run.config,
+            step=self._memory.step(run),
+            batch=run.batch,
+            device=device_of(self.workload.machine),
+        )
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """What a rank takes of its device, at the memory snapshot with the largest total."""
@@ -162,7 +145,7 @@ class Estimator:
     def sent(self, candidate: Candidate) -> Sent:
         """Bytes that a rank sends in a step."""
         plan = self.plan_of(candidate)
-        return sent_per_step(plan, self._memory.units(plan), plan.num_micro_batches)
+        return self._memory.sent(plan, plan.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """Memory, time and traffic of a candidate; `record` keeps what every stream does."""

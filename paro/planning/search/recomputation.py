@@ -10,7 +10,7 @@ from dataclasses import replace
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Candidate
-from paro.planning.units import block_activations
+from paro.planning.units import Activations
 
 _LARGEST_GROUP = 8  # blocks that keep one input together
 
@@ -48,8 +48,8 @@ def recompute_flags(recompute: RecomputeConfig) -> str:
 def saved_bytes(estimator: Estimator, candidate: Candidate) -> float:
     """What a recomputed block takes off a peak, at most: what it keeps beside its input."""
     memory, plan = estimator.memory(candidate), estimator.plan_of(candidate)
-    residual = plan.batch.tensor_bytes(plan.model.hidden_size)
-    saved = block_activations(plan.config, plan.batch) - residual
+    activations = Activations(config=plan.config, batch=plan.batch, grad_bytes=4)
+    saved = activations.of_block - activations.residual
     return saved * memory.reserved / memory.allocated
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise, product
 
-from model.config import LlamaConfig, RecomputeConfig
-from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.context_parallel.layout import ALONE, ContextLayout, ContextLimits
+from model.config import RecomputeConfig
+from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError, check_least
 from paro.planning.cost_model import UnitSize
+from paro.planning.machine.collective_time import algorithms_of
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
-from paro.planning.run_plan import Materialize
+from paro.planning.run_plan import Materialize, RunFlags
 from paro.planning.search.trainable import Trainable
 from paro.planning.step.computing import device_of
 from paro.planning.survival import Survival, check_nodes, survival
+from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters, parse_strategy
@@ -27,25 +29,14 @@ FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(RunFlags):
     """The model, machine and batch to plan for, and the other flags as given."""
 
-    model: LlamaConfig
     machine: Machine  # with the world size of the run
-    group_size: int  # the degree of letter I
-    context: ContextLayout = ALONE  # the neighbouring ranks that share a sample
-    seq_length: int
-    micro_batch_size: int
     global_batch_size: int
-    precision: PrecisionConfig
-    prefetch_units: int = 1
-    updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
-    collective: str = "native"
-    materialize: Materialize = Materialize.GATHER
     trainable: Trainable = field(default_factory=Trainable)
     memory_bytes: int | None = None  # per device, instead of the machine's
     memory_margin: float = 0.0  # share of it that a choice leaves free
-    device_type: str = "cuda"
     ranks_per_node: int | None = None  # None: a group of the machine is a node
     survive: int = 0  # nodes that may be lost at once with every state still held
     chooses_bits: bool = False  # between 16 bits and `FEWEST_BITS` for what crosses groups
@@ -74,10 +65,16 @@ class Workload:
             seq_length=self.seq_length,
         )
 
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that train."""
+        return self.trainable.names(self.model)
+
     @property
     def units(self) -> tuple[UnitSize, ...]:
         """The units where parameters are gathered."""
-        return self.trainable.units(self.model, world_size=self.world_size)
+        trains = self.trained.__contains__
+        return units_of(self.model, world_size=self.world_size, is_trained=trains)
 
     @property
     def device_bytes(self) -> int:
@@ -189,13 +186,12 @@ def recompute_text(recompute: RecomputeConfig | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Choices of a search; None: every possibility, for materializes only the workload's."""
+    """Choices of a search; None: every possibility."""
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
-    materializes: tuple[Materialize, ...] | None = None
 
     def describe(self) -> str:
         """What candidates differ in; all else is as given."""
@@ -214,28 +210,25 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
         legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
     )
     sizes = search_space.micro_batch_sizes or micro_batch_sizes(workload)
-    collectives = search_space.collectives or collectives_of(workload.machine)
+    machine = workload.machine
+    collectives = search_space.collectives or algorithms_of(machine, by_nccl=machine.is_of_gpus)
     recomputes = search_space.recomputes or (
         None,
         RecomputeConfig(granularity="selective"),
         RecomputeConfig(granularity="full", keeps_core=workload.model.keeps_core),
     )
-    pairs = [
-        (strategy, materialize)
-        for strategy in strategies
-        for materialize in search_space.materializes or (workload.materialize,)
-        if workload.infeasible_reason(strategy, materialize) is None
-    ]
+    way = workload.materialize
+    possible = [s for s in strategies if workload.infeasible_reason(s, way) is None]
     inter_bits = (FULL_BITS, FEWEST_BITS) if workload.chooses_bits else (None,)
-    for (strategy, materialize), size, collective, recompute, bits in product(
-        pairs, sizes, collectives, recomputes, inter_bits
+    for strategy, size, collective, recompute, bits in product(
+        possible, sizes, collectives, recomputes, inter_bits
     ):
         yield Candidate(
             strategy=strategy,
             micro_batch_size=size,
             collective=collective,
             recompute=recompute,
-            materialize=materialize,
+            materialize=way,
             letters=_letters_elsewhere(strategy, workload.world_size),
             inter_bits=bits,
         )
@@ -283,16 +276,6 @@ def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
     """All sizes that divide a data-parallel rank's share of the global batch."""
     per_rank = workload.global_batch_size // workload.data_parallel_size
     return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
-
-
-def collectives_of(machine: Machine) -> tuple[str, ...]:
-    """The measured algorithms; without any, the backend's own and the fastest of this project."""
-    names = dict.fromkeys(
-        row.algorithm
-        for row in machine.measured
-        if not machine.is_of_gpus or row.algorithm in NCCL_COLLECTIVES
-    )
-    return tuple(names) or ("native", "ho-ring")
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:

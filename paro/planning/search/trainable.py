@@ -11,8 +11,6 @@ from model.config import LlamaConfig
 from model.lora_config import is_adapter
 from model.units import parameter_shapes, unit_specs
 from paro.errors import UserError
-from paro.planning.cost_model import UnitSize
-from paro.planning.units import units_of
 
 FLAG = "--trainable"
 
@@ -90,23 +88,6 @@ class Trainable:
                     f"those of {', '.join(_kinds(names))}"
                 )
         return frozenset(name for found in matches.values() for name in found)
-
-    def units(
-        self,
-        config: LlamaConfig,
-        *,
-        world_size: int,
-        rotated_over: int = 1,
-        in_place: bool = False,
-    ) -> tuple[UnitSize, ...]:
-        """The units of a model with its trained and its frozen buffers; see `units_of`."""
-        return units_of(
-            config,
-            world_size=world_size,
-            is_trained=self.names(config).__contains__,
-            rotated_over=rotated_over,
-            in_place=in_place,
-        )
 
 
 def _kinds(names: list[str]) -> list[str]:

@@ -7,12 +7,18 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from paro.planning.cost_model import Collective, UnitSize, strategy_of, unit_collectives
+from paro.planning.cost_model import (
+    Buffer,
+    Collective,
+    UnitSize,
+    strategy_of,
+    unit_collectives,
+)
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Device
+from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.step.computing import coding_seconds, device_of
-from paro.planning.step.passes import QUEUES, StepCounts
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, Verb
@@ -39,16 +45,15 @@ _KINDS = {
 THREAD = "thread"  # the training thread, beside links and comm streams
 
 
-def busy_of(work: Iterable[Queued], *, waits: bool) -> Mapping[Hashable, float]:
-    """Seconds for which work keeps links, by name, comm streams and a thread that `waits` busy."""
+def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
+    """Seconds for which work keeps links, by name, comm streams and a thread that waits busy."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for use, phase in ((one.use, phase) for one in work for phase in one.phases):
         for job in phase:
             busy["intra"] += job.seconds * job.intra
             busy["inter"] += job.seconds * job.inter
             busy[use, job.stream] += job.seconds
-        if waits:
-            busy[THREAD] += max(job.seconds for job in phase)
+        busy[THREAD] += max(job.seconds for job in phase)
     return busy
 
 
@@ -57,17 +62,13 @@ class BufferCosts:
     """What the actions on one of a unit's flat buffers queue, one after the other."""
 
     queued: Mapping[Verb, tuple[Queued, ...]]
-    busy: Mapping[Verb, Mapping[Hashable, float]]  # see `busy_of`
     encoded_bytes: int = 0  # read and written to encode updated parameters and decode them
     coding_bytes: int = 0  # the same of all codes, wherever they are made
 
     @cached_property
-    def seconds(self) -> Mapping[Verb, float]:
-        """Of what an action queues, if it shares links with nothing."""
-        return {
-            verb: sum(max(job.seconds for job in phase) for one in work for phase in one.phases)
-            for verb, work in self.queued.items()
-        }
+    def busy(self) -> Mapping[Verb, Mapping[Hashable, float]]:
+        """What every action keeps busy; see `busy_of`."""
+        return {verb: busy_of(work) for verb, work in self.queued.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,34 +90,24 @@ class CommCosts:
     def device(self) -> Device:
         return device_of(self.times.machine)
 
-    def of_buffer(self, number: int) -> BufferCosts:
-        """The costs of a buffer; those of equal kind have equal costs."""
-        if number not in self._known:
-            first = self.counts.alike[number]
-            if first not in self._known:
-                self._known[first] = self._of_kind(*self.counts.buffers[first])
-            self._known[number] = self._known[first]
-        return self._known[number]
-
     @cached_property
-    def _known(self) -> dict[int, BufferCosts]:
-        return {}
+    def of_buffers(self) -> list[BufferCosts]:
+        """The costs of every buffer; those of equal kind have equal costs."""
+        alike, buffers = self.counts.alike, self.counts.buffers
+        known = {first: self._of_kind(buffers[first]) for first in dict.fromkeys(alike)}
+        return [known[first] for first in alike]
 
     @cached_property
     def coding_bytes(self) -> int:
         """Memory traffic of all codes of a step; 0 if none are sent."""
-        return sum(self.of_buffer(number).coding_bytes for number in range(len(self.counts.alike)))
+        return sum(costs.coding_bytes for costs in self.of_buffers)
 
-    def _of_kind(self, unit: UnitSize, trains: bool) -> BufferCosts:
-        run = self.run
+    def _of_kind(self, buffer: Buffer) -> BufferCosts:
+        run, (unit, trains, _) = self.run, buffer
         sent = unit_collectives(unit, run.strategy, run.topology, run.precision)
         own = {verb: found for (verb, of), found in sent.items() if of is trains}
         queued = dict(self._queued(own))
-        return self._with_copies(unit, own, queued) if trains else self._costs(queued)
-
-    def _costs(self, queued: Mapping[Verb, tuple[Queued, ...]], **coding: int) -> BufferCosts:
-        busy = {verb: busy_of(work, waits=verb in self.at_once) for verb, work in queued.items()}
-        return BufferCosts(queued=queued, busy=busy, **coding)
+        return self._with_copies(unit, own, queued) if trains else BufferCosts(queued=queued)
 
     def _queued(
         self, sent: dict[Verb, tuple[Collective, ...]]
@@ -174,7 +165,8 @@ class CommCosts:
             seconds = coding_seconds(self.device, decoded)
             code = self._beside("decode", gathered[0].phases[0][0], seconds)
             queued[Verb.GATHER_UPDATED] = (*gathered, code)
-        return self._costs(queued, encoded_bytes=encoded, coding_bytes=encoded + decoded + coded)
+        coding = encoded + decoded + coded
+        return BufferCosts(queued=queued, encoded_bytes=encoded, coding_bytes=coding)
 
     def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:
         """Work in the stream of another job; on CPU ranks it takes processor time."""

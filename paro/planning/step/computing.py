@@ -23,12 +23,11 @@ from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import unit_specs
 from paro.errors import UserError
 from paro.optim.states import adamw_states, bytes_of
-from paro.planning.cost_model import UnitSize, buffers_of
 from paro.planning.machine.machine import Device, Machine
+from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
-from paro.planning.units import loss_writes_gradients
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import StepShape, Verb
+from paro.step.actions import Verb
 from paro.step.rotation_plan import RotationShape
 from paro.strategy import Strategy
 
@@ -51,19 +50,21 @@ class Computing:
     """
 
     model: LlamaConfig
-    shape: StepShape | RotationShape
-    units: tuple[UnitSize, ...]
+    step: StepCounts
     batch: MicroBatch
     device: Device
 
     @property
     def _rotates(self) -> bool:
-        return isinstance(self.shape, RotationShape)
+        return isinstance(self.step.shape, RotationShape)
 
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
         """The times of every unit, or of all slices of every part together, in forward order."""
-        shape, computed = self.shape, [[p.method for p in s.parts] for s in unit_specs(self.model)]
+        shape, computed = (
+            self.step.shape,
+            [[p.method for p in s.parts] for s in unit_specs(self.model)],
+        )
         if self._rotates:
             computed = [[method] for methods in computed for method in methods]
         again = {index for group in shape.recomputed for index in group}
@@ -110,7 +111,7 @@ class Computing:
         content.
         """
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
-        accumulate, degree = BYTES_OF[precision.accumulate], self.shape.num_slices
+        accumulate, degree = BYTES_OF[precision.accumulate], self.step.shape.num_slices
         of_element: float = compute + (wire if strategy.grads > 1 else 2 * accumulate)
         if self._rotates:
             of_element = compute + 2 * wire - wire / degree + (wire + 2 * accumulate) / degree
@@ -132,12 +133,8 @@ class Computing:
     def _trained(self, index: int) -> float:
         """The share that trains of the weights that a unit or part reads."""
         # A tied head borrows them: they are of the last buffer's unit.
-        units = {self._buffers[half[-1]][0] for half in self.shape.halves(index)}
+        units = {self.step.buffers[half[-1]].unit for half in self.step.shape.halves(index)}
         return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
-
-    @cached_property
-    def _buffers(self) -> list[tuple[UnitSize, bool]]:
-        return buffers_of(self.units)
 
     @property
     def _residual_bytes(self) -> int:
@@ -193,13 +190,15 @@ class Computing:
         """Head and loss: the logits, and as much again for the gradients of each operand."""
         products = 2.0 * self.batch.num_tokens * self.model.vocab_size * self.model.hidden_size
         logits = self._seconds(products)
-        if self._rotates:  # no gradients in forward, so backward recomputes the logits
+        if isinstance(
+            self.step.shape, RotationShape
+        ):  # no gradients in forward, so backward recomputes the logits
             found = self._forward_and_back(products, 0.0, trained, recomputed=False)
             if trained is not None:
                 found[Verb.BACKWARD] += logits
             return found
         passes = 1.0 if trained is None else 2.0 + trained
-        if not loss_writes_gradients(self.model, self.units):
+        if not self.step.shape.grads_in_forward:
             return {Verb.FORWARD: passes * logits}
         first_chunk = min(1.0, LOSS_CHUNK_TOKENS / self.batch.num_tokens) * logits
         loss = passes * logits - first_chunk

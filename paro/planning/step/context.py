@@ -79,8 +79,8 @@ class ContextCosts:
             busy[THREAD] += count * self.exposed(attending, seconds)
             queues = (one for one in self.passes[attending] if isinstance(one, Queue))
             parts = chain.from_iterable(queue.parts for queue in queues)
-            for load, took in busy_of(parts, waits=False).items():
-                busy[load] += count * took
+            for load, took in busy_of(parts).items():
+                busy[load] += count * took if load != THREAD else 0.0
         return busy
 
     def _timed(self, does: Send | float | str) -> Queue | Wait | float:

@@ -15,14 +15,14 @@ from functools import cached_property
 from itertools import chain
 
 from paro.optim.deal import newton_schulz_flops
-from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
 from paro.planning.machine.collective_time import TimedJob, scalar_seconds
 from paro.planning.machine.machine import Device, Machine, Nic
+from paro.planning.passes import QUEUES, Counts, StepCounts
+from paro.planning.run_plan import RunPlan
 from paro.planning.step.comm_costs import THREAD, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.context import ContextCosts
-from paro.planning.step.passes import QUEUES, Counts, StepCounts
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait
 from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
@@ -60,6 +60,10 @@ class StepCosts:
         return self.counts.plan(self.num_micro_batches)
 
     @property
+    def run(self) -> RunPlan:
+        return self.comm_costs.run
+
+    @property
     def machine(self) -> Machine:
         return self.comm_costs.times.machine
 
@@ -72,49 +76,43 @@ class StepCosts:
     def computed(self, move: Move) -> tuple[UnitSize, float]:
         """For which unit the training thread computes for an action, and for how long."""
         verb, number, *slots = move
+        counts, num_slices = self.counts, self.counts.shape.num_slices
+        buffer = counts.buffers[counts.buffer_of(move)]
+        unit, took = buffer.unit, 0.0
         if verb >= Verb.FORWARD:
-            shape = self.counts.shape
-            halves = shape.halves(number)
-            unit, _ = self.counts.buffers[halves[slots[0] if slots else 0][0]]
-            share = 1 / (shape.num_slices * len(halves))
+            share = 1 / (num_slices * len(counts.shape.halves(number)))
             took = self.computing.per_unit[number].get(verb, 0.0) * share
             if verb is Verb.GRADIENTS:
-                took += self.collect_seconds(unit.trainable_numel) / shape.num_slices
-            return unit, took
-        unit, trains = self.counts.buffers[number]
-        took = 0.0
-        if verb is Verb.UPDATE:
-            encoded = self.comm_costs.of_buffer(number).encoded_bytes
+                took += self.collect_seconds(unit.trainable_numel) / num_slices
+        elif verb is Verb.UPDATE:
+            encoded = self.comm_costs.of_buffers[number].encoded_bytes
             took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             took = self.collect_seconds(unit.trainable_numel)
         elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
-            precision = self.comm_costs.run.precision
-            kind = precision.compute if trains else precision.frozen
+            precision = self.run.precision
+            kind = precision.compute if buffer.trains else precision.frozen
             kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
-            numel = unit.trainable_numel if trains else unit.frozen_numel
-            num_bytes = 2 * numel * BYTES_OF[kind] // self.counts.shape.num_slices
+            num_bytes = 2 * buffer.numel * BYTES_OF[kind] // num_slices
             took = self.computing.memory_seconds(num_bytes)
         return unit, took
 
     def collect_seconds(self, trainable_numel: int) -> float:
         return self.computing.collect_seconds(
-            self.comm_costs.run.strategy, self.comm_costs.run.precision, trainable_numel
+            self.run.strategy, self.run.precision, trainable_numel
         )
 
     def update_seconds(self, trainable_numel: int) -> float:
-        return self.computing.update_seconds(
-            self.comm_costs.run.strategy, self.comm_costs.run.precision, trainable_numel
-        )
+        return self.computing.update_seconds(self.run.strategy, self.run.precision, trainable_numel)
 
     @cached_property
     def muon_seconds(self) -> float:
         """Newton-Schulz of the busiest ranks, round by round, while others' matrices travel.
 
-        For the default number of its steps, and bytes as ranks send them on average.
+        For bytes as ranks send them on average.
         """
-        run, units = self.comm_costs.run, self.counts.units
-        steps = MuonConfig().muon_num_ns_steps
+        run, units = self.run, self.counts.units
+        steps = run.muon.muon_num_ns_steps
         dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
         flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
         computing = flops / self.device.sustained_flops
@@ -140,8 +138,8 @@ class StepCosts:
             for cause in WAITED_BY.get(verb, ()):
                 yield Wait((cause, number))
             if verb in QUEUES:
-                unit, trains = self.counts.buffers[number]
-                parts = self.comm_costs.of_buffer(number).queued.get(verb, ())
+                unit, trains, _ = self.counts.buffers[number]
+                parts = self.comm_costs.of_buffers[number].queued.get(verb, ())
                 name = unit.name if trains else f"{unit.name} (frozen)"
                 after = AFTER.get(verb), number
                 yield Queue((verb, number), parts, name, after, verb in at_once)
@@ -208,8 +206,9 @@ class StepCosts:
         found: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move
-            for load, seconds in self.comm_costs.of_buffer(number).busy.get(verb, {}).items():
-                found[load] += count * seconds
+            for load, seconds in self.comm_costs.of_buffers[number].busy.get(verb, {}).items():
+                if load != THREAD or verb in self.comm_costs.at_once:
+                    found[load] += count * seconds
             if verb in PASS_OF:  # copies what it has received
                 found[THREAD] += count * self.computed(move)[1]
         return found
@@ -222,7 +221,6 @@ class StepCosts:
         of_buffer: defaultdict[int, float] = defaultdict(float)
         for (verb, number, *_), count in counts.items():
             if verb not in self.comm_costs.at_once:
-                of_buffer[number] += count * self.comm_costs.of_buffer(number).seconds.get(
-                    verb, 0.0
-                )
+                busy = self.comm_costs.of_buffers[number].busy.get(verb, {})
+                of_buffer[number] += count * busy.get(THREAD, 0.0)
         return max(of_buffer.values(), default=0.0)

@@ -18,7 +18,14 @@ from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Activity, Simulation
 
 _MAX_SIMULATED = 4
-EXPOSED = ("gather", "reduce", "finish", "publish", "context", "agree")
+EXPOSED = {  # kinds of exposed communication, in words
+    "gather": "gathers",
+    "reduce": "gradient reductions",
+    "finish": "the gradient reductions at the end of a step",
+    "publish": "the all-gather of updated parameters",
+    "context": "attention's tokens on other ranks",
+    "agree": "the gradient norm",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +49,9 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
         return _simulate(costs, record=record)
     shorter = _simulate(replace(costs, num_micro_batches=2), record=False)
     longer = _simulate(replace(costs, num_micro_batches=3), record=False)
-    more = count - 3
 
     def extended(low: float, high: float) -> float:
-        return high + more * (high - low)
+        return high + (count - 3) * (high - low)
 
     return Timeline(
         seconds=extended(shorter.seconds, longer.seconds),

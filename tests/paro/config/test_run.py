@@ -182,7 +182,7 @@ def test_the_planner_plans_for_the_last_size() -> None:
     words += "--paro-group-size 2"
     config = configure(f"{NO_BATCH} {words}")
     device = RankDevice("cuda")
-    task = Task(config.model, config.trainable, config.precision, 32, device)
+    task = Task(config.model, config.trainable, config.precision, config.muon, 32, device)
     case = case_of(task, config.batches, config.sharding)
     assert case.global_batch_size == 16
 

@@ -24,14 +24,15 @@ from paro.optim.deal import (
 )
 from paro.optim.matrices import newton_schulz, orthogonal
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
-from paro.planning.cost_model import in_buckets, muon_rounds, traffic_per_step
+from paro.planning.cost_model import in_buckets, muon_rounds
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import parse_strategy
 from paro.training.step import Training
 from tests.helpers.training import TINY, built
 from tests.paro.planning.lone_rank import allocated_at_most
-from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.on_ranks import run_of
 
 FP32 = "--muon-fp32-matmul-prec highest"
 RUN = f"{TINY} --train-iters 20 --clip-grad 0 --optimizer muon {FP32}"
@@ -255,14 +256,15 @@ def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: st
 def test_whole_blocks_cross_groups_with_adamws_bytes(
     degrees: str, num_layers: int, is_equal: bool
 ) -> None:
-    strategy, topology = on_ranks(degrees, world_size=8, group_size=2)
     model = replace(LLAMA_PRESETS["7B"], num_layers=num_layers)
     adamw = PrecisionConfig(compute="bf16")
-    muon = replace(adamw, optimizer="muon")
-    units = in_buckets(units_of(model, world_size=8), strategy, muon)
-    sent = partial(traffic_per_step, strategy, topology, units, num_micro_batches=1)
-    by_rank = [sent(precision=muon, rank=rank).inter for rank in range(8)]
-    adamws = sent(precision=adamw).inter
+    runs = (
+        run_of(model, degrees, one, group_size=2)
+        for one in (adamw, replace(adamw, optimizer="muon"))
+    )
+    adamws, muons = (partial(RunMemory(None).sent, run, 1) for run in runs)
+    by_rank = [muons(rank).inter for rank in range(8)]
+    adamws = adamws().inter
     assert (set(by_rank) == {adamws}) is is_equal
     assert min(by_rank) >= adamws
 

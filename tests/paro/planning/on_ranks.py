@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from model.config import LlamaConfig
+from model.units import parameter_shapes
+from paro.planning.run_plan import RunPlan
+from paro.precision import PrecisionConfig
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Topology, make_topology
 
@@ -11,4 +18,32 @@ def on_ranks(text: str, *, world_size: int, group_size: int) -> tuple[Strategy, 
     strategy = parse_strategy(text, world_size=world_size, group_size=group_size)
     return strategy, make_topology(
         world_size=world_size, group_size=group_size, degrees=strategy.degrees
+    )
+
+
+def run_of(
+    config: LlamaConfig,
+    text: str,
+    precision: PrecisionConfig,
+    *,
+    world_size: int = 8,
+    group_size: int = 4,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    **changes: Any,
+) -> RunPlan:
+    """A run of two micro-batches of one sample, as the planner sees it."""
+    given: dict[str, Any] = {
+        "recompute": config.recompute,
+        "seq_length": 16,
+        "micro_batch_size": 1,
+        "num_micro_batches": 2,
+    }
+    return RunPlan(
+        model=config,
+        trained=frozenset(filter(is_trained, parameter_shapes(config))),
+        strategy=parse_strategy(text, world_size=world_size, group_size=group_size),
+        precision=precision,
+        world_size=world_size,
+        group_size=group_size,
+        **(given | changes),
     )

@@ -10,9 +10,10 @@ from paro.planning.cost_model import (
     ModelStateBytes,
     UnitSize,
     model_state_bytes,
-    traffic_per_step,
+    traffic_of,
 )
 from paro.precision import PrecisionConfig
+from paro.step.actions import Move, Verb
 from paro.training.placement import describe_placement
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
@@ -40,9 +41,13 @@ PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
     """A model as the paper counts it: everything is gathered twice per micro-batch."""
-    return (
-        UnitSize(name="all", trainable_numel=numel, frozen_numel=frozen, gathers_per_micro_batch=2),
-    )
+    return (UnitSize(name="all", trainable_numel=numel, frozen_numel=frozen),)
+
+
+def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
+    """How often its collectives come in a step of `count` micro-batches."""
+    of_step = {(Verb.STEP_REDUCE, 0): 1, (Verb.GATHER_UPDATED, 0): 1, (Verb.REDUCE, 0): count}
+    return of_step | {(Verb.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}
 
 
 @pytest.mark.parametrize("letters", PUBLISHED_7B)
@@ -50,7 +55,7 @@ def test_published_figures_for_7b(letters: str) -> None:
     strategy, topology = on_ranks(letters, world_size=32, group_size=8)
     units = one_unit(7 * 10**9)
     states = model_state_bytes(strategy, units, PAPER_PRECISION)
-    sent = traffic_per_step(strategy, topology, units, PAPER_PRECISION, 10)
+    sent = traffic_of(moves(10), units, strategy, topology, PAPER_PRECISION)
     memory, intra, inter = PUBLISHED_7B[letters]
     assert f"{states.total / 1e9:.2f}" == memory
     assert f"{sent.intra / 1e9:.1f}" == intra
@@ -65,9 +70,9 @@ def test_axes_and_closed_form_agree(
 ) -> None:
     strategy, topology = on_ranks(letters, world_size=world_size, group_size=group_size)
     unit = 1000 * world_size
-    sent = traffic_per_step(
-        strategy, topology, one_unit(unit, frozen=frozen * unit), PrecisionConfig(compute="bf16"), 3
-    )
+    units = one_unit(unit, frozen=frozen * unit)
+    bf16 = PrecisionConfig(compute="bf16")
+    sent = traffic_of(moves(3, frozen=frozen), units, strategy, topology, bf16)
     assert sent == letter_traffic(
         letters,
         params_bytes=2 * (1 + frozen) * unit,

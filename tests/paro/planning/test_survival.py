@@ -6,12 +6,13 @@ from itertools import combinations
 
 import pytest
 
-from paro.planning.cost_model import UnitSize, traffic_per_step
+from paro.planning.cost_model import UnitSize, traffic_of
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.survival import survival
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import parse_strategy
 from paro.topology import make_topology
+from tests.paro.planning.test_cost_model import moves
 
 
 def held_without(lost: set[int], degrees: tuple[int, ...], world_size: int) -> bool:
@@ -70,13 +71,13 @@ def test_groups_need_not_be_nodes() -> None:
 )
 def test_copies_of_optimizer_shards_send_what_the_formula_says(precision: PrecisionConfig) -> None:
     numel, ranks, group = 64 * 48, 8, 2
-    unit = UnitSize(name="b", trainable_numel=numel, frozen_numel=0, gathers_per_micro_batch=2)
+    unit = UnitSize(name="b", trainable_numel=numel, frozen_numel=0)
     grads, params = numel * BYTES_OF[precision.wire], numel * BYTES_OF[precision.compute]
     sent, nodes = {}, {}
     for degree in (2, 4, 8):
         topology = make_topology(world_size=ranks, group_size=group, degrees=(group, degree))
         strategy = parse_strategy(f"2,2,{degree}", world_size=ranks, group_size=group)
-        sent[degree] = traffic_per_step(strategy, topology, [unit], precision, 3).inter
+        sent[degree] = traffic_of(moves(3), [unit], strategy, topology, precision).inter
         nodes[degree] = survival(strategy, world_size=ranks, ranks_per_node=group).nodes
         copies = (grads + params) / group + (grads - params) / degree - 2 * grads / ranks
         assert sent[degree] == copies

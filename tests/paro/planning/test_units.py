@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import LLAMA_PRESETS, AttentionBackend, LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig, RecomputeConfig
 from model.initialization import initialize_whole
 from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
-from paro.planning.cost_model import model_state_bytes, traffic_per_step
-from paro.planning.run_plan import MicroBatch
-from paro.planning.units import activations_of, units_of
+from paro.planning.cost_model import model_state_bytes
+from paro.planning.run_plan import Materialize, MicroBatch
+from paro.planning.search.run_memory import RunMemory
+from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.on_ranks import on_ranks, run_of
 
 SMALL = LlamaConfig(
     num_layers=3,
@@ -85,12 +86,11 @@ def assert_counted(
     """A rank holds the model states and sends the bytes of the formulas."""
     strategy, topology = on_ranks(letters, world_size=8, group_size=4)
     precision = PrecisionConfig(compute="bf16", accumulate_allreduce_grads_in_fp32=True, **bits)
-    units = units_of(
-        config,
-        world_size=8,
-        is_trained=is_trained,
-        rotated_over=strategy.params if rotates else 1,
-        in_place=in_place,
+    materialize = "rotate" if rotates else "gather"
+    way = Materialize.of_flags(materialize, in_place)
+    run, plans = (
+        run_of(config, letters, precision, is_trained=is_trained, materialize=way),
+        RunMemory(None),
     )
     silence(monkeypatch)
     rank = lone_rank(
@@ -99,14 +99,14 @@ def assert_counted(
         topology,
         precision,
         is_trained=is_trained,
-        materialize="rotate" if rotates else "gather",
+        materialize=materialize,
         rotate_in_place=in_place,
     )
-    assert rank.optimizer.model_state_bytes() == model_state_bytes(strategy, units, precision).total
+    states = model_state_bytes(strategy, plans.units(run), precision)
+    assert rank.optimizer.model_state_bytes() == states.total
     rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
-        expected = traffic_per_step(strategy, topology, units, precision, num_micro_batches)
-        assert rank.step(num_micro_batches) == expected
+        assert rank.step(num_micro_batches) == plans.sent(run, num_micro_batches)
 
 
 @pytest.mark.parametrize("letters", ["GGG", "IIG", "INI", "NNN"])
@@ -146,33 +146,14 @@ def test_activations_are_what_autograd_saves(
     recompute: str, compute: str, model: LlamaConfig
 ) -> None:
     config = replace(model, recompute=RECOMPUTE[recompute])
-    batch = MicroBatch(
-        size=2, seq_length=16, compute_bytes=TORCH_TYPES[compute].itemsize, device_type="cpu"
-    )
-    *units, head = activations_of(config, batch, units_of(config, world_size=1), grad_bytes=4)
+    precision, shape = PrecisionConfig(compute=compute), {"world_size": 1, "group_size": 1}
+    run = run_of(config, "NNN", precision, micro_batch_size=2, device_type="cpu", **shape)
+    batch = run.batch
+    *units, head = (own for _, own in RunMemory(None).tally(run).activations)
     # The gradient of the head's normalized input is no saved tensor: the loss itself keeps it.
     gradient = batch.num_tokens * config.hidden_size * batch.compute_bytes
     expected = sum(unit.kept for unit in units) + head.kept - gradient
     assert saved_bytes(config, batch, TORCH_TYPES[compute]) == expected
-
-
-@pytest.mark.parametrize("backend", ["auto", "unfused"])
-def test_selective_recomputation_drops_scores_where_they_are_kept(
-    backend: AttentionBackend,
-) -> None:
-    """By storages: with a fused kernel 4 bytes for a token and head, which are its log-sum-exp."""
-    config = replace(SMALL, attention_backend=backend, max_position_embeddings=64)
-    batch = MicroBatch(size=2, seq_length=64, compute_bytes=2, device_type="cpu")
-    selective = replace(config, recompute=RecomputeConfig(granularity="selective"))
-    whole, left = (saved_bytes(c, batch, torch.bfloat16) for c in (config, selective))
-    dropped = whole - left
-    per_head = config.num_layers * batch.num_tokens * config.num_attention_heads * 4
-    if backend == "auto":
-        assert dropped == per_head
-        assert dropped < 0.05 * whole
-    else:
-        assert dropped > per_head * batch.seq_length  # scores in fp32, and copies of what they need
-        assert dropped > 0.5 * whole
 
 
 def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> int:
@@ -193,11 +174,3 @@ def saved_bytes(config: LlamaConfig, batch: MicroBatch, dtype: torch.dtype) -> i
     return sum(
         tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in resident
     )
-
-
-def test_a_block_of_seven_billion_by_hand() -> None:
-    """At 2048 tokens: 6 tensors of width D and 2 of width F in bf16, and the log-sum-exp."""
-    config = LLAMA_PRESETS["7B"]
-    batch = MicroBatch(size=1, seq_length=2048, compute_bytes=2, device_type="cuda")
-    block = activations_of(config, batch, units_of(config, world_size=1), grad_bytes=4)[1]
-    assert block.kept == 2048 * (2 * (6 * 4096 + 2 * 11008) + 4 * 32)

@@ -15,10 +15,11 @@ from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
+from paro.planning.run_plan import Materialize
 from paro.precision import PrecisionConfig
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
-from tests.paro.planning.memory.test_gathering import BF16, FP32, Workload, assert_predicted
+from tests.paro.planning.memory.test_gathering import BF16, FP32, assert_predicted, run
 from tests.paro.planning.on_ranks import on_ranks
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import assert_counted, keep_norms_and_embedding, upper_half
@@ -165,21 +166,19 @@ SQUARE = replace(SMALL, hidden_size=64, kv_channels=16)
 TALL = replace(WIDE, vocab_size=32768, ffn_hidden_size=64)
 LOGITS = replace(SMALL, vocab_size=8192)
 EACH = RecomputeConfig(granularity="full")
-Rotating = partial(
-    Workload, "IIG", precision=BF16, batch_size=32, seq_length=16, materialize="rotate"
-)
+rotating = partial(run, "IIG", micro_batch_size=32, seq_length=16, materialize=Materialize.ROTATE)
 PEAKS = {
-    "activations": Rotating(SQUARE, precision=FP32),
-    "activations in bf16": Rotating(SQUARE),
-    "recomputed": Rotating(replace(SQUARE, num_layers=8, recompute=EACH), precision=FP32),
-    "recomputed in groups": Rotating(
-        replace(SQUARE, num_layers=6, recompute=replace(EACH, num_layers=3)), precision=FP32
+    "activations": rotating(SQUARE),
+    "activations in bf16": rotating(SQUARE, BF16),
+    "recomputed": rotating(replace(SQUARE, num_layers=8, recompute=EACH)),
+    "recomputed in groups": rotating(
+        replace(SQUARE, num_layers=6, recompute=replace(EACH, num_layers=3))
     ),
-    "logits": Rotating(LOGITS, precision=FP32, at="head"),
-    "logits in bf16": Rotating(LOGITS, at="head"),
-    "slices": Rotating(WIDE, precision=FP32, batch_size=1),
-    "slices in bf16": Rotating(WIDE, batch_size=1),
-    "vocabulary": Rotating(TALL, precision=FP32, batch_size=1),
+    "logits": rotating(LOGITS),
+    "logits in bf16": rotating(LOGITS, BF16),
+    "slices": rotating(WIDE, micro_batch_size=1),
+    "slices in bf16": rotating(WIDE, BF16, micro_batch_size=1),
+    "vocabulary": rotating(TALL, micro_batch_size=1),
 }
 
 
@@ -205,4 +204,6 @@ def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
 def test_prediction_is_what_a_rank_allocates(
     monkeypatch: pytest.MonkeyPatch, name: str, in_place: bool
 ) -> None:
-    assert_predicted(monkeypatch, replace(PEAKS[name], in_place=in_place), accuracy=0.05)
+    way = Materialize.of_flags("rotate", in_place)
+    at = "head" if "logits" in name else "backward"
+    assert_predicted(monkeypatch, replace(PEAKS[name], materialize=way), at, accuracy=0.05)

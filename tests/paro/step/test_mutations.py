@@ -78,4 +78,4 @@ def test_gathers_below_the_first_unit_that_trains_are_noticed() -> None:
     changed = Mutation(GatheringPolicy, "__init__", " and index >= first ", " ", "GGG")
     plan.step_plan.cache_clear()
     with changed.removed(), pytest.raises(AssertionError, match="the step has more to run"):
-        costs(order_case("mostly frozen"), "GGG")
+        simulate(costs(order_case("mostly frozen"), "GGG"))

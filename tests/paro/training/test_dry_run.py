@@ -211,6 +211,12 @@ def test_no_time_is_expected_without_a_machine_or_a_step() -> None:
         assert planned_step(configured(words), "cuda") is None
 
 
+def test_a_step_takes_its_steps_of_newton_schulz() -> None:
+    words = f"{PLANNED} --paro-strategy NNN --optimizer muon --muon-num-ns-steps"
+    few, many = (planned(f"{words} {steps}").launch.muon_seconds for steps in (5, 10))
+    assert many == pytest.approx(2 * few)
+
+
 def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
     """A plan times the last batch, here of one micro-batch, after which no gradient waits."""
     words = PLANNED.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")

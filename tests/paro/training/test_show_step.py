@@ -8,10 +8,11 @@ import shlex
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import sent_by, traffic_per_step, unit_collectives
+from paro.planning.cost_model import sent_by, unit_collectives
+from paro.planning.search.estimator import Estimator
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import ORDERS, costs, order_case
+from tests.paro.planning.cases import ORDERS, order_case
 from tests.paro.training.test_dry_run import planned, printed
 
 SIZES = (
@@ -157,17 +158,17 @@ def test_axes_of_one_kind_are_told_by_their_degrees(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("strategy", ["GGG", "IIG", "INI", "NIG", "NNG"])
 def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     given = order_case(name)
-    step = costs(given, strategy)
+    estimator, candidate = Estimator(given), given.candidate(given.strategy(strategy))
+    step = estimator.costs(candidate)
     run, buffers = step.comm_costs.run, step.counts.buffers
     given = run.strategy, run.topology, run.precision
-    collectives = [unit_collectives(unit, *given) for unit, _ in buffers]
+    collectives = [unit_collectives(buffer.unit, *given) for buffer in buffers]
     sent = [
-        sent_by(collectives[number].get((verb, buffers[number][1]), ()))
+        sent_by(collectives[number].get((verb, buffers[number].trains), ()))
         for verb, number, *_ in step.plan.actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]
-    whole = traffic_per_step(*given[:2], step.counts.units, run.precision, step.num_micro_batches)
-    assert sum(sent, Sent()) == whole
+    assert sum(sent, Sent()) == estimator.sent(candidate)
 
 
 def test_without_training_there_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Machine files: read back as written; mistakes name file and field."""
+"""Machine files: read back as written, sources of shipped ones; mistakes name file and field."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 
 from paro.collectives.schedule import Op
 from paro.planning.machine.files import (
+    SHIPPED,
     find_machine,
     machine_from_json,
     machine_to_json,
     read_machine,
+    shipped_machines,
 )
 from paro.planning.machine.machine import (
     BandwidthSource,
@@ -72,7 +75,8 @@ def test_a_measurement_takes_a_line() -> None:
 
 def changed(keys: tuple[str | int, ...], value: object) -> str:
     """The machine's text with one field replaced, or removed if the value is `...`."""
-    fields: Any = json.loads(machine_to_json(MACHINE))
+    given = replace(MACHINE, device=machine().device)
+    fields: Any = json.loads(machine_to_json(given))
     place = fields
     for key in keys[:-1]:
         place = place[key]
@@ -105,6 +109,14 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (("measured", 1, "axes"), ..., "measured[1].axes: is missing"),
         (("measured", 1, "bytes"), 0, "measured[1].bytes: 0 is not allowed"),
         (("measured", 0, "seconds"), float("nan"), "measured[0].seconds: nan is not allowed"),
+        (("device", "sustained_flops"), 400e12, "device.sustained_flops: ... peak_flops (3e+14)"),
+        (("device", "memory_bytes"), 0, "device.memory_bytes: 0 is not allowed"),
+        (("device", "reserved_bytes"), 81e9, "device.reserved_bytes: 81000000000 is not allowed"),
+        (("device", "communicator_bytes"), -1, "device.communicator_bytes: -1 is not allowed"),
+        (("device", "fragmentation"), 1.0, "fragmentation: 1.0 is not allowed, it must be 0 or"),
+        (("device", "peak_flops"), "fast", "device.peak_flops: 'fast' is of the wrong type"),
+        (("device", "colour"), 1, "device.colour: is unknown; the fields are name, memory_bytes"),
+        (("uneven",), [{"num_groups": 3, "inter": 0.5}], "uneven: it lists 3 groups of 2"),
     ],
 )
 def test_a_mistake_names_file_and_field(
@@ -162,3 +174,34 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes | None, told: str) -
     if content is not None:
         path.write_bytes(content)
     refused(lambda: read_machine(path), f"machine file {path}{told}")
+
+
+@pytest.mark.parametrize("name", shipped_machines())
+def test_every_figure_of_a_shipped_machine_names_its_source(name: str) -> None:
+    text = (SHIPPED / f"{name}.json").read_text(encoding="utf-8")
+    shipped = find_machine(name)
+    assert machine_from_json(machine_to_json(shipped), "again") == shipped
+    fields = json.loads(text)
+    sources = fields["sources"]
+    for link in ("intra", "inter"):
+        for figure in ("bandwidth", "latency_seconds"):
+            assert sources[f"links.{link}.{figure}"], figure
+    for figure in set(fields["device"]) - {"name"}:
+        assert sources[f"device.{figure}"], figure
+    assert sources["world_size"]
+    assert sources["group_size"]
+
+
+def test_machines_that_do_not_exist_or_do_not_match() -> None:
+    refused(lambda: find_machine("nowhere"), "--paro-machine nowhere ... dgx-h100")
+    refused(lambda: find_machine("measure"), "--paro-machine measure ... none is started: give")
+    shipped = partial(find_machine("dgx-h100").for_world, 12, subject="--paro-machine")
+    refused(shipped, "--paro-machine", "groups of 8 ... 12 ranks")
+    row = Measured(axes=Axes.INTRA, op=Op.ALL_GATHER, algorithm="native", bytes=8, seconds=1e-3)
+    more = partial(machine(measured=(row,)).for_world, 64, subject="--paro-machine")
+    refused(more, "--paro-machine", "32 ranks in groups of 8 ... 64")
+    bare = replace(machine(), device=None)
+    refused(lambda: workload(machine=bare), "machine typed: device is missing")
+    unlinked = workload(machine=machine(inter=100, **{"uneven": ()}))
+    unlinked = replace(unlinked, machine=replace(unlinked.machine, inter=None))
+    refused(lambda: letter_rows(unlinked), "machine typed: links.inter is missing")

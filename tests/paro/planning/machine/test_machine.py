@@ -99,47 +99,36 @@ def test_a_rate_is_written_in_its_largest_unit() -> None:
     ]
 
 
+UNIFORM, SHARED = machine(intra=BITS, inter=BITS), machine(nic=Nic.SHARED, inter=BITS)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "group", "nic", "rate", "expected"),
+    ("given", "axes", "megabytes", "expected"),
     [
-        (8, 4, Nic.PER_RANK, BITS, 0.320),
-        (8, 2, Nic.PER_RANK, BITS, 0.960),
-        (8, 4, Nic.SHARED, 4 * BITS, 0.320),
-        (8, 4, Nic.SHARED, BITS, 1.280),
+        (machine(inter=BITS), Axes.BOTH, 32, 0.320),
+        (machine(8, 2, inter=BITS), Axes.BOTH, 32, 0.960),
+        (replace(SHARED, inter=typed(4 * BITS)), Axes.BOTH, 32, 0.320),
+        (SHARED, Axes.BOTH, 32, 1.280),
+        # 3/4 of the buffer inside, 1/8 of it between groups: the slower kind of links decides.
+        (UNIFORM, Axes.BOTH, 1, 0.75 * 0.08),
+        (replace(UNIFORM, intra=typed(7 * BITS)), Axes.BOTH, 1, 0.125 * 0.08),
+        (machine(intra=BITS), Axes.BOTH, 1, 0.06),
+        (UNIFORM, Axes.INTRA, 1, 0.75 * 0.08),
+        # A rank's whole buffer, not a fourth of it, crosses its NIC; or four ranks' cross one.
+        (UNIFORM, Axes.INTER, 1, 0.5 * 0.08),
+        (SHARED, Axes.INTER, 1, 4 * 0.5 * 0.08),
+        (machine(), Axes.BOTH, 1, None),
+        (machine(inter=BITS), Axes.INTRA, 1, None),
+        # One group has no links between groups, whatever the file has.
+        (machine(4, 4, inter=BITS), Axes.INTRA, 1, None),
     ],
 )
-def test_the_time_that_slow_links_take_for_32_megabytes(
-    ranks: int, group: int, nic: Nic, rate: int, expected: float
+def test_the_busiest_links_bound_the_time(
+    given: Machine, axes: Axes, megabytes: int, expected: float | None
 ) -> None:
-    of_links = machine(ranks, group, nic=nic, inter=rate)
     for op, times in ((GATHER, 1), (SCATTER, 1), (REDUCE, 2)):
-        bound = least_seconds(of_links, op, Axes.BOTH, 32_000_000)
-        assert bound == pytest.approx(times * expected, rel=1e-12)
-
-
-def test_the_slower_kind_of_links_decides() -> None:
-    # 3/4 of the buffer inside, 1/8 of it between groups: 6 times as much.
-    uniform = machine(intra=BITS, inter=BITS)
-    assert least_seconds(uniform, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.75 * 8e6 / BITS)
-    slow = machine(intra=7 * BITS, inter=BITS)
-    assert least_seconds(slow, GATHER, Axes.BOTH, 10**6) == pytest.approx(0.125 * 8e6 / BITS)
-    assert least_seconds(machine(intra=BITS), GATHER, Axes.BOTH, 10**6) == pytest.approx(0.06)
-
-
-def test_one_kind_of_axes_alone() -> None:
-    both = machine(intra=BITS, inter=BITS)
-    assert least_seconds(both, GATHER, Axes.INTRA, 10**6) == pytest.approx(0.75 * 0.08)
-    # A rank's whole buffer, not a fourth of it, crosses its NIC; or four ranks' buffers cross one.
-    assert least_seconds(both, GATHER, Axes.INTER, 10**6) == pytest.approx(0.5 * 0.08)
-    shared = machine(nic=Nic.SHARED, inter=BITS)
-    assert least_seconds(shared, GATHER, Axes.INTER, 10**6) == pytest.approx(4 * 0.5 * 0.08)
-
-
-def test_nothing_is_known_without_links() -> None:
-    assert least_seconds(machine(), GATHER, Axes.BOTH, 10**6) is None
-    assert least_seconds(machine(inter=BITS), GATHER, Axes.INTRA, 10**6) is None
-    # One group has no links between groups, whatever the file has.
-    assert least_seconds(machine(4, 4, inter=BITS), GATHER, Axes.INTRA, 10**6) is None
+        bound = least_seconds(given, op, axes, megabytes * 10**6)
+        assert bound == (expected and pytest.approx(times * expected, rel=1e-12))
 
 
 @pytest.mark.parametrize(("m", "ng", "op"), list(product((2, 3, 4), (2, 4), Op)))
@@ -158,31 +147,20 @@ def test_the_kinds_of_a_run() -> None:
     assert axes_of((middle, inter)) is Axes.BOTH
 
 
-def test_measured_sizes_take_what_was_measured() -> None:
-    curve = {4_000: 0.001, 64_000: 0.0012, 1_000_000: 0.02}
-    of_curve = machine(measured=measured("ring", dict(reversed(curve.items()))))
-    for size, time in curve.items():
-        assert seconds(of_curve, GATHER, Axes.BOTH, "ring", size) == pytest.approx(time, rel=1e-12)
-
-
-def test_between_two_sizes_a_power_law_is_kept() -> None:
-    of_law = machine(measured=measured("ring", {n: 1e-6 * n**0.7 for n in (1_000, 1_000_000)}))
-    for size in (3_000, 50_000, 900_000):
-        expected = pytest.approx(1e-6 * size**0.7, rel=1e-9)
-        assert seconds(of_law, GATHER, Axes.BOTH, "ring", size) == expected
-
-
-@pytest.mark.parametrize("size", [0, 1, 500, 5_000_000, 10**9])
-def test_outside_the_measured_sizes_it_is_latency_and_bandwidth(size: int) -> None:
-    curve = line(2e-3, 1e8, 4_000, 64_000, 1_000_000)
-    of_line = machine(measured=measured("ring", curve))
-    expected = pytest.approx(2e-3 + size / 1e8, rel=1e-9)
-    assert seconds(of_line, GATHER, Axes.BOTH, "ring", size) == expected
+LINE, MEASURED = (
+    line(2e-3, 1e8, 4_000, 64_000, 1_000_000),
+    {4_000: 0.001, 64_000: 0.0012, 10**6: 0.02},
+)
+LAW = {size: 1e-6 * size**0.7 for size in (1_000, 1_000_000)}
 
 
 @pytest.mark.parametrize(
     ("curve", "size", "expected"),
     [
+        *((dict(reversed(MEASURED.items())), size, MEASURED[size]) for size in MEASURED),
+        # Between two sizes a power law is kept; outside it is latency and bandwidth.
+        *((LAW, size, 1e-6 * size**0.7) for size in (3_000, 50_000, 900_000)),
+        *((LINE, size, 2e-3 + size / 1e8) for size in (0, 1, 500, 5_000_000, 10**9)),
         ({1_000: 2e-3, 4_000: 1e-3}, 10, 2e-3),  # noise: less data never takes longer
         ({1_000: 1e-3, 4_000: 9e-3}, 500, 0.5e-3),  # and nothing takes negative time
         ({1_000: 1e-3, 4_000: 0.5e-3}, 8_000, 1e-3),  # bandwidth is limited
@@ -191,11 +169,12 @@ def test_outside_the_measured_sizes_it_is_latency_and_bandwidth(size: int) -> No
         ({1_000: 1e-3}, 4_000, 4e-3),
     ],
 )
-def test_noise_at_the_ends_is_not_carried_on(
+def test_times_between_and_outside_the_measured_sizes(
     curve: dict[int, float], size: int, expected: float
 ) -> None:
     of_curve = machine(measured=measured("ring", curve))
-    assert seconds(of_curve, GATHER, Axes.BOTH, "ring", size) == pytest.approx(expected)
+    found = seconds(of_curve, GATHER, Axes.BOTH, "ring", size)
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 # Equally fast at 40 kB, where 3 ms more latency equal 3/4 of the transfer time.

@@ -18,13 +18,13 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import GroupConfig
 from paro.distributed.links import Links
 from paro.planning.machine.choice import pieces_by
+from paro.planning.machine.collective_time import algorithms_of
 from paro.planning.memory.device import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
     Communication,
     DeviceMemory,
-    algorithms_of,
     communication_of,
     device_memory,
 )
@@ -202,7 +202,11 @@ def test_the_parts_in_words() -> None:
 
 
 def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
-    given = workload()
-    assert algorithms_of("flat", given.machine) == ("flat",)
-    assert algorithms_of("auto", given.machine) == algorithms_of("auto", None)
-    assert set(algorithms_of("auto", None)) == {"native", "ho-ring"}
+    given = workload(machine=machine(device=replace(DEVICE, communicator_bytes=1)))
+    assert algorithms_of(given.machine, by_nccl=True) == algorithms_of(None, by_nccl=True)
+    candidate = given.candidate(given.strategy("2,4,16"))
+    numbers = {
+        name: Estimator(given).memory(replace(candidate, collective=name)).communicators
+        for name in ("native", "ho-ring", "auto")
+    }
+    assert numbers["auto"] > max(numbers["native"], numbers["ho-ring"]) > 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +13,13 @@ from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.fusion import Fusions, usable_kernels
 from model.lora_config import LoraConfig, targets_of
-from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.planning import units as planning_llama
-from paro.planning.memory.tally import MemorySnapshot
-from paro.planning.run_plan import Materialize, RunPlan
+from paro.planning.run_plan import RunPlan
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
-from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.on_ranks import run_of
 
 FP32 = PrecisionConfig(compute="fp32")
 BASE_BF16 = replace(FP32, lora_base_dtype="bf16")
@@ -44,24 +44,18 @@ SMALL = LlamaConfig(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A run whose peak is at a point of interest."""
-
-    strategy: str
-    config: LlamaConfig = SMALL
-    _: KW_ONLY
-    precision: PrecisionConfig = FP32
-    batch_size: int = 8
-    seq_length: int = 64
-    prefetch_units: int = 1
-    num_micro_batches: int = 2
-    loss_chunk: int = 512  # tokens
-    trainable: Trainable = ALL
-    context: ContextLayout = ALONE
-    materialize: str = "gather"
-    in_place: bool = False
-    at: str = "backward"
+def run(
+    text: str,
+    config: LlamaConfig = SMALL,
+    precision: PrecisionConfig = FP32,
+    *,
+    trainable: Trainable = ALL,
+    **changes: Any,
+) -> RunPlan:
+    """A run of two micro-batches of 8 samples on 8 CPU ranks."""
+    given = {"micro_batch_size": 8, "seq_length": 64, "device_type": "cpu"} | changes
+    trains = trainable.names(config).__contains__
+    return run_of(config, text, precision, is_trained=trains, **given)
 
 
 def adapted(config: LlamaConfig = SMALL, targets: str = "all-linear") -> LlamaConfig:
@@ -70,98 +64,90 @@ def adapted(config: LlamaConfig = SMALL, targets: str = "all-linear") -> LlamaCo
 
 WIDE = replace(SMALL, ffn_hidden_size=2048)  # weights outweigh activations
 LOGITS, LARGE_HEAD = (replace(SMALL, vocab_size=size) for size in (2048, 16384))
-IN_CHUNKS = Workload("GGG", LOGITS, batch_size=4, loss_chunk=64, at="forward")
-SHORT = Workload("NNG", batch_size=1, seq_length=8)
+TIED = replace(LARGE_HEAD, tie_embeddings_and_output_weights=True)
+UNFUSED = replace(SMALL, attention_backend="unfused", ffn_hidden_size=512)
+GROUPED_RUNS = replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2)
+one, short = (partial(run, micro_batch_size=1, seq_length=length) for length in (64, 8))
+IN_CHUNKS = ("chunks of logits", "chunks of logits in fp32")
+# A run, and where its peak is.
 CASES = {
-    "logits": Workload("IIG", LOGITS, precision=BF16, batch_size=4, at="forward"),
-    "chunks of logits": replace(IN_CHUNKS, precision=BF16),
-    "chunks of logits in fp32": IN_CHUNKS,
-    "a tied weight, wanted by two units": Workload(
-        "IIG",
-        replace(LARGE_HEAD, tie_embeddings_and_output_weights=True),
-        batch_size=1,
-        at="forward",
+    "logits": (run("IIG", LOGITS, BF16, micro_batch_size=4), "forward"),
+    "chunks of logits": (run("GGG", LOGITS, BF16, micro_batch_size=4), "forward"),
+    "chunks of logits in fp32": (run("GGG", LOGITS, micro_batch_size=4), "forward"),
+    "a tied weight, wanted by two units": (one("IIG", TIED), "forward"),
+    "a large embedding": (short("NNG", LARGE_HEAD), "forward of head"),
+    "a large embedding in bf16": (
+        short("NIG", LARGE_HEAD, ALL_BF16, num_micro_batches=1, prefetch_units=0),
+        "backward of embedding",
     ),
-    "a large embedding": replace(SHORT, config=LARGE_HEAD, at="forward of head"),
-    "a large embedding in bf16": replace(
-        SHORT,
-        strategy="NIG",
-        config=LARGE_HEAD,
-        precision=ALL_BF16,
-        num_micro_batches=1,
-        prefetch_units=0,
-        at="backward of embedding",
+    "activations": (run("NNG"), "backward"),
+    "scores that are kept": (run("NNG", UNFUSED), "backward"),
+    "recomputed blocks": (run("IIG", replace(SMALL, recompute=EACH)), "backward"),
+    "recomputed blocks that keep attention": (
+        run("IIG", replace(SMALL, recompute=KEEPS_CORE, num_layers=8)),
+        "backward",
     ),
-    "activations": Workload("NNG"),
-    "scores that are kept": Workload(
-        "NNG", replace(SMALL, attention_backend="unfused", ffn_hidden_size=512)
+    "runs of recomputed blocks that keep attention": (run("GGG", GROUPED_RUNS), "backward"),
+    "recomputed blocks below the first that trains": (
+        run("GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF),
+        "backward",
     ),
-    "recomputed blocks": Workload("IIG", replace(SMALL, recompute=EACH)),
-    "recomputed blocks that keep attention": Workload(
-        "IIG", replace(SMALL, recompute=KEEPS_CORE, num_layers=8)
+    "adapters": (run("ING", adapted(), BF16), "backward"),
+    "adapters of recomputed blocks": (
+        run("GGG", adapted(replace(SMALL, recompute=EACH))),
+        "backward",
     ),
-    "runs of recomputed blocks that keep attention": Workload(
-        "GGG", replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2)
+    "adapters of the MLP": (run("GGG", adapted(targets="gate_proj")), "backward"),
+    "frozen weights in bf16 that outweigh activations": (
+        one("GGG", adapted(WIDE, "down_proj"), BASE_BF16),
+        "backward",
     ),
-    "recomputed blocks below the first that trains": Workload(
-        "GGG", replace(SMALL, recompute=EACH), trainable=LAST_HALF
+    "whole units and gradients": (one("GGG", WIDE), "backward"),
+    "nothing ahead": (one("GGG", WIDE, prefetch_units=0, num_micro_batches=1), "backward"),
+    "three whole units": (one("GIG", WIDE, prefetch_units=2), "backward"),
+    "gradients converted for their reduction": (
+        short("ING", WIDE, BF16, num_micro_batches=1),
+        "reduction",
     ),
-    "adapters": Workload("ING", adapted(), precision=BF16),
-    "adapters of recomputed blocks": Workload("GGG", adapted(replace(SMALL, recompute=EACH))),
-    "adapters of the MLP": Workload("GGG", adapted(targets="gate_proj")),
-    "frozen weights in bf16 that outweigh activations": Workload(
-        "GGG", adapted(WIDE, "down_proj"), precision=BASE_BF16, batch_size=1
+    "gradients of four blocks, reduced at once": (
+        short("2,2,8", SMALL, replace(BF16, optimizer="muon"), prefetch_units=0),
+        "the reduction of blocks.0",
     ),
-    "whole units and gradients": Workload("GGG", WIDE, batch_size=1),
-    "nothing ahead": Workload("GGG", WIDE, batch_size=1, prefetch_units=0, num_micro_batches=1),
-    "three whole units": Workload("GIG", WIDE, batch_size=1, prefetch_units=2),
-    "gradients converted for their reduction": replace(
-        SHORT, strategy="ING", config=WIDE, precision=BF16, num_micro_batches=1, at="reduction"
-    ),
-    "gradients of four blocks, reduced at once": replace(
-        SHORT,
-        strategy="2,2,8",
-        precision=replace(BF16, optimizer="muon"),
-        prefetch_units=0,
-        at="the reduction of blocks.0",
-    ),
-    "bf16 gradients converted for the update": replace(
-        SHORT, strategy="NNN", config=WIDE, precision=ALL_BF16, at="update"
-    ),
+    "bf16 gradients converted for the update": (short("NNN", WIDE, ALL_BF16), "update"),
 }
 
 
 def assert_predicted(
-    monkeypatch: pytest.MonkeyPatch, workload: Workload, *, accuracy: float = 0.01
+    monkeypatch: pytest.MonkeyPatch, run: RunPlan, at: str = "backward", *, accuracy: float = 0.01
 ) -> None:
-    """A rank on a CPU allocates at most what is predicted, and there."""
-    predicted = predict(workload, device="cpu")
-    assert workload.at in predicted.name
+    """A rank allocates at most what is predicted, and there."""
+    predicted = RunMemory(None).of(run).allocations
+    assert at in predicted.name
     silence(monkeypatch)
-    assert measure(workload, "cpu") == pytest.approx(predicted.total, rel=accuracy), predicted
+    assert measure(run) == pytest.approx(predicted.total, rel=accuracy), predicted
 
 
-def set_loss_chunk(monkeypatch: pytest.MonkeyPatch, workload: Workload) -> None:
+def set_loss_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in (cross_entropy, planning_llama):
-        monkeypatch.setattr(module, "LOSS_CHUNK_TOKENS", workload.loss_chunk)
+        monkeypatch.setattr(module, "LOSS_CHUNK_TOKENS", 64 if name in IN_CHUNKS else 512)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    set_loss_chunk(monkeypatch, CASES[name])
-    assert_predicted(monkeypatch, CASES[name])
+    set_loss_chunk(monkeypatch, name)
+    assert_predicted(monkeypatch, *CASES[name])
 
 
-COMPILED = [name for name, workload in CASES.items() if workload.config.lora is None]
+COMPILED = [name for name, (run, _) in CASES.items() if run.model.lora is None]
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("name", COMPILED)
 def test_prediction_holds_for_compiled_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    workload = CASES[name]
-    workload = replace(workload, config=replace(workload.config, torch_compile="inductor"), at="")
-    set_loss_chunk(monkeypatch, workload)
-    assert_predicted(monkeypatch, workload, accuracy=0.02)
+    given, _ = CASES[name]
+    compiled = replace(given, model=replace(given.model, torch_compile="inductor"))
+    set_loss_chunk(monkeypatch, name)
+    assert_predicted(monkeypatch, compiled, at="", accuracy=0.02)
 
 
 @pytest.mark.gpu
@@ -184,57 +170,29 @@ def test_prediction_is_what_a_gpu_allocates(
         recompute=recompute,
     )
     config = usable_kernels(config, Fusions(), torch.bfloat16, torch.device("cuda")).config
-    workload = Workload(
-        strategy=strategy, config=config, precision=BF16, batch_size=4, seq_length=2048, at=""
-    )
-    silence(monkeypatch)
-    predicted = predict(workload, device="cuda")
-    assert measure(workload, "cuda") == pytest.approx(predicted.total, rel=0.1)
+    given = run(strategy, config, BF16, micro_batch_size=4, seq_length=2048, device_type="cuda")
+    assert_predicted(monkeypatch, given, at="", accuracy=0.1)
 
 
-def predict(workload: Workload, *, device: str) -> MemorySnapshot:
-    strategy, _ = on_ranks(workload.strategy, world_size=8, group_size=4)
-    run = RunPlan(
-        model=workload.config,
-        trained=workload.trainable.names(workload.config),
-        recompute=workload.config.recompute,
-        world_size=8,
-        group_size=4,
-        strategy=strategy,
-        materialize=Materialize.of_flags(workload.materialize, workload.in_place),
-        collective="native",
-        prefetch_units=workload.prefetch_units,
-        precision=workload.precision,
-        device_type=device,
-        seq_length=workload.seq_length,
-        micro_batch_size=workload.batch_size,
-        num_micro_batches=workload.num_micro_batches,
-        context=workload.context,
-    )
-    return RunMemory(None).of(run).allocations
-
-
-def measure(workload: Workload, device: str) -> int:
+def measure(run: RunPlan) -> int:
     """Model states and the peak of a step; the step before allocates what stays."""
-    strategy, topology = on_ranks(workload.strategy, world_size=8, group_size=4)
     rank = lone_rank(
-        workload.config,
-        strategy,
-        topology,
-        workload.precision,
-        device=device,
-        is_trained=workload.trainable.names(workload.config).__contains__,
-        prefetch_units=workload.prefetch_units,
-        materialize=workload.materialize,
-        rotate_in_place=workload.in_place,
+        run.model,
+        run.strategy,
+        run.topology,
+        run.precision,
+        device=run.device_type,
+        is_trained=run.trained.__contains__,
+        prefetch_units=run.prefetch_units,
+        materialize="rotate" if run.materialize.rotates else "gather",
+        rotate_in_place=run.materialize.in_place,
     )
-
-    length = workload.seq_length // workload.context.size
-    if workload.context.size > 1:
-        rank.share_samples(workload.context)
+    if run.context.size > 1:
+        rank.share_samples(run.context)
+    length = run.seq_length // run.context.size
 
     def step() -> None:
-        rank.step(workload.num_micro_batches, size=workload.batch_size, seq_length=length)
+        rank.step(run.num_micro_batches, size=run.micro_batch_size, seq_length=length)
 
     step()
-    return rank.optimizer.model_state_bytes() + allocated_at_most(step, device)
+    return rank.optimizer.model_state_bytes() + allocated_at_most(step, run.device_type)

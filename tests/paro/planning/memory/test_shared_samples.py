@@ -10,44 +10,31 @@ import pytest
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
+from paro.planning.run_plan import RunPlan
+from paro.planning.search.run_memory import RunMemory
 from tests.paro.planning.lone_rank import silence
 from tests.paro.planning.memory.test_gathering import (
     EACH,
-    FP32,
     KEEPS_CORE,
     SMALL,
-    Workload,
     assert_predicted,
     measure,
-    predict,
+    run,
 )
+
+HEADS = ContextLayout(size=4, heads=4)
+
 
 # In bf16 a CPU's attention has buffers of its own, of whole samples where heads are exchanged.
-SHARED = Workload(
-    strategy="GGG",
-    config=replace(SMALL, vocab_size=64),
-    precision=FP32,
-    batch_size=4,
-    seq_length=256,
-    context=ContextLayout(size=4, heads=4),
-    at="backward",
-)
-
-
-def shared(layout: ContextLayout = SHARED.context, *, size: int = 4, **config: Any) -> Workload:
-    """As many tokens in `size` samples."""
-    return replace(
-        SHARED,
-        config=replace(SHARED.config, **config),
-        context=layout,
-        batch_size=size,
-        seq_length=1024 // size,
-    )
+def shared(layout: ContextLayout = HEADS, *, size: int = 4, **config: Any) -> RunPlan:
+    """1,024 tokens in `size` samples."""
+    model, length = replace(SMALL, **config), 1024 // size
+    return run("GGG", model, micro_batch_size=size, seq_length=length, context=layout)
 
 
 HEADS_AND_RING = ContextLayout(size=8, heads=4, inner=4)
 CASES = {
-    "heads are exchanged": SHARED,
+    "heads are exchanged": shared(),
     "exchanged keys and values are repeated, blocks recomputed": shared(
         num_query_groups=2, recompute=EACH
     ),
@@ -73,30 +60,23 @@ def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, na
     assert_predicted(monkeypatch, CASES[name])
 
 
-LONG = Workload(
-    strategy="GGG",
-    config=LlamaConfig(
-        num_layers=4,
-        hidden_size=256,
-        ffn_hidden_size=688,
-        num_attention_heads=8,
-        num_query_groups=8,
-        kv_channels=32,
-        max_position_embeddings=8192,
-        vocab_size=4096,
-    ),
-    precision=FP32,
-    batch_size=1,
-    num_micro_batches=1,
-    at="backward",
+LONG = LlamaConfig(
+    num_layers=4,
+    hidden_size=256,
+    ffn_hidden_size=688,
+    num_attention_heads=8,
+    num_query_groups=8,
+    kv_channels=32,
+    max_position_embeddings=8192,
+    vocab_size=4096,
 )
 
 
 @pytest.mark.parametrize(
     "peak",
     [
-        lambda workload: predict(workload, device="cpu").total,
-        pytest.param(lambda workload: measure(workload, "cpu"), marks=pytest.mark.verify),
+        lambda run: RunMemory(None).of(run).allocations.total,
+        pytest.param(measure, marks=pytest.mark.verify),
     ],
     ids=["predicted", "measured"],
 )
@@ -108,13 +88,14 @@ def test_the_activations_of_a_sample_on_4_ranks_are_those_of_one_divided(
     monkeypatch: pytest.MonkeyPatch,
     layout: ContextLayout,
     most: float,
-    peak: Callable[[Workload], int],
+    peak: Callable[[RunPlan], int],
 ) -> None:
     """Of 8,192 tokens, beyond what a step of 64 takes."""
     silence(monkeypatch)
 
     def grows(layout: ContextLayout) -> int:
-        short, long = (replace(LONG, context=layout, seq_length=n) for n in (64, 8192))
+        given = {"micro_batch_size": 1, "num_micro_batches": 1, "context": layout}
+        short, long = (run("GGG", LONG, seq_length=n, **given) for n in (64, 8192))
         return peak(long) - peak(short)
 
     assert grows(layout) <= most * grows(ALONE)

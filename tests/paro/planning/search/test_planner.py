@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
-from model.lora_config import LoraConfig, targets_of
-from paro.collectives import h_ring, ho_ring, ring
-from paro.collectives.schedule import Op, make_schedule
-from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
-from paro.planning.machine.machine import Measured
 from paro.planning.run_plan import Materialize
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, letter_rows, plan
+from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import (
     SearchSpace,
@@ -27,10 +22,8 @@ from paro.planning.search.search_space import (
 )
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.strategy import legal_letters
-from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
-from tests.helpers.schedules import sent_fraction
-from tests.paro.planning.cases import DEVICE, FEW, SMALL, machine, speed, workload
+from tests.paro.planning.cases import FEW, SMALL, machine, workload
 from tests.paro.planning.fixed_workloads import drawn
 
 
@@ -125,13 +118,6 @@ def test_every_legal_triple_is_weighed() -> None:
     assert {s.degrees for s in legal_strategies(12, 4) if 3 in s.degrees} == set()
 
 
-def test_rows_are_every_letter_strategy_best_first() -> None:
-    rows = letter_rows(workload(memory_bytes=75 * 10**7))
-    assert sorted(row.candidate.name for row in rows) == sorted(legal_letters())
-    assert rows == best_first(rows)
-    assert rows[0].fits > rows[-1].fits
-
-
 def weighed(
     name: str, seconds: float, inter: int, *, states: int = 0, fits: bool = True
 ) -> Estimate:
@@ -179,72 +165,9 @@ def test_memory_of_many_is_that_of_one(
         assert estimator.memory(candidate) == Estimator(given).memory(candidate)
 
 
-def test_adapters_train_little_and_leave_the_rest() -> None:
-    full = Trainable().units(SMALL, world_size=32)
-    lora = LoraConfig(rank=2, targets=targets_of("all-linear"))
-    units = Trainable().units(replace(SMALL, lora=lora), world_size=32)
-    assert [u.frozen_numel for u in units] == [u.trainable_numel for u in full]
-    assert all(u.trainable_numel for u in units[1:-1])
-    share = sum(u.trainable_numel for u in units) / sum(u.frozen_numel for u in units[1:-1])
-    assert 0.004 < share < 0.005
-    # Backward passes through every block but the first, to the adapters below.
-    assert all(u.gathers_per_micro_batch == 2 for u in units[1:-1])
-
-
 def test_batches_that_cannot_be_are_refused() -> None:
     refused(lambda: workload(global_batch_size=100), "--global-batch-size 100 is no multiple of")
     refused(lambda: workload(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
-
-
-@pytest.mark.parametrize("op", Op)
-@pytest.mark.parametrize("name", ["ring", "h-ring", "ho-ring"])
-def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
-    """With one kind of links infinitely fast, the other's time is the bytes of its schedule."""
-    hops = {"ring": ring.hops, "h-ring": h_ring.hops, "ho-ring": ho_ring.hops}[name]
-    size = 1 << 26
-    flows = 1 if name == "ring" else 8
-    sizes = (32,) if name == "ring" else (8, 4)
-    schedule = make_schedule(op, hops, sizes, 0, 1)
-    run = make_topology(world_size=32, group_size=8, degrees=()).axes
-    slow = CollectiveTimes(machine(intra=1e9, inter=1), name).seconds(op, run, size)
-    sent = sent_fraction(schedule, 32, 1, len(sizes) - 1) * size * 8
-    assert slow == pytest.approx(flows * sent / (8 * 1e9), rel=1e-6)
-    if name != "ring":
-        slow = CollectiveTimes(machine(intra=1, inter=1e9), name).seconds(op, run, size)
-        inside = sent_fraction(schedule, 32, 1, 0) * size * 8 / 1e9
-        assert slow == pytest.approx(inside, rel=0.2)  # and the last piece
-        assert slow >= inside * (1 - 1e-9)
-
-
-def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
-    """Through 4 groups of 8: 3 hops between groups, 28 inside them."""
-    run = make_topology(world_size=32, group_size=8, degrees=()).axes
-    late = replace(machine(), intra=speed(1e9, 3e-6), inter=speed(1e9, 14e-6))
-    seconds = CollectiveTimes(late, "flat").seconds(Op.ALL_GATHER, run, 1 << 10)
-    assert seconds == pytest.approx(3 * 14e-6 + 28 * 3e-6, rel=1e-3)
-
-
-def test_what_a_measured_collective_wants() -> None:
-    size = 800_000
-    row = Measured(
-        axes=Axes.INTER,
-        op=Op.ALL_REDUCE,
-        algorithm="native",
-        bytes=size,
-        seconds=0.02,
-        cpu_seconds=0.001,
-        busy_seconds=0.03,
-    )
-    share = replace(DEVICE, cores=0.25)
-    run = make_topology(world_size=32, group_size=8, degrees=()).axes[1:]
-    times = CollectiveTimes(machine(inter=0.05, measured=(row,), device=share), "native")
-    (((job,),),) = (times.phases(Op.ALL_REDUCE, run, size),)
-    link = 2 * 3 / 4 * 8 * size * 8 / (8 * 0.05e9)
-    assert link > 0.02  # a link slower than assumed is busy all the time, not longer
-    assert job == TimedJob(stream=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
-    fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
-    (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
-    assert job.inter == pytest.approx(link / 100 / 0.02)
 
 
 @pytest.mark.slow("plans LLaMA-65B three times")

@@ -60,7 +60,9 @@ def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str, group_
     )
     step = costs(given)
     computing, topology = step.computing, step.comm_costs.run.topology
-    sent = context_traffic(computing.model, computing.batch, computing.units, topology)
+    sent = context_traffic(
+        computing.model, computing.batch, computing.step.plan(1).actions(), topology
+    )
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)
     assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)

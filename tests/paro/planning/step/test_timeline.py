@@ -1,4 +1,4 @@
-"""The simulated step: the bytes of the cost model, and bounds on its time."""
+"""The simulated step: the bytes of the cost model, bounds on its time, and launches in order."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from itertools import product
 
 import pytest
 
-from paro.planning.cost_model import traffic_per_step
+from model.config import LLAMA_PRESETS
+from paro.config.sharding import units_ahead
 from paro.planning.machine.collective_time import TimedJob
-from paro.planning.machine.machine import GroupSpeed
+from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import GroupSpeed, LaunchOrder
 from paro.planning.run_plan import Materialize
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step.timeline import simulate
@@ -39,15 +42,9 @@ def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str
     for recompute, tied in product((None, EACH, PAIRS), (False, True)):
         model = replace(SMALL, recompute=recompute, tie_embeddings_and_output_weights=tied)
         given = workload(model, materialize=way)
-        step = costs(given, strategy)
+        estimator, candidate = Estimator(given), given.candidate(given.strategy(strategy))
+        step, sent = estimator.costs(candidate), estimator.sent(candidate)
         busy = step.busy(step.counts.of_step(step.num_micro_batches))
-        sent = traffic_per_step(
-            given.strategy(strategy),
-            step.comm_costs.run.topology,
-            step.counts.units,
-            given.precision,
-            step.num_micro_batches,
-        )
         assert busy["intra"] * 2000e9 / 8 == pytest.approx(sent.intra)
         assert busy["inter"] * 100e9 / 8 == pytest.approx(sent.inter)
 
@@ -165,3 +162,49 @@ def test_uneven_groups_slow_all_down() -> None:
     assert simulate(costs(halved, "NNN")).compute_seconds == pytest.approx(
         2 * simulate(costs(given, "NNN")).compute_seconds
     )
+
+
+def second(name: str, *, between: bool) -> Queued:
+    """A second of communication, on one of two streams."""
+    job = TimedJob(stream=(), seconds=1.0, intra=1.0 - between, inter=float(between), cpu=0.0)
+    return Queued(name, "gather", name, ((job,),))
+
+
+@pytest.mark.parametrize(("in_order", "seconds"), [(False, 1.0), (True, 2.0)])
+def test_a_collective_waits_for_the_begin_of_all_before_it(in_order: bool, seconds: float) -> None:
+
+    def program() -> Program:
+        for number in range(2):
+            yield Queue(number, (second("between", between=True),))
+        yield Queue("last", (second("inside", between=False),), waits=True)
+
+    speed = GroupSpeed(num_groups=1)
+    simulation = Simulation([(speed, program()) for _ in range(2)], launches_in_order=in_order)
+    assert simulation.run() == pytest.approx(seconds)
+
+
+def step_seconds(
+    name: str, order: LaunchOrder, ahead: int | None, way: Materialize, nodes: int
+) -> float:
+    given = replace(find_machine(name), launch_order=order)
+    case = workload(
+        replace(LLAMA_PRESETS["65B"], num_layers=16),
+        machine=given.for_world(8 * nodes, subject=""),
+        global_batch_size=2 * 8 * nodes * 2,
+        updated_ahead=ahead,
+        materialize=way,
+    )
+    return simulate(costs(case)).seconds
+
+
+@pytest.mark.parametrize("way", [Materialize.GATHER, Materialize.ROTATE])
+@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-a100-roce100"])
+def test_nccls_default_hides_updates_in_either_order(machine: str, way: Materialize) -> None:
+    ahead = units_ahead(None, 1, by_nccl=True)
+    free, implicit = (
+        [step_seconds(machine, order, k, way, 4) for k in (None, ahead)]
+        for order in ("free", "implicit")
+    )
+    assert implicit[0] > 1.01 * free[0], "at once, all updates come before the first gather"
+    assert implicit[1] < implicit[0]
+    assert free[1] < 1.01 * free[0]

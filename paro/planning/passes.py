@@ -1,4 +1,4 @@
-"""Counts what the actions of a step queue, for lower bounds of its time."""
+"""The list of a step's actions with the units that it is about, and how often each comes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,39 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from paro.planning.cost_model import UnitSize, buffers_of
+from paro.planning.caching import cached_by
+from paro.planning.cost_model import Buffer, UnitSize, buffers_of
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
 from paro.step.plan import StepPlan
 from paro.step.rotation_plan import RotationShape, plan_of
 
 Counts = Mapping[Move, int]
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
+FEW = 3  # micro-batches: the first, one in the middle, the last; those in the middle are alike
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """How often the actions of a step come; those on buffers of equal kind count as one's."""
+    """The actions of a step, and their counts: those on buffers of equal kind count as one's."""
 
     shape: StepShape | RotationShape
     units: tuple[UnitSize, ...]
     updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
 
     @cached_property
-    def buffers(self) -> list[tuple[UnitSize, bool]]:
+    def buffers(self) -> list[Buffer]:
         return buffers_of(self.units)
 
     @cached_property
     def num_trained(self) -> int:
         return sum(unit.trainable_numel for unit in self.units)
+
+    def buffer_of(self, move: Move) -> int:
+        """The buffer that an action is about; the first one with which a computing one computes."""
+        verb, number, *which = move
+        if verb < Verb.FORWARD:
+            return number
+        return self.shape.halves(number)[which[0] if which else 0][0]
 
     def plan(self, num_micro_batches: int) -> StepPlan:
         return plan_of(self.shape, num_micro_batches, self.updated_ahead)
@@ -43,7 +52,7 @@ class StepCounts:
         The first forward, those after it, the backwards before the last, and the last. The first
         forward begins with the update, the last backward ends with the step.
         """
-        plan = self.plan(3)
+        plan = self.plan(FEW)
         (first, _), (forward, backward), (_, last) = plan.micro_batches
         passes = (plan.update, first), (forward,), (backward,), (last, plan.end)
         return tuple(self._merged(Counter(_waited_for(*found))) for found in passes)
@@ -61,21 +70,16 @@ class StepCounts:
         begin, end = moves[: computing[0]], moves[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
 
+    @cached_by(lambda num_micro_batches: num_micro_batches)
     def of_step(self, num_micro_batches: int) -> Counts:
         """Of all that a step of `num_micro_batches` micro-batches queues."""
-        if num_micro_batches not in self._of_steps:
-            plan = self.plan(min(num_micro_batches, 3))
-            found = Counter(plan.actions())
-            more = num_micro_batches - 3
-            for move in chain.from_iterable(chain(*plan.micro_batches[1])) if more > 0 else ():
-                found[move] += more
-            queued = {move: count for move, count in found.items() if move[0] in QUEUES}
-            self._of_steps[num_micro_batches] = self._merged(queued)
-        return self._of_steps[num_micro_batches]
-
-    @cached_property
-    def _of_steps(self) -> dict[int, Counts]:
-        return {}
+        plan = self.plan(min(num_micro_batches, FEW))
+        found = Counter(plan.actions())
+        more = num_micro_batches - FEW
+        for move in chain.from_iterable(chain(*plan.micro_batches[1])) if more > 0 else ():
+            found[move] += more
+        queued = {move: count for move, count in found.items() if move[0] in QUEUES}
+        return self._merged(queued)
 
     def _merged(self, counts: Counts) -> Counts:
         found: Counter[Move] = Counter()
@@ -86,7 +90,7 @@ class StepCounts:
     @cached_property
     def alike(self) -> list[int]:
         """For every buffer, the number of the first one of its kind."""
-        kinds = ((unit.traffic_kind, trains) for unit, trains in self.buffers)
+        kinds = ((unit.traffic_kind, trains) for unit, trains, _ in self.buffers)
         first: dict[object, int] = {}
         return [first.setdefault(kind, number) for number, kind in enumerate(kinds)]
 

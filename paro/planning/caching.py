@@ -1,0 +1,31 @@
+"""Methods whose results an object keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Self = TypeVar("Self")
+Found = TypeVar("Found")
+Method = Callable[Concatenate[Self, P], Found]
+
+
+def cached_by(
+    key: Callable[P, Hashable],
+) -> Callable[[Method[Self, P, Found]], Method[Self, P, Found]]:
+    """Makes a method compute once what it returns for arguments of equal `key`."""
+
+    def cached(method: Method[Self, P, Found]) -> Method[Self, P, Found]:
+        @wraps(method)
+        def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Found:
+            known: dict[Hashable, Found] = vars(self).setdefault(f"_{method.__name__}_of", {})
+            own = key(*args, **kwargs)
+            if own not in known:
+                known[own] = method(self, *args, **kwargs)
+            return known[own]
+
+        return call
+
+    return cached

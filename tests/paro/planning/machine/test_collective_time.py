@@ -1,0 +1,212 @@
+"""Times of collectives: formulas of rings, pipelines run stage by stage, and measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paro.collectives import h_ring, ho_ring, ring
+from paro.collectives.schedule import Op, make_schedule
+from paro.planning.machine.collective_time import (
+    CollectiveTimes,
+    TimedJob,
+    fastest_pieces,
+    pipeline_seconds,
+)
+from paro.planning.machine.machine import Machine, Measured
+from paro.topology import Axes, make_topology
+from tests.helpers.schedules import sent_fraction
+from tests.paro.planning.cases import DEVICE, machine, speed
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("name", ["ring", "h-ring", "ho-ring"])
+def test_ring_formulas_are_those_of_the_schedules(op: Op, name: str) -> None:
+    """With one kind of links infinitely fast, the other's time is the bytes of its schedule."""
+    hops = {"ring": ring.hops, "h-ring": h_ring.hops, "ho-ring": ho_ring.hops}[name]
+    size = 1 << 26
+    flows = 1 if name == "ring" else 8
+    sizes = (32,) if name == "ring" else (8, 4)
+    schedule = make_schedule(op, hops, sizes, 0, 1)
+    run = make_topology(world_size=32, group_size=8, degrees=()).axes
+    slow = CollectiveTimes(machine(intra=1e9, inter=1), name).seconds(op, run, size)
+    sent = sent_fraction(schedule, 32, 1, len(sizes) - 1) * size * 8
+    assert slow == pytest.approx(flows * sent / (8 * 1e9), rel=1e-6)
+    if name != "ring":
+        slow = CollectiveTimes(machine(intra=1, inter=1e9), name).seconds(op, run, size)
+        inside = sent_fraction(schedule, 32, 1, 0) * size * 8 / 1e9
+        assert slow == pytest.approx(inside, rel=0.2)  # and the last piece
+        assert slow >= inside * (1 - 1e-9)
+
+
+def test_a_flat_ring_pays_the_latency_of_every_hop() -> None:
+    """Through 4 groups of 8: 3 hops between groups, 28 inside them."""
+    run = make_topology(world_size=32, group_size=8, degrees=()).axes
+    late = replace(machine(), intra=speed(1e9, 3e-6), inter=speed(1e9, 14e-6))
+    seconds = CollectiveTimes(late, "flat").seconds(Op.ALL_GATHER, run, 1 << 10)
+    assert seconds == pytest.approx(3 * 14e-6 + 28 * 3e-6, rel=1e-3)
+
+
+def test_what_a_measured_collective_wants() -> None:
+    size = 800_000
+    row = Measured(
+        axes=Axes.INTER,
+        op=Op.ALL_REDUCE,
+        algorithm="native",
+        bytes=size,
+        seconds=0.02,
+        cpu_seconds=0.001,
+        busy_seconds=0.03,
+    )
+    share = replace(DEVICE, cores=0.25)
+    run = make_topology(world_size=32, group_size=8, degrees=()).axes[1:]
+    times = CollectiveTimes(machine(inter=0.05, measured=(row,), device=share), "native")
+    (((job,),),) = (times.phases(Op.ALL_REDUCE, run, size),)
+    link = 2 * 3 / 4 * 8 * size * 8 / (8 * 0.05e9)
+    assert link > 0.02  # a link slower than assumed is busy all the time, not longer
+    assert job == TimedJob(stream=(1,), seconds=0.02, intra=0.0, inter=1.0, cpu=0.2, slowed=1.5)
+    fast = CollectiveTimes(machine(inter=5, measured=(row,), device=share), "native")
+    (((job,),),) = (fast.phases(Op.ALL_REDUCE, run, size),)
+    assert job.inter == pytest.approx(link / 100 / 0.02)
+
+
+@pytest.mark.parametrize("cores", [None, 8])
+def test_in_place_two_chunks_are_under_way_at_a_time(cores: int | None) -> None:
+    """So a shift pays one latency for every two chunks, and no extra bytes; GPUs send four."""
+    typed = machine(intra=2000, world_size=8)
+    if cores is not None:
+        typed = replace(typed, device=replace(DEVICE, cores=cores))
+    late = replace(typed, intra=speed(2000, latency=1e-6))
+    run = make_topology(world_size=8, group_size=8, degrees=()).axes_between(1, 8)
+    for num_bytes, pairs in (  # a slice is 1/8
+        (8 << 10, 2),
+        (8 << 20, 2),
+        (64 << 20, 8 if cores else 2),
+    ):
+        times = [
+            CollectiveTimes(own, "native").shifts(run, num_bytes, in_place=True)
+            for own in (typed, late)
+        ]
+        for (plain,), (with_latency,) in zip(*times, strict=True):
+            assert plain.seconds == pytest.approx(num_bytes / 8 * 8 / 2000e9)
+            assert with_latency.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
+
+
+CORES = 0.25
+
+
+def measured_job(num_bytes: int, *, cores: float | None = CORES) -> TimedJob:
+    """An all-gather between two groups, measured at two sizes, whose small one has a fast start."""
+    rows = tuple(
+        Measured(
+            axes=Axes.INTER,
+            op=Op.ALL_GATHER,
+            algorithm="native",
+            bytes=size,
+            seconds=seconds,
+            cpu_seconds=cpu,
+        )
+        for size, seconds, cpu in ((64_000, 0.009, 0.0005), (256_000, 0.047, 0.0009))
+    )
+    device = replace(DEVICE, cores=cores)
+    sizes = {"world_size": 4, "group_size": 2}
+    given = Machine(name="measured", source="", measured=rows, device=device, **sizes)
+    topology = make_topology(world_size=4, group_size=2, degrees=(4,))
+    span = tuple(axis for axis in topology.axes if axis.inner == 2)
+    ((found,),) = CollectiveTimes(given, "native").phases(Op.ALL_GATHER, span, num_bytes)
+    return found
+
+
+def test_between_measured_sizes_a_job_has_the_measured_share_of_the_cores() -> None:
+    found = measured_job(256_000)
+    assert found.seconds == pytest.approx(0.047)
+    assert found.cpu == pytest.approx(0.0009 / CORES / 0.047)
+
+
+@pytest.mark.parametrize("num_bytes", [512, 4_000, 16_000])
+def test_a_small_message_takes_at_least_its_processor_time(num_bytes: int) -> None:
+    """The line through the measured sizes leaves no latency, but a call's work remains."""
+    least = 0.0005 - 64_000 * 0.0004 / 192_000  # of a message without bytes
+    work = least + (0.0005 - least) * num_bytes / 64_000
+    found = measured_job(num_bytes)
+    assert found.seconds == pytest.approx(max(work / CORES, 0.009 * num_bytes / 64_000))
+    assert found.seconds * found.cpu == pytest.approx(work / CORES)
+
+
+def test_gpus_have_no_processor_time_to_lose() -> None:
+    found = measured_job(4_000, cores=None)
+    assert found.cpu == 0.0
+    assert found.seconds == pytest.approx(0.009 * 4_000 / 64_000)
+
+
+SPAN = make_topology(world_size=12, group_size=4, degrees=()).axes
+NUM_BYTES = 48_000_000
+
+
+def linked(intra: float, inter: float, latency: float = 0.0) -> Machine:
+    """Links of so many bytes per second."""
+    within, between = (speed(8e-9 * rate, latency) for rate in (intra, inter))
+    return Machine(
+        name="m", source="", world_size=12, group_size=4, intra=within, inter=between, device=DEVICE
+    )
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_the_shorter_level_hides_but_for_a_piece(pieces: int) -> None:
+    for inter in (1e8, 4e9):
+        given = linked(1e9, inter)
+        within, between = 0.75 * NUM_BYTES / 1e9, 2 / 3 * NUM_BYTES / 4 / inter
+        both = max(within, between) + min(within, between) / pieces
+        for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+            found = pipeline_seconds(given, op, SPAN, NUM_BYTES, pieces)
+            assert found == pytest.approx(both, rel=1e-9)
+
+
+def test_an_all_reduce_is_inside_before_and_after_it_is_between() -> None:
+    slow, within = linked(1e9, 1e7), 0.75 * NUM_BYTES / 1e9
+    between = 2 * 2 / 3 * NUM_BYTES / 4 / 1e7
+    found = pipeline_seconds(slow, Op.ALL_REDUCE, SPAN, NUM_BYTES, 4)
+    assert found == pytest.approx(between + 2 * within / 4, rel=1e-9)
+    fast = linked(1e9, 1e13)
+    found = pipeline_seconds(fast, Op.ALL_REDUCE, SPAN, NUM_BYTES, 4)
+    assert found == pytest.approx(2 * within, rel=1e-3)
+
+
+@pytest.mark.parametrize("op", Op)
+def test_more_pieces_pay_until_latency_does_not(op: Op) -> None:
+    assert fastest_pieces(linked(1e9, 1e8), op, SPAN, NUM_BYTES) == 8
+    assert fastest_pieces(linked(1e9, 1e8, latency=1.0), op, SPAN, NUM_BYTES) == 1
+
+
+def test_gpus_run_pipelines_and_cpu_ranks_single_messages() -> None:
+    gpus = linked(1e9, 3e8, latency=1e-5)
+    ours = CollectiveTimes(gpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES)
+    pieces = fastest_pieces(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES)
+    assert ours == pipeline_seconds(gpus, Op.ALL_GATHER, SPAN, NUM_BYTES, pieces)
+    native = CollectiveTimes(gpus, "native").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES)
+    within, between = (0.75 * NUM_BYTES / 1e9, 2 / 3 * NUM_BYTES / 4 / 3e8)
+    assert max(within, between) < ours < native
+    cpus = replace(gpus, device=replace(DEVICE, cores=1.0))
+    assert CollectiveTimes(cpus, "ho-ring").seconds(Op.ALL_GATHER, SPAN, NUM_BYTES) < ours
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_levels_on_the_same_links_do_not_overlap(pieces: int) -> None:
+    """Groups of 6 ranks on nodes of 2: both levels of a pipeline use NICs."""
+    given = replace(linked(1e9, 1e8), group_size=2)
+    span = make_topology(world_size=12, group_size=6, degrees=()).axes
+    took = [
+        CollectiveTimes(given, "native").seconds(op, part, size)
+        for op, part, size in (
+            (Op.ALL_GATHER, span[:1], NUM_BYTES),
+            (Op.ALL_GATHER, span[1:], NUM_BYTES // 6),
+        )
+    ]
+    found = pipeline_seconds(given, Op.ALL_GATHER, span, NUM_BYTES, pieces)
+    assert found == pytest.approx(sum(took), rel=1e-9)
+    inside = replace(given, group_size=12)
+    assert pipeline_seconds(inside, Op.ALL_GATHER, span, NUM_BYTES, pieces) < found
+    for one in (given, inside, replace(given, device=replace(DEVICE, cores=1.0))):
+        jobs = CollectiveTimes(one, "ho-ring").phases(Op.ALL_GATHER, span, NUM_BYTES)[0]
+        assert sum(job.intra + job.inter for job in jobs) == pytest.approx(1.0)
