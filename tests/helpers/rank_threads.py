@@ -57,9 +57,12 @@ class Group:
         self.barrier.wait()  # nobody brings the next value before all have read
         return brought
 
-    def offer(self, value: object, device: torch.device) -> list[tuple[Any, Any]]:
-        """What every member brings, each with the event after which it may be read."""
-        return self.meet((value, _recorded(device)))
+    def offer(self, value: object, device: torch.device) -> list[Any]:
+        """What every member brings; the current stream waits until it may be read."""
+        brought = self.meet((value, _recorded(device)))
+        for _, event in brought:
+            _wait_for(event)
+        return [each for each, _ in brought]
 
     def part(self, device: torch.device) -> None:
         """Lets the current stream wait until all members have read what it brought."""
@@ -78,29 +81,21 @@ def _wait_for(event: torch.cuda.Event | None) -> None:
 
 def _all_gather(whole: Tensor, shard: Tensor, group: Group) -> None:
     parts = whole.view(len(group.members), -1)
-    for place, (other, event) in enumerate(group.offer(shard, whole.device)):
-        _wait_for(event)
+    for place, other in enumerate(group.offer(shard, whole.device)):
         if place != group.place or other.data_ptr() != parts[place].data_ptr():
             parts[place].copy_(other)
     group.part(whole.device)
 
 
 def _reduce_scatter(own: Tensor, whole: Tensor, group: Group) -> None:
-    rows = []
-    for other, event in group.offer(whole, whole.device):
-        _wait_for(event)
-        rows.append(other.view(len(group.members), -1)[group.place])
-    total = torch.stack(rows).sum(0, dtype=torch.float32)
+    parts = [other.view(len(group.members), -1) for other in group.offer(whole, whole.device)]
+    total = torch.stack([part[group.place] for part in parts]).sum(0, dtype=torch.float32)
     group.part(whole.device)
     own.copy_(total)
 
 
 def _all_reduce(whole: Tensor, group: Group) -> None:
-    brought = []
-    for other, event in group.offer(whole, whole.device):
-        _wait_for(event)
-        brought.append(other)
-    total = torch.stack(brought).sum(0, dtype=torch.float32)
+    total = torch.stack(group.offer(whole, whole.device)).sum(0, dtype=torch.float32)
     group.part(whole.device)
     whole.copy_(total)
 
@@ -121,10 +116,9 @@ def _exchange(messages: Sequence[_Message]) -> list[Any]:
     (sent,) = (message for message in messages if message.op is dist.isend)
     (received,) = (message for message in messages if message.op is dist.irecv)
     group, device = sent.group, sent.tensor.device
-    for place, ((tensor, to), event) in enumerate(group.offer((sent.tensor, sent.peer), device)):
+    for place, (tensor, to) in enumerate(group.offer((sent.tensor, sent.peer), device)):
         if to == _here.rank:
             assert group.members[place] == received.peer, "a message from another rank"
-            _wait_for(event)
             received.tensor.copy_(tensor)
     group.part(device)
     return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ import torch
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
+from tests.paro.test_parity import Variant, assert_formulas, compared, reference_for
 
 FLAGS = f"{TINY} --train-iters 6 --global-batch-size 8"
-
-
-def train_all(flag_lists: Sequence[str], group_size: int | None) -> list[Trained]:
-    return [train(f"{FLAGS} {flags}", group_size=group_size) for flags in flag_lists]
 
 
 @pytest.fixture(scope="module")
@@ -29,41 +25,30 @@ def losses(trained: Trained) -> list[float]:
 
 
 # Gradients accumulated whole, reduced inside groups, and reduced over all ranks.
-BF16 = [
-    f"--bf16 --paro-strategy {strategy} {more}"
+BF16: list[Variant] = [
+    (strategy, f"--bf16 {more}", ())
     for strategy in ("NNN", "NIG", "GGG")
     for more in ("", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32")
-] + ["--bf16 --paro-strategy IIG", "--bf16 --paro-strategy III"]
-BF16_STEPS = 2  # bytes are constant from the second step on
+] + [("IIG", "--bf16", ()), ("III", "--bf16", ())]
 
 
 @pytest.mark.ranks
-def test_bf16_follows_fp32_and_sends_its_types(fp32: Trained) -> None:
-    few = [f"{flags} --train-iters {BF16_STEPS}" for flags in BF16]
-    by_rank = run_ranks(train_all, 4, few, 2)
-    for number, flags in enumerate(BF16):
-        trained = by_rank[0][number]
-        assert losses(trained) == pytest.approx(losses(fp32)[:BF16_STEPS], rel=0.02), flags
-        assert [losses(ranks[number]) for ranks in by_rank] == [losses(trained)] * 4
-    sent = {flags: by_rank[0][number].steps[1].sent for number, flags in enumerate(BF16)}
-    for strategy in ("NNN", "NIG"):  # gradients only, or updated parameters in bf16 too
-        half, whole = (sent[f"--bf16 --paro-strategy {strategy} {more}"] for more in MORE)
-        assert whole.inter > 1.4 * half.inter
-        assert whole.intra > 1.4 * half.intra
-
-
-MORE = ("", "--accumulate-allreduce-grads-in-fp32")
+def test_bf16_follows_fp32_and_sends_its_types() -> None:
+    exact = losses(reference_for())
+    for _, flags, _, trained in compared(4, 2, BF16):
+        assert losses(trained) == pytest.approx(exact, rel=0.02), flags
+        assert_formulas(trained, flags, 4, 2)
 
 
 @pytest.mark.ranks
 def test_fp16_with_a_dynamic_scale_skips_until_the_scale_fits() -> None:
-    flags = ["--fp16 --train-iters 40 --paro-strategy IIG"]
-    by_rank = run_ranks(train_all, 4, flags, 2)
-    trained = by_rank[0][0]
+    flags = f"{FLAGS} --fp16 --train-iters 40 --paro-strategy IIG"
+    by_rank = run_ranks(train, 4, flags, group_size=2)
+    trained = by_rank[0]
     skipped = [step.skipped for step in trained.steps]
     assert skipped[0], "the first scale of 2^32 overflows fp16"
     assert not any(skipped[30:])
-    assert all([step.skipped for step in ranks[0].steps] == skipped for ranks in by_rank)
+    assert all([step.skipped for step in ranks.steps] == skipped for ranks in by_rank)
     first = skipped.index(False)
     # The same updates as fp32's, started later: data continue, and skipped steps change nothing.
     assert trained.steps[first].loss == pytest.approx(math.log(60), rel=0.05)
@@ -72,7 +57,8 @@ def test_fp16_with_a_dynamic_scale_skips_until_the_scale_fits() -> None:
 
 @pytest.mark.ranks
 def test_fp16_with_a_constant_scale_follows_fp32(fp32: Trained) -> None:
-    trained = run_ranks(train_all, 4, ["--fp16 --loss-scale 1024 --paro-strategy NIG"], 2)[0][0]
+    flags = f"{FLAGS} --fp16 --loss-scale 1024 --paro-strategy NIG"
+    trained = run_ranks(train, 4, flags, group_size=2)[0]
     assert losses(trained) == pytest.approx(losses(fp32), rel=0.01)
     norms = [step.grad_norm for step in trained.steps]
     assert norms == pytest.approx([step.grad_norm for step in fp32.steps], rel=0.02)
