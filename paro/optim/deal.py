@@ -17,7 +17,7 @@
 # units would. But an optimizer range of the bucket is the whole shard of one of its units: with IIG
 # a group updates whole units, whose matrices its ranks exchange inside. Units that are left over
 # have even ranges, and an exchange over the larger degree. So have all where parameters are whole
-# on every rank: a bucket would be as many units as there are ranks, and reduced after the last.
+# on every rank: their bucket would need collectives inside a group apart from those between groups.
 
 from __future__ import annotations
 

@@ -198,6 +198,11 @@ def test_what_a_world_does_not_allow_is_told(
     refused(lambda: configured(flags, World(size=ranks, ranks_per_node=per_node)), told)
 
 
+def test_groups_may_be_several_nodes() -> None:
+    config = configured("--paro-machine dgx-h100 --paro-group-size 16 --paro-strategy IIG")
+    assert config.strategy.degrees == (16, 16, 32)
+
+
 def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "nodes-of-4.json"
     path.write_text(machine_to_json(machine(group_size=4, inter=25)), encoding="utf-8")

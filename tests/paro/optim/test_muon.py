@@ -136,6 +136,12 @@ def test_defaults_are_those_of_megatron() -> None:
         assert torch.allclose(found[name], values, rtol=1e-4, atol=1e-5), name
 
 
+def test_an_update_reads_the_momentum_before_it_is_rounded() -> None:
+    _, exact = trained("", num_steps=1)
+    _, rounded = trained("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", num_steps=1)
+    assert all(torch.equal(rounded[name], exact[name]) for name in exact)
+
+
 @pytest.mark.parametrize("kind", COEFFICIENT_TYPES)
 @pytest.mark.parametrize("shape", [(30, 50), (50, 30), (1, 7)])
 def test_singular_values_become_nearly_one(kind: str, shape: tuple[int, int]) -> None:
