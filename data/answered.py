@@ -32,7 +32,7 @@ def answered_paths(prefix: str | Path) -> tuple[Path, Path]:
 
 
 class AnsweredTokens:
-    """The marks of all tokens of a corpus; `UserError` if they are those of another one."""
+    """The marks of all `size` tokens of a corpus with this .bin; `UserError` if of another one."""
 
     def __init__(self, prefix: str | Path, content: RegularFile | CheckedFile, size: int) -> None:
         path, sums = answered_paths(prefix)
@@ -56,14 +56,6 @@ class AnsweredTokens:
         """All marks, part by part."""
         for begin in range(0, self._size, _PART_TOKENS):
             yield self.read(begin, min(_PART_TOKENS, self._size - begin))
-
-
-def open_answered(
-    prefix: str | Path, content: RegularFile | CheckedFile, size: int
-) -> AnsweredTokens | None:
-    """The marks of the `size` tokens of a corpus with this .bin; None if it has no such file."""
-    is_there = answered_paths(prefix)[0].exists()
-    return AnsweredTokens(prefix, content, size) if is_there else None
 
 
 class AnsweredWriter:

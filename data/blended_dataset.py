@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,9 +113,8 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
     shares = blend.shares()
     wanted = members_of(shares, request.num_samples)
     size = sum(wanted)
-    indices, source = _cached_indices(
-        blend, request, shares, size, lambda: blend_by_share(shares, size)
-    )
+    build = partial(blend_by_share, shares, size)
+    indices, source = _cached_indices(blend, request, shares, size, build)
     drawn = np.bincount(np.asarray(indices.dataset_index), minlength=len(shares)).tolist()
     members = []
     for prefix, count, used in zip(blend.prefixes, wanted, drawn, strict=True):
@@ -128,12 +128,8 @@ def _by_weight(blend: Blend, request: SplitRequest) -> BlendedDataset:
 def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
     members = [request.build(prefix, None) for prefix in blend.prefixes]
     sizes = [len(member) for member in members]
-    num_samples, total = request.num_samples, sum(sizes)
-    if num_samples is None:
-        indices, source = _cached_indices(
-            blend, request, sizes, total, lambda: blend_exhaustively(sizes)
-        )
-        return BlendedDataset(members, indices, num_samples=total, source=source)
+    total = sum(sizes)
+    num_samples = total if request.num_samples is None else request.num_samples
     if num_samples > total and request.split_name == "train":
         raise UserError(
             f"{blend.flag} without weights holds {total} samples of --seq-length "
@@ -141,10 +137,11 @@ def _by_size(blend: Blend, request: SplitRequest) -> BlendedDataset:
             "before each path, so that data are repeated, or train less"
         )
     size = min(num_samples, total)
-    shares = replace(blend, weights=tuple(float(size) for size in sizes)).shares()
-    indices, source = _cached_indices(
-        blend, request, sizes, size, lambda: blend_by_share(shares, size)
-    )
+    build = partial(blend_exhaustively, sizes)
+    if request.num_samples is not None:
+        shares = replace(blend, weights=tuple(map(float, sizes))).shares()
+        build = partial(blend_by_share, shares, size)
+    indices, source = _cached_indices(blend, request, sizes, size, build)
     return BlendedDataset(members, indices, num_samples=num_samples, source=source)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import Marks, answered_paths, open_answered, replacing_answered
+from data.answered import AnsweredTokens, Marks, answered_paths, replacing_answered
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, CheckedFile, checksums_path, with_checks
 from data.fingerprint import Fingerprint, fingerprint_path, replacing_fingerprint
@@ -89,7 +89,9 @@ class IndexedDataset:
                 f"truncated, or the two files do not belong together; {REMEDY}"
             )
         self._content = with_checks(content)
-        self.answered = open_answered(prefix, self._content, self.num_tokens)
+        self.answered: AnsweredTokens | None = None
+        if answered_paths(prefix)[0].exists():
+            self.answered = AnsweredTokens(prefix, self._content, self.num_tokens)
 
     def _bytes_by_index(self) -> int | None:
         """The size of the .bin file; None if lengths, pointers and documents are inconsistent."""

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from paro.errors import UserError, importing
@@ -21,7 +22,7 @@ NAMED = {0: "<|begin_of_text|>", 1: "<|end_of_text|>"}
 # Long runs of blanks, or of characters without a blank, cost tiktoken quadratic time. So LLaMA-3
 # cuts texts into parts of STRETCH characters, and such runs into parts of RUN characters.
 STRETCH, RUN = 400_000, 25_000
-LONG_RUN = re.compile(rf"\S{{{RUN + 1}}}|\s{{{RUN + 1}}}")
+LONG_RUN = re.compile(rf"\S{{{RUN + 1},}}|\s{{{RUN + 1},}}")
 
 
 class TikTokenizer:
@@ -89,16 +90,7 @@ def _parts(text: str) -> Iterable[str]:
     """Cuts a long text where LLaMA-3's code does: into stretches, then inside long runs."""
     for begin in range(0, len(text), STRETCH):
         stretch = text[begin : begin + STRETCH]
-        if LONG_RUN.search(stretch) is None:
-            yield stretch
-            continue
-        start, length, blank = 0, 0, False
-        for place, character in enumerate(stretch):
-            if character.isspace() != blank:
-                length, blank = 1, not blank
-                continue
-            length += 1
-            if length > RUN:
-                yield stretch[start:place]
-                start, length = place, 1
-        yield stretch[start:]
+        runs = LONG_RUN.finditer(stretch)
+        cuts = [cut for run in runs for cut in range(run.start() + RUN, run.end(), RUN)]
+        for start, stop in pairwise([0, *cuts, len(stretch)]):
+            yield stretch[start:stop]

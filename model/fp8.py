@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,14 +91,15 @@ def _cast(tensor: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.clamp_(limits.min, limits.max).to(kind), scale
 
 
-class Casts(Protocol):
+@dataclass(slots=True)
+class Casts:
     """What is kept of a weight's cast by a sharding engine, which has it as the weight's `casts`.
 
     The engine forgets it before the values change.
     """
 
-    keeps: bool  # whether the values stay until the backward of a forward that begins now
-    kept: Any
+    keeps: bool = False  # whether the values stay until the backward of a forward that begins now
+    kept: Any = None
 
 
 def casts_of(weight: Tensor) -> Casts | None:

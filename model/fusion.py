@@ -15,8 +15,9 @@ from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy
 from model.fp8 import Fp8, Scaled, operand
 from model.layers import gated_linear, normed_linears
-from model.norm import shared_norm
+from model.norm import SharedNorm
 from model.rotary import rotate
+from paro.text import listed
 
 DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -69,8 +70,7 @@ def usable_kernels(
     if device.type not in DEVICES:
         return Kernels(config, compiled or None)
     asked = {name: kernel for name, kernel in kernels.items() if kernel.wanted}
-    *most, last = asked
-    names = f"{', '.join(most)} and {last}" if most else last
+    names = listed([*asked])
     names = f"{compiled}; {names}" if compiled else names
     try:
         from model.kernels import VERSION
@@ -94,7 +94,7 @@ def _try_norm(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> 
     weight = _values((2, width), dtype, device)
 
     def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
-        norm = shared_norm(x, scale, config.norm_epsilon, fused=fused)
+        norm = SharedNorm(x, scale, config.norm_epsilon, fused=fused)
         (out,) = normed_linears(norm, x, scale, weight)
         return out
 

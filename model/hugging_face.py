@@ -7,29 +7,28 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from model.config import LlamaConfig
+from model.units import name_in
 from paro.errors import UserError
 from paro.untrusted.schema import conform
 
-_OUTSIDE_BLOCKS = {
+_NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
     "head.norm": "model.norm.weight",
     "head.weight": "lm_head.weight",
-}
-_INSIDE_A_BLOCK = {
-    "attention_norm": "input_layernorm.weight",
-    "wq": "self_attn.q_proj.weight",
-    "wk": "self_attn.k_proj.weight",
-    "wv": "self_attn.v_proj.weight",
-    "wo": "self_attn.o_proj.weight",
-    "bq": "self_attn.q_proj.bias",
-    "bk": "self_attn.k_proj.bias",
-    "bv": "self_attn.v_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "w_gate": "mlp.gate_proj.weight",
-    "w_up": "mlp.up_proj.weight",
-    "w_down": "mlp.down_proj.weight",
+    "blocks.*.attention_norm": "model.layers.*.input_layernorm.weight",
+    "blocks.*.wq": "model.layers.*.self_attn.q_proj.weight",
+    "blocks.*.wk": "model.layers.*.self_attn.k_proj.weight",
+    "blocks.*.wv": "model.layers.*.self_attn.v_proj.weight",
+    "blocks.*.wo": "model.layers.*.self_attn.o_proj.weight",
+    "blocks.*.bq": "model.layers.*.self_attn.q_proj.bias",
+    "blocks.*.bk": "model.layers.*.self_attn.k_proj.bias",
+    "blocks.*.bv": "model.layers.*.self_attn.v_proj.bias",
+    "blocks.*.q_norm": "model.layers.*.self_attn.q_norm.weight",
+    "blocks.*.k_norm": "model.layers.*.self_attn.k_norm.weight",
+    "blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm.weight",
+    "blocks.*.w_gate": "model.layers.*.mlp.gate_proj.weight",
+    "blocks.*.w_up": "model.layers.*.mlp.up_proj.weight",
+    "blocks.*.w_down": "model.layers.*.mlp.down_proj.weight",
 }
 
 
@@ -191,10 +190,7 @@ class _Fields(TypedDict):
 
 def hugging_face_name(name: str) -> str:
     """A parameter's name in transformers; shapes and channel order are the same."""
-    if name in _OUTSIDE_BLOCKS:
-        return _OUTSIDE_BLOCKS[name]
-    _, layer, part = name.split(".")
-    return f"model.layers.{layer}.{_INSIDE_A_BLOCK[part]}"
+    return name_in(_NAMES, name)
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:

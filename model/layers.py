@@ -81,7 +81,7 @@ def normed_linears(
 ) -> tuple[Tensor, ...]:
     """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
 
-    `norm` is `shared_norm` of `x` and `scale`, which other slices of the weights may share.
+    `norm` is `SharedNorm` of `x` and `scale`, which other slices of the weights may share.
     """
     if torch.compiler.is_compiling():
         y_BSD = checkpointed(norm.make, x_BSD, scale_D)
@@ -108,12 +108,8 @@ class _GatedLinear(torch.autograd.Function):
         fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(gate_BSF, up_BSF, weight_DF)
-        ctx.fp8, ctx.sink, ctx.casts, ctx.fused = (
-            fp8,
-            sink_of(weight_DF),
-            casts_of(weight_DF),
-            fused,
-        )
+        ctx.fp8, ctx.fused = fp8, fused
+        ctx.sink, ctx.casts = sink_of(weight_DF), casts_of(weight_DF)
         if fused:
             from model.kernels import swiglu
 

@@ -33,7 +33,7 @@ from model.kept import KeptAttention, checkpointed
 from model.layers import gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
-from model.norm import SharedInput, rms_norm, shared_norm
+from model.norm import SharedInput, SharedNorm, rms_norm
 from model.rotary import rotate, rotations
 from model.slices import Slices, add_slices_after
 from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
@@ -128,7 +128,7 @@ class Block(AdaptedBlock):
         """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
-        shared = norm or shared_norm(*sources, epsilon, fused=self.config.fuses_norms)
+        shared = norm or SharedNorm(*sources, epsilon, fused=self.config.fuses_norms)
         weights = (self.wq, self.wk, self.wv)
         projections = normed_linears(shared, *sources, *weights, fp8=self.fp8)
         if self.config.add_qkv_bias:
@@ -177,7 +177,7 @@ class Block(AdaptedBlock):
         """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
         fp8, sources = self.fp8, (x_BSD, self.mlp_norm)
         epsilon, fuses_norms = self.config.norm_epsilon, self.config.fuses_norms
-        shared = norm or shared_norm(*sources, epsilon, fused=fuses_norms)
+        shared = norm or SharedNorm(*sources, epsilon, fused=fuses_norms)
         projections = normed_linears(shared, *sources, self.w_gate, self.w_up, fp8=fp8)
         names = ("w_gate", "w_up")
         gate_BSF, up_BSF = self.adapted(names, projections, shared, sources, drops)

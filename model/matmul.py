@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,17 +59,27 @@ def input_grads(grad: Operand, weight: Operand, *, total_TD: Tensor | None = Non
     return product_TD if total_TD is None else total_TD.add_(product_TD)
 
 
-class GradSink(Protocol):
+class GradSink(ABC):
     """Where a sharding engine collects the gradient of a weight, which has it as `grad_sink`.
 
     A weight with a sink is used once in a forward.
     """
 
+    @abstractmethod
     def open(self) -> tuple[Tensor, bool]:
         """The buffer for the gradient, and whether to add to what it holds."""
 
+    @abstractmethod
     def close(self) -> None:
         """Says that the gradient is in the buffer."""
+
+    def take(self, leaf: Tensor) -> None:
+        """Moves autograd's gradient of a leaf, if it made one; a hook after its accumulation."""
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:  # else a matmul has put it where it belongs
+            into, adds = self.open()
+            store_grad(grad, into, adds=adds)
+            self.close()
 
 
 # Weights with sinks by number: a graph of torch.compile has numbers as inputs, and serves all

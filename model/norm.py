@@ -160,10 +160,15 @@ class SharedInput:
         return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
-class _SharedNorm(SharedInput):
-    """A norm, whose gradients need no graph of their own."""
+class SharedNorm(SharedInput):
+    """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale.
 
-    def __init__(self, x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool) -> None:
+    Its gradients need no graph of their own; `fused`: they are made by Triton.
+    """
+
+    def __init__(
+        self, x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool = False
+    ) -> None:
         self._epsilon = epsilon
         self._fused = fused
         self._rstd_BS1: Tensor | None = None
@@ -179,13 +184,3 @@ class _SharedNorm(SharedInput):
         needed = [leaf.requires_grad for leaf in leaves]
         found = _norm_backward(grad_BSD, leaves[0], leaves[1], rstd_BS1, needed, fused=self._fused)
         return (grad for grad in found if grad is not None)
-
-
-def shared_norm(
-    x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool = False
-) -> SharedInput:
-    """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale.
-
-    `fused`: its gradients by Triton.
-    """
-    return _SharedNorm(x_BSD, scale_D, epsilon, fused=fused)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from model.config import LlamaConfig
-from model.norm import shared_norm
+from model.norm import SharedNorm
 
 Slices = Iterable[Callable[..., Tensor]]
 
@@ -27,7 +27,7 @@ def add_slices_after(
     slices: Slices, norm_D: Tensor, config: LlamaConfig, x_BSD: Tensor, *args: Any
 ) -> Tensor:
     """The same of slices that share the norm of their input."""
-    shared = shared_norm(x_BSD, norm_D, config.norm_epsilon, fused=config.fuses_norms)
+    shared = SharedNorm(x_BSD, norm_D, config.norm_epsilon, fused=config.fuses_norms)
     out_BSD = add_slices(slices, x_BSD, *args, shared)
     shared.release()
     return out_BSD

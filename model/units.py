@@ -168,6 +168,12 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
     return {name: shape for unit in unit_specs(config) for name, shape in unit.parameters.items()}
 
 
+def name_in(names: Mapping[str, str], name: str) -> str:
+    """A parameter's name by a table of `names`, in which * is the number of a block."""
+    layer = name.split(".")[1]
+    return names[name.replace(f".{layer}.", ".*.")].replace("*", layer)
+
+
 def num_parameters(config: LlamaConfig) -> int:
     """The number of parameters; a tied weight counts once."""
     return sum(map(math.prod, parameter_shapes(config).values()))

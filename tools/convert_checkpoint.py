@@ -13,11 +13,12 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from tqdm import tqdm
 
 from model.units import num_parameters
-from paro.checkpoint.convert.conversion import DTYPES, SOURCES, TARGETS, Conversion
+from paro.checkpoint.convert.conversion import SOURCES, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
 from paro.report.log import print_line
+from paro.sharding.buffers import TORCH_TYPES
 from paro.text import size_text
 from tools.shared.command_line import Parser
 
@@ -53,7 +54,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--merge", action="store_true", help="merge its adapters into the weights, in fp32")
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
-    add("--dtype", choices=list(DTYPES), help="type of the tensors; default: as they are stored")
+    add(
+        "--dtype",
+        choices=list(TORCH_TYPES),
+        help="type of the tensors; default: as they are stored",
+    )
     add(
         "--make-vocab-size-divisible-by",
         type=int,
@@ -95,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         target_format=args.target_format,
         source=args.input,
         target=args.output,
-        dtype=DTYPES.get(args.dtype),
+        dtype=TORCH_TYPES.get(args.dtype),
         iteration=args.ckpt_step,
         base=args.base,
         base_model=args.base_model_name_or_path,

@@ -189,7 +189,7 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
     directory = iteration_directory(root, wanted)
     # A crash between the two renames of `finish_checkpoint` leaves only the replaced folder.
     with reading(f"{directory}"):
-        for candidate in (directory, _replaced(directory)):
+        for candidate in (directory, _beside(directory, _REPLACED)):
             if candidate.is_dir():
                 return candidate
     says = f"{TRACKER} names iteration {wanted}, but " if iteration is None else ""
@@ -293,7 +293,7 @@ def finish_checkpoint(
     write_durably(next_tracker, str(iteration))
     _sync_directory(partial)  # its file names must be durable before its own name is
     directory = iteration_directory(root, iteration)
-    replaced = _replaced(directory)
+    replaced = _beside(directory, _REPLACED)
     if directory.exists():
         check()
         shutil.rmtree(replaced, ignore_errors=True)
@@ -323,11 +323,12 @@ def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int)
     if older % interval == 0:
         return
     directory = iteration_directory(root, older)
+    partial = _beside(directory, _PARTIAL)
     try:
-        directory.rename(_partial(directory))
+        directory.rename(partial)
     except OSError:
         return  # another rank was faster
-    shutil.rmtree(_partial(directory), ignore_errors=True)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -360,12 +361,8 @@ def _refuse_strangers(root: Path) -> None:
             )
 
 
-def _replaced(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}{_REPLACED}")
-
-
-def _partial(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}{_PARTIAL}")
+def _beside(directory: Path, suffix: str) -> Path:
+    return directory.with_name(f"{directory.name}{suffix}")
 
 
 def _next_tracker(partial: Path) -> Path:

@@ -36,7 +36,6 @@ _MAX_DIMENSIONS = 8
 _MAX_OVERHEAD_BYTES = 2**16  # of torch.save, in addition to a rectangle's values; it takes 2 KiB
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -66,24 +65,6 @@ class _WrongError(Exception):
     """What is wrong in the metadata."""
 
 
-class _MetadataUnpickler(CheckedUnpickler):
-    """Makes DCP's metadata classes only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if (module, name) in _TRUSTED:
-            return _TRUSTED[module, name]
-        return super().find_class(module, name)
-
-    def is_key(self, key: object) -> bool:
-        return super().is_key(key) or (
-            isinstance(key, MetadataIndex)
-            and type(key.fqn) is str
-            and (key.offset is None or isinstance(key.offset, torch.Size))
-        )
-
-
 def _layout(name: object) -> Any:
     """The layout of a name; other arguments could not be hashed safely."""
     if type(name) is not str:
@@ -97,7 +78,12 @@ def _memory_format(number: object) -> Any:
     return _MEM_FORMAT_ENCODING(number)
 
 
-_TRUSTED = {
+_CLASSES = {
+    **{
+        ("torch", name): dtype
+        for name, dtype in vars(torch).items()
+        if isinstance(dtype, torch.dtype)
+    },
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
@@ -110,6 +96,19 @@ _TRUSTED = {
     (_MODULE, "TensorStorageMetadata"): TensorStorageMetadata,
     (_MODULE, "_MEM_FORMAT_ENCODING"): _memory_format,
 }
+
+
+class _MetadataUnpickler(CheckedUnpickler):
+    """Makes DCP's metadata classes only."""
+
+    classes = _CLASSES
+
+    def is_key(self, key: object) -> bool:
+        return super().is_key(key) or (
+            isinstance(key, MetadataIndex)
+            and type(key.fqn) is str
+            and (key.offset is None or isinstance(key.offset, torch.Size))
+        )
 
 
 def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, Any]]:

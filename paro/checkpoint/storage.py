@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from itertools import groupby
 from math import prod
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 
 from paro.checkpoint.boxes import MAX_ITEM_BYTES, BoxedState
 from paro.checkpoint.directory import in_files
@@ -74,7 +73,9 @@ class BoundedWriter(FileSystemWriter):
         results, stretches = [], []
         stream = None
         try:
-            with (Path(self.path) / name).open("xb", buffering=0) as file, _summed_once():
+            # No reader compares torch's own checksums, and they cost as much as ours.
+            without_sums = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+            with without_sums, (Path(self.path) / name).open("xb", buffering=0) as file:
                 stream = _SummingStream(file)
                 for item in items:
                     values = planner.resolve_data(item)
@@ -97,17 +98,6 @@ class BoundedWriter(FileSystemWriter):
             raise
         self.sums[name] = tuple(stretches)
         return results
-
-
-@contextmanager
-def _summed_once() -> Iterator[None]:
-    """torch.save without its own checksums: no reader compares them; they cost as much as ours."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
 
 
 class _SummingStream:

@@ -10,8 +10,9 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +20,6 @@ from torch import Tensor
 from paro.errors import UserError
 from paro.untrusted.pickled import CheckedUnpickler
 
-_DTYPES = {
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "DoubleStorage": torch.float64,
-    "ByteStorage": torch.uint8,
-}
 _HEADER_BYTES = 30  # of an entry in a zip file, before its name and extra field
 _NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
 
@@ -60,18 +54,9 @@ class Window(io.RawIOBase):
         self._position += len(part)
         return len(part)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}
         self._position = base[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
 
@@ -97,14 +82,15 @@ class _Stored(NamedTuple):
 class _Description(CheckedUnpickler):
     """Unpickles the description of a tensor and rejects everything else."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _Stored
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        return super().find_class(module, name)
+    classes: ClassVar[Mapping[tuple[str, str], Any]] = {
+        ("torch._utils", "_rebuild_tensor_v2"): _Stored,
+        ("collections", "OrderedDict"): OrderedDict,
+        ("torch", "FloatStorage"): torch.float32,
+        ("torch", "BFloat16Storage"): torch.bfloat16,
+        ("torch", "HalfStorage"): torch.float16,
+        ("torch", "DoubleStorage"): torch.float64,
+        ("torch", "ByteStorage"): torch.uint8,
+    }
 
     def persistent_load(self, pid: Any) -> Any:
         return pid

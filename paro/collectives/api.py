@@ -11,7 +11,7 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.collectives.spans import needed_groups
-from paro.distributed.comm_stream import Event, Job
+from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
 from paro.topology import AxisSpan, Topology, Use, axes_of
@@ -53,7 +53,10 @@ _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
 
 
 class AutoCollectives(Collectives):
-    """Delegates every call to the chosen algorithm; all share comm streams and process groups."""
+    """Delegates every call to the chosen algorithm; all share comm streams and process groups.
+
+    Any comm stream works for `run_after`: the job waits for the reduction, whichever ran it.
+    """
 
     def __init__(
         self, algorithms: Mapping[str, Collectives], best: BestOf, groups: Groups, links: Links
@@ -67,7 +70,3 @@ class AutoCollectives(Collectives):
         if request.span:
             name = self._best(request.op, axes_of(request.span), request.num_bytes)
         return self._algorithms[name].run(request)
-
-    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
-        # Any comm stream works: the job waits for the reduction, whichever algorithm ran it.
-        return self._streams.submit((Use.REDUCE, span[-1]), job, after=after)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paro.collectives.wire import Wire, shard_in
+from paro.collectives.interface import Endpoint
+from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import Event
-from paro.distributed.groups import Groups, make_groups
+from paro.distributed.groups import make_groups
 from paro.distributed.links import Links
-from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
-from paro.quantization.encoded import split_encoded
+from paro.quantization.blocks import decode, encode, hadamard, split_encoded
 from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
 from paro.strategy import CommPlan, exchange_groups, exchange_span
@@ -42,27 +42,30 @@ class Contribution:
     errors: Tensor | None = None  # a row for each owner: what codes have lost, added and renewed
 
 
-class CodedReduction:
-    """Reduces between groups to one piece a rank; replicas then gather the pieces of a range."""
+class CodedReduction(Endpoint):
+    """Reduces between groups to one piece a rank; replicas then gather the pieces of a range.
+
+    It has process groups of its own. Making one is collective over the world.
+    """
 
     def __init__(
         self,
-        groups: Groups,
-        links: Links,
         comm_plan: CommPlan,
+        topology: Topology,
+        rank: int,
+        links: Links,
         *,
         uncoded_dtype: torch.dtype,
     ) -> None:
-        self._groups = groups
-        self._streams = links.streams
-        self._wire = Wire(groups, links.traffic)
+        spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
+        super().__init__(make_groups(topology, rank, spans, links.group_config), links)
         self._inter = exchange_span(comm_plan)
         self._replicas = comm_plan.replicas
         self._uncoded_dtype = uncoded_dtype  # of elements that have no code
 
     def num_pieces(self) -> int:
         """How many pieces, one for each owner, a rank encodes of its gradients."""
-        return len(self._groups.topology.members(self._inter, self._groups.rank))
+        return len(self._groups.topology.members(self._inter, self._rank))
 
     def reduce(self, gradients: Contribution, result: Tensor, *, after: Event) -> Event:
         """Queues the sum of `gradients` over the ranks into `result`.
@@ -78,15 +81,11 @@ class CodedReduction:
             else:
                 _write(result, hadamard(total) / PAD, uncoded)
 
-        return self._streams.submit((Use.EXCHANGE, *self._inter), job, after=after)
-
-    def close(self) -> None:
-        """Closes the process groups; the comm stream is closed with the others."""
-        self._groups.close()
+        return self._submit(Use.EXCHANGE, self._inter, job, after=after)
 
     def _exchange(self, gradients: Contribution) -> tuple[Tensor, Tensor, int]:
         """The sum of this rank's piece, its transformed and its uncoded elements, and its start."""
-        rank, whole, start = self._groups.rank, gradients.values, gradients.start
+        rank, whole, start = self._rank, gradients.values, gradients.start
         codes, errors = gradients.codes, gradients.errors
         members = self._groups.topology.members(self._inter, rank)
         sent = torch.zeros(len(members), codes.range_bytes, dtype=torch.uint8, device=whole.device)
@@ -111,17 +110,15 @@ class CodedReduction:
     ) -> None:
         payload, uncoded = split_encoded(out, codes, start, self._uncoded_dtype)
         coded = codes.num_coded(start)
-        if error is None:
-            encode(values[:coded], codes.form, payload, transforms=True)
-        else:
-            encode_with_feedback(values[:coded], codes.form, payload, error[: error_bytes(coded)])
+        own = None if error is None else error[: error_bytes(coded)]
+        encode(values[:coded], codes.form, payload, transforms=True, error=own)
         uncoded.copy_(values[coded:])
 
     def _gather(
         self, total: Tensor, uncoded: Tensor, start: int, codes: RangeCodes, result: Tensor
     ) -> None:
         """Encodes a sum that is still transformed; all holders decode the same bytes."""
-        rank, span = self._groups.rank, self._replicas
+        rank, span = self._rank, self._replicas
         ranges = result.view(-1, codes.numel)
         encoded = torch.zeros(
             len(ranges) * codes.range_bytes, dtype=torch.uint8, device=result.device
@@ -148,17 +145,3 @@ def _write(result: Tensor, sums: Tensor, uncoded: Tensor) -> None:
     coded = result.numel() - uncoded.numel()
     result[:coded] = sums[:coded]
     result[coded:] = uncoded
-
-
-def make_coded_reduction(
-    comm_plan: CommPlan,
-    topology: Topology,
-    rank: int,
-    links: Links,
-    *,
-    uncoded_dtype: torch.dtype,
-) -> CodedReduction:
-    """The reduction with process groups of its own; collective over the world."""
-    spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
-    groups = make_groups(topology, rank, spans, links.group_config)
-    return CodedReduction(groups, links, comm_plan, uncoded_dtype=uncoded_dtype)

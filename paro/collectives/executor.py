@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.spans import ring_levels
 from paro.collectives.transfer import ChunkedBuffer, Level, Scratch, Transfer
 from paro.collectives.wire import shard_in
-from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
+from paro.distributed.comm_stream import DONE, AllEvents, Event
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.topology import AxisSpan, Use, nested_range
@@ -53,7 +54,7 @@ class ScheduledCollectives(Collectives):
 
     def __init__(self, name: str, groups: Groups, links: Links, ends: Ends) -> None:
         super().__init__(groups, links)
-        self._name = name
+        self._algorithm = name
         self._ends = ends
 
     def run(self, request: Request) -> Event:
@@ -62,32 +63,27 @@ class ScheduledCollectives(Collectives):
             return after or DONE
         own = shard_in(whole, span, self._rank)
         if shard is not None and shard.data_ptr() != own.data_ptr():
-            stream = stream_of(Use.GATHER, ring_levels(self._name, span)[-1])
-            after = self._streams.submit(stream, lambda: _copy(own, shard), after=after)
-        event = self._submit(request._replace(after=after))
+            outermost = ring_levels(self._algorithm, span)[-1]
+            after = self._submit(Use.GATHER, outermost, lambda: _copy(own, shard), after=after)
+        event = self._start(request._replace(after=after))
         if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
         # To the same values as the other ranks received.
         return self.run_after(span, lambda: _copy(own, own.to(comm_dtype)), after=event)
 
-    def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
-        return self._streams.submit(
-            stream_of(Use.REDUCE, ring_levels(self._name, span)[-1]), job, after=after
-        )
-
-    def _submit(self, request: Request) -> Event:
-        parts = ring_levels(self._name, request.span)
-        streams = [stream_of(request.use, part) for part in parts]
+    def _start(self, request: Request) -> Event:
+        use, parts = request.use, ring_levels(self._algorithm, request.span)
         transfer = self._transfer(request, parts)
         if self._streams.runs_concurrently:
-            jobs = [transfer.level_job(level) for level in range(len(parts))]
-            pairs = zip(streams, jobs, strict=True)
             return AllEvents(
-                [self._streams.submit(stream, job, after=request.after) for stream, job in pairs]
+                [
+                    self._submit(use, part, partial(transfer.run_level, level), after=request.after)
+                    for level, part in enumerate(parts)
+                ]
             )
         # Without overlap a job has run when it has been submitted, that of `after` too.
         for index, step in enumerate(transfer.schedule.steps):
-            self._streams.submit(streams[step.level], transfer.step_job(index))
+            self._submit(use, parts[step.level], partial(transfer.run_step, index))
         return DONE
 
     def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
@@ -97,7 +93,7 @@ class ScheduledCollectives(Collectives):
         shard_numel = whole.numel() // len(members)
         # The second bound keeps every piece of a small shard non-empty.
         pieces = min(count_pieces(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
-        hops, place = ALGORITHMS[self._name], members.index(self._rank)
+        hops, place = ALGORITHMS[self._algorithm], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*nested_range(span, member, whole.numel()), pieces) for member in members]
         levels = [
@@ -106,11 +102,6 @@ class ScheduledCollectives(Collectives):
         ]
         buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)
         return Transfer(schedule, levels, members, buffer, self._wire)
-
-
-def stream_of(use: Use, part: AxisSpan) -> tuple[object, ...]:
-    """The key of the comm stream of the process group for `use` along an axis span."""
-    return (use, *part)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.schedule import Op
+from paro.collectives.spans import group_spans
 from paro.collectives.wire import Wire, shard_in
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
@@ -41,7 +42,25 @@ class Request(NamedTuple):
         return shard_in(self.whole, self.span, rank) if self.shard is None else self.shard
 
 
-class Collectives(ABC):
+class Endpoint:
+    """This rank's end of collectives and messages along axis spans, in groups of its own."""
+
+    def __init__(self, groups: Groups, links: Links) -> None:
+        self._groups = groups
+        self._rank = groups.rank
+        self._streams = links.streams
+        self._wire = Wire(groups, links.traffic)
+
+    def _submit(self, use: Use, span: AxisSpan, job: Job, *, after: Event | None = None) -> Event:
+        """Queues a job on the comm stream of the process group for `use` along `span`."""
+        return self._streams.submit((use, *span), job, after=after)
+
+    def close(self) -> None:
+        """Closes the process groups; the comm streams are closed with those of `Collectives`."""
+        self._groups.close()
+
+
+class Collectives(Endpoint, ABC):
     """Collectives on flat buffers along `span`, an axis span ordered innermost first.
 
     All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
@@ -49,11 +68,8 @@ class Collectives(ABC):
     streams and returns their completion; an empty span costs nothing. Data is sent in `comm_dtype`.
     """
 
-    def __init__(self, groups: Groups, links: Links) -> None:
-        self._groups = groups
-        self._rank = groups.rank
-        self._streams = links.streams
-        self._wire = Wire(groups, links.traffic)
+    _algorithm = "native"
+    _pipelined = False  # whether ho-ring is a pipeline
 
     def all_gather(
         self,
@@ -85,9 +101,10 @@ class Collectives(ABC):
     def run(self, request: Request) -> Event:
         """One of these three."""
 
-    @abstractmethod
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         """Queues local work after a collective over `span`, on a comm stream of reductions."""
+        *_, outermost = group_spans(self._algorithm, span, pipelined=self._pipelined)
+        return self._submit(Use.REDUCE, outermost, job, after=after)
 
     def whole_memory(self) -> AbstractContextManager[object]:
         """While entered, this thread allocates buffers where all-gathers fill them best."""
@@ -96,4 +113,4 @@ class Collectives(ABC):
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""
         self._streams.close()
-        self._groups.close()
+        super().close()

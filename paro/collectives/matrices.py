@@ -6,20 +6,24 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from paro.collectives.wire import Wire
+from paro.collectives.interface import Endpoint
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.groups import Groups, make_groups
+from paro.distributed.groups import make_groups
 from paro.distributed.links import Links
 from paro.topology import AxisSpan, Topology, Use
 
 
-class MatrixExchange:
-    """All-to-alls of parts of any size between the places of a span (Note: places and rounds)."""
+class MatrixExchange(Endpoint):
+    """All-to-alls of parts of any size between the places of a span (Note: places and rounds).
 
-    def __init__(self, groups: Groups, links: Links, span: AxisSpan) -> None:
-        self._groups = groups
-        self._streams = links.streams
-        self._wire = Wire(groups, links.traffic)
+    The span is that of an optimizer shard; if it has ranks, it gets a process group. Making an
+    exchange is collective over the world.
+    """
+
+    def __init__(self, span: AxisSpan, topology: Topology, rank: int, links: Links) -> None:
+        spans = {Use.EXCHANGE: frozenset({span} if span else ())}
+        groups = make_groups(topology, rank, spans, links.group_config)
+        super().__init__(groups, links)
         self._span = span
         self._ranks = groups.topology.in_order_of_shards(span, groups.rank)
         self.place = self._ranks.index(groups.rank)
@@ -43,20 +47,4 @@ class MatrixExchange:
             )
             self._wire.trade(Use.EXCHANGE, self._span, out, into)
 
-        return self._streams.submit((Use.EXCHANGE, *self._span), job)
-
-    def close(self) -> None:
-        """Closes the process groups; the comm stream is closed with the others."""
-        self._groups.close()
-
-
-def make_matrix_exchange(
-    span: AxisSpan, topology: Topology, rank: int, links: Links
-) -> MatrixExchange:
-    """The exchange along the span of an optimizer shard, with a process group if it has ranks.
-
-    Collective over the world.
-    """
-    spans = {Use.EXCHANGE: frozenset({span} if span else ())}
-    groups = make_groups(topology, rank, spans, links.group_config)
-    return MatrixExchange(groups, links, span)
+        return self._submit(Use.EXCHANGE, self._span, job)

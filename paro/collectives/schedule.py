@@ -67,29 +67,21 @@ class Hop(NamedTuple):
     phase: int = 0  # a phase sends nothing before all of the previous phase has arrived
 
 
-class Send(NamedTuple):
-    """A message that is sent once those of the steps `after` have arrived."""
+class Message(NamedTuple):
+    """What is sent to a peer, or received from it, once those of the steps `after` have arrived."""
 
     chunks: Chunks
     peer: int
     after: tuple[int, ...]
-
-
-class Receive(NamedTuple):
-    """A message that overwrites its chunks or is added to them, after the steps `after`."""
-
-    chunks: Chunks
-    peer: int
-    adds: bool
-    after: tuple[int, ...]
+    adds: bool = False  # whether what is received is added to its chunks or overwrites them
 
 
 class Step(NamedTuple):
     """A paired send and receive of one level."""
 
     level: int
-    send: Send
-    receive: Receive
+    send: Message
+    receive: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +139,16 @@ def _linked(
         sent, received = (hop.received, hop.sent) if backwards else (hop.sent, hop.received)
         mine = of_level.setdefault(hop.level, [])
         lead = mine[-MESSAGES_UNDER_WAY] if len(mine) >= MESSAGES_UNDER_WAY else None
-        send = Send(
+        send = Message(
             chunks=sent,
             peer=neighbour(sizes, place, hop.level, -1 if backwards else 1),
             after=_distinct(*map(arrived.get, sent), lead, barrier),
         )
-        receive = Receive(
+        receive = Message(
             chunks=received,
             peer=neighbour(sizes, place, hop.level, 1 if backwards else -1),
-            adds=backwards,
             after=_distinct(*map(arrived.get, received)) if backwards else (),
+            adds=backwards,
         )
         steps.append(Step(level=hop.level, send=send, receive=receive))
         arrived |= dict.fromkeys(received, index)

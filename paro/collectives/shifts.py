@@ -18,7 +18,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from paro.collectives.wire import Pending, Wire
+from paro.collectives.interface import Endpoint
+from paro.collectives.wire import Pending
 from paro.distributed.comm_stream import Event, Stage
 from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
@@ -50,7 +51,7 @@ class _Underway:
             yield self._stream, self
 
 
-class Ring:
+class Ring(Endpoint):
     """This rank's end of the ring along `span`, with its own comm stream and process group.
 
     An empty span is a ring of one rank, which never shifts.
@@ -61,12 +62,10 @@ class Ring:
     """
 
     def __init__(self, use: Use, span: AxisSpan, groups: Groups, links: Links) -> None:
+        super().__init__(groups, links)
         self._use = use
         self._span = span
-        self._groups = groups
-        self._streams = links.streams
         self._stream = (use, *span)
-        self._wire = Wire(groups, links.traffic)
         self._members = groups.topology.members(span, groups.rank)
         self._next_tag = 0
         self.size = len(self._members)
@@ -81,8 +80,8 @@ class Ring:
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs scratch"
         tag = self._take_tags(1)
         if not self._streams.runs_concurrently:
-            return self._streams.submit(
-                self._stream, lambda: self._exchange(outgoing, incoming, turn, tag)
+            return self._submit(
+                self._use, self._span, lambda: self._exchange(outgoing, incoming, turn, tag)
             )
         messages = self._receive(incoming, turn, tag), self._send(outgoing, turn, tag)
 
@@ -112,7 +111,7 @@ class Ring:
 
         if self._streams.runs_concurrently:
             return self._exchange_ahead(chunks, landings, turn, first_tag)
-        return self._streams.submit(self._stream, job)
+        return self._submit(self._use, self._span, job)
 
     def _exchange_ahead(
         self, chunks: Sequence[Tensor], landings: Sequence[Tensor], turn: Turn, first_tag: int
@@ -134,10 +133,6 @@ class Ring:
                     arriving.append(receive(number + 2))
 
         return _Underway(self._stream, finish)
-
-    def close(self) -> None:
-        """Destroys the process group; the comm stream is closed with the others."""
-        self._groups.close()
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         to, _ = self._neighbours(turn)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
 from paro.collectives.wire import Pending, Wire
-from paro.distributed.comm_stream import Job
 from paro.topology import AxisSpan, Use
 
 
@@ -79,7 +78,7 @@ class ChunkedBuffer:
 
 
 class Transfer:
-    """A schedule in execution; its jobs run one thread per level, or step by step."""
+    """A schedule in execution: by one thread per level, or step by step."""
 
     def __init__(
         self,
@@ -107,40 +106,32 @@ class Transfer:
         self._sends: list[deque[Pending]] = [deque() for _ in levels]
         self._failure: BaseException | None = None  # the first one of any level
 
-    def step_job(self, index: int) -> Job:
-        """A job that runs the paired send and receive of one step."""
+    def run_step(self, index: int) -> None:
+        """Runs the paired send and receive of one step."""
+        step = self._steps[index]
+        send, receive = step.send, step.receive
+        level = self._levels[step.level]
+        landed = self._buffer.view(receive.chunks)
+        if not self._buffer.lands_in_place(adds=receive.adds):
+            landed = torch.empty_like(landed, dtype=self._buffer.comm_dtype)
+        self._wire.exchange(
+            level.use,
+            level.span,
+            (self._buffer.outgoing(send.chunks), self._members[send.peer]),
+            (landed, self._members[receive.peer]),
+            tag=self._tags[index],
+        )
+        self._buffer.take(receive.chunks, landed, adds=receive.adds)
 
-        def job() -> None:
-            step = self._steps[index]
-            send, receive = step.send, step.receive
-            level = self._levels[step.level]
-            landed = self._buffer.view(receive.chunks)
-            if not self._buffer.lands_in_place(adds=receive.adds):
-                landed = torch.empty_like(landed, dtype=self._buffer.comm_dtype)
-            self._wire.exchange(
-                level.use,
-                level.span,
-                (self._buffer.outgoing(send.chunks), self._members[send.peer]),
-                (landed, self._members[receive.peer]),
-                tag=self._tags[index],
-            )
-            self._buffer.take(receive.chunks, landed, adds=receive.adds)
-
-        return job
-
-    def level_job(self, level: int) -> Job:
-        """A job that runs all steps of one level; levels run concurrently, each in a thread."""
-
-        def job() -> None:
-            try:
-                self._run_level(level)
-            except BaseException as failure:
-                with self._changed:
-                    self._failure = self._failure or failure
-                    self._changed.notify_all()
-                raise
-
-        return job
+    def run_level(self, level: int) -> None:
+        """Runs all steps of one level; levels run concurrently, each in a thread."""
+        try:
+            self._run_level(level)
+        except BaseException as failure:
+            with self._changed:
+                self._failure = self._failure or failure
+                self._changed.notify_all()
+            raise
 
     def _run_level(self, level: int) -> None:
         todo = deque(self.schedule.of_level[level])

@@ -202,3 +202,19 @@ def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
     """This rank's shard at `span`'s fine degree, as a view of its buffer at the coarse degree."""
     start, stop = nested_range(span, rank, whole.numel())
     return whole[start:stop]
+
+
+def nested(whole: Tensor, span: AxisSpan) -> Tensor:
+    """A nested buffer viewed with one dim per axis, innermost first, and one for shard elements."""
+    return whole.view(*(axis.size for axis in span), -1)
+
+
+def as_nested(by_rank: Tensor, *levels: AxisSpan) -> Tensor:
+    """A buffer in the order of backends, viewed with the dims of `nested`.
+
+    Backends order by rank: by rank of the inner level, if there are two, then of the outer one. The
+    most significant digit of a rank is that of its outermost axis.
+    """
+    axes = [axis for level in levels for axis in reversed(level)]
+    dims = [axes.index(axis) for level in levels for axis in level]
+    return by_rank.view(*(axis.size for axis in axes), -1).permute(*dims, len(axes))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paro.quantization.formats import ERROR_FORM, PAD, BlockFormat, padded
+from paro.quantization.ranges import RangeCodes
 
 DEVICES = {"cuda"}  # tests add the CPU, for which Triton has an interpreter
 _ERROR_WEIGHT = 0.2  # of what was lost now, in the moving average
@@ -30,26 +31,18 @@ def encode(
     *,
     minus: Tensor | None = None,
     transforms: bool = False,
+    error: Tensor | None = None,
 ) -> None:
     """Writes the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`.
 
-    `transforms`: of their Hadamard transforms.
+    `transforms`: of their Hadamard transforms; with `error`, of these plus the error of earlier
+    calls. `error` has `error_bytes(values.numel())` bytes, at first 0: the moving average of what
+    codes lost, of the transforms, in 8 bits. E <- 0.8 E + 0.2 (X - codes of X) for X = values + E:
+    LoCo, arXiv 2407.04480, with the constants of DeepSpeed.
     """
     kernels = choose_kernels(values.device).module
     run = _encode if kernels is None else kernels.encode
-    run(values, form, out, minus=minus, transforms=transforms)
-
-
-def encode_with_feedback(values: Tensor, form: BlockFormat, out: Tensor, error: Tensor) -> None:
-    """Writes the codes of the Hadamard transforms of `values` plus the error of earlier calls.
-
-    `error` has `error_bytes(values.numel())` bytes, at first 0: the moving average of what codes
-    lost, of the transforms, in 8 bits. E <- 0.8 E + 0.2 (X - codes of X) for X = values + E: LoCo,
-    arXiv 2407.04480, with the constants of DeepSpeed.
-    """
-    kernels = choose_kernels(values.device).module
-    run = _encode_with_feedback if kernels is None else kernels.encode_with_feedback
-    run(values, form, out, error, _ERROR_WEIGHT)
+    run(values, form, out, minus=minus, transforms=transforms, error=error, weight=_ERROR_WEIGHT)
 
 
 def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
@@ -57,6 +50,17 @@ def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = Fals
     kernels = choose_kernels(out.device).module
     run = _decode if kernels is None else kernels.decode
     run(encoded, form, out, adds=adds)
+
+
+def split_encoded(
+    payload: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scales and codes of the range at `start`, and its uncoded elements, of `dtype`."""
+    assert dtype.itemsize == codes.uncoded_bytes, f"{dtype} is not of {codes.uncoded_bytes} bytes"
+    coded = codes.num_coded(start)
+    cut = codes.form.num_bytes(coded)
+    stop = cut + (codes.numel - coded) * dtype.itemsize
+    return payload[:cut], payload[cut:stop].view(dtype)
 
 
 class Chosen(NamedTuple):
@@ -112,6 +116,8 @@ def _encode(
     *,
     minus: Tensor | None = None,
     transforms: bool = False,
+    error: Tensor | None = None,
+    weight: float = 0.0,
 ) -> None:
     for begin, end in _chunks(values.numel()):
         chunk = values[begin:end].float()
@@ -119,19 +125,15 @@ def _encode(
             chunk = chunk - minus[begin:end].float()
         if transforms:
             chunk = hadamard(chunk)
-        _write(chunk, form, _part(out, form, values.numel(), begin, end))
-
-
-def _encode_with_feedback(
-    values: Tensor, form: BlockFormat, out: Tensor, error: Tensor, weight: float
-) -> None:
-    for begin, end in _chunks(values.numel()):
+        part = _part(out, form, values.numel(), begin, end)
+        if error is None:
+            _write(chunk, form, part)
+            continue
+        assert transforms, "errors are of transforms"
         stop = begin + padded(end - begin)
         remembered = _part(error, ERROR_FORM, padded(values.numel()), begin, stop)
         earlier = _read(remembered, ERROR_FORM, stop - begin)
-        chunk = hadamard(values[begin:end].float())
         chunk += earlier
-        part = _part(out, form, values.numel(), begin, end)
         _write(chunk, form, part)
         chunk -= _read(part, form, stop - begin)
         # Not lerp_, which fuses the multiplication with the addition on some devices.

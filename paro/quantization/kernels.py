@@ -159,13 +159,6 @@ def encode(
     )
 
 
-def encode_with_feedback(
-    values: Tensor, form: BlockFormat, out: Tensor, error: Tensor, weight: float
-) -> None:
-    """As in blocks.py."""
-    encode(values, form, out, transforms=True, error=error, weight=weight)
-
-
 def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> None:
     """As in blocks.py."""
     numel, size = out.numel(), _program_size(form)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.matmul import store_grad
+from model.matmul import GradSink
 from model.units import PartSpec, UnitSpec
 from paro.distributed.profile_range import profile_range
 from paro.rotation.rotating_unit import RotatingUnit
@@ -216,7 +216,7 @@ class RotatingPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sink:
+class _Sink(GradSink):
     """Takes a box's gradient from the matmul that makes it, or else from autograd."""
 
     part: RotatingPart
@@ -233,11 +233,3 @@ class _Sink:
         """Says that the gradient is in the buffer."""
         self.unit.arrived()
         self.part.end_slice_if_done()
-
-    def take(self, leaf: Tensor) -> None:
-        """Moves autograd's gradient of the leaf, if it made one."""
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is not None:  # else a matmul has put it where it belongs
-            box, adds = self.open()
-            store_grad(gradient, box, adds=adds)
-            self.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 
+from model.matmul import GradSink
 from paro.collectives.shifts import Ring
 from paro.distributed.timers import Timers
 from paro.rotation.partition import Parts
-from paro.sharding.distributed_model import DistributedModel, Phase
+from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.updating import UpdatingPolicy
 
@@ -46,7 +48,7 @@ class RotatedModel(DistributedModel):
         for unit in parts.replicated:
             for placed in unit.layout.boxes if unit.trainable else ():
                 name = placed.box.name
-                self._on_gradient(parameters[name], partial(self._receive, unit, name))
+                self._take_gradients(parameters[name], _Sink(self._state, unit, name))
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""
@@ -61,14 +63,26 @@ class RotatedModel(DistributedModel):
             unit.use()
 
     def _before_forward(self, index: int) -> None:
-        self._gather_updated(self._updating.before_forward(index))
+        self._carry_out(self._updating.before_forward(index))
 
     def _end_backward(self) -> None:
         for part in self._parts:
             part.end_slice()
 
-    def _receive(self, unit: ShardedUnit, name: str, gradient: Tensor) -> None:
-        if unit.receive(name, gradient):
-            unit.reduce()
-            if self._state.last:
-                unit.step_reduce()
+
+@dataclass(frozen=True, slots=True)
+class _Sink(GradSink):
+    """Takes a norm's gradient; with the last of its unit's, these are reduced."""
+
+    state: MicroBatchState
+    unit: ShardedUnit
+    name: str
+
+    def open(self) -> tuple[Tensor, bool]:
+        return self.unit.grad_box(self.name)
+
+    def close(self) -> None:
+        if self.unit.arrived():
+            self.unit.reduce()
+            if self.state.last:
+                self.unit.step_reduce()

@@ -67,14 +67,6 @@ class Ledger:
     slices: Tally = field(default_factory=Tally)  # spare slices of rotating parameters, gradients
 
 
-@dataclass(slots=True)
-class Casts:
-    """What a matmul keeps of a weight in another type, for as long as the weight's values stay."""
-
-    keeps: bool = False  # whether they stay until the backward of a forward that begins now
-    kept: object = None
-
-
 class ElasticBuffer:
     """A 1-D tensor whose storage can be freed and reallocated while every view stays valid.
 

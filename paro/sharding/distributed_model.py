@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from model.matmul import GradSink
 from paro.distributed.timers import Timers
 from paro.sharding.shards import UnitShards
-from paro.step.actions import Action, Move
+from paro.step.actions import Action, Move, Verb
 from paro.step.updating import UpdatingPolicy
 
 
@@ -31,12 +32,6 @@ class MicroBatchState:
 
     phase: Phase = Phase.IDLE
     last: bool = False  # whether it is the last one of its step
-
-
-class Removable(Protocol):
-    """What a hook's registration returns."""
-
-    def remove(self) -> None: ...
 
 
 class DistributedModel:
@@ -63,8 +58,11 @@ class DistributedModel:
         self._timers = timers
         self._updating = updating
         self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._carried_out: dict[Verb, Callable[[Any], None]] = {
+            Verb.GATHER_UPDATED: UnitShards.gather_updated
+        }
         self.record: list[Move] | None = None
-        self._handles: list[Removable] = []
+        self._removals: list[Callable[[], None]] = []  # of hooks
 
     def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
         """Starts a step; with `full_precision` it sends no codes."""
@@ -119,11 +117,11 @@ class DistributedModel:
 
     def updated(self, unit: UnitShards) -> None:
         """Says that a unit's optimizer range has new parameters, to be all-gathered."""
-        self._gather_updated(self._updating.updated(self._numbers[unit]))
+        self._carry_out(self._updating.updated(self._numbers[unit]))
 
     def wait_for_updated_params(self) -> None:
         """Waits until `param_shard` of every unit holds the last update."""
-        self._gather_updated(self._updating.flush())
+        self._carry_out(self._updating.flush())
         for unit in self.units:
             unit.wait_for_updated_params()
 
@@ -136,33 +134,27 @@ class DistributedModel:
         for more in (self.context.coded_reduction, *self.context.matrix_exchanges.values()):
             if more is not None:
                 more.close()
-        while self._handles:
-            self._handles.pop().remove()
+        while self._removals:
+            self._removals.pop()()
 
     def _begin(self, phase: Phase, *, last: bool = False) -> None:
         """Starts a forward, maybe that of the `last` micro-batch; extended by subclasses."""
-        assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
+        self._assert_idle()
         self._state.phase, self._state.last = phase, last
 
     def _end_backward(self) -> None:
         """Runs after the backward of a micro-batch; defined by subclasses."""
         raise NotImplementedError
 
-    def _gather_updated(self, actions: Iterable[Action]) -> None:
+    def _carry_out(self, actions: Iterable[Action]) -> None:
         for verb, number in actions:
-            self.units[number].gather_updated()
+            self._carried_out[verb](self.units[number])
             if self.record is not None:
                 self.record.append((verb, number))
 
     def _assert_idle(self) -> None:
         assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
 
-    def _on_gradient(self, parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> None:
-        """Passes the parameter's gradient of every backward to `receive` instead of keeping it."""
-
-        def arrived(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:  # else a matmul has put it where it belongs
-                receive(gradient)
-
-        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+    def _take_gradients(self, parameter: nn.Parameter, sink: GradSink) -> None:
+        """Passes the parameter's gradient of every backward to the sink instead of keeping it."""
+        self._removals.append(parameter.register_post_accumulate_grad_hook(sink.take).remove)

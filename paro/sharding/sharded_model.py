@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
+from model.matmul import GradSink
 from paro.distributed.profile_range import profile_range
 from paro.distributed.timers import Timers
 from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.wrap import UnitModule
-from paro.step.actions import Action, Buckets, StepShape, Verb, number_buffers
+from paro.step.actions import Buckets, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -48,8 +50,7 @@ class ShardedModel(DistributedModel):
             ),
             updating,
         )
-        self._sharded = units
-        self._carried_out: dict[Verb, Callable[[ShardedUnit], None]] = {
+        self._carried_out |= {
             Verb.GATHER: _gather,
             Verb.WAIT: ShardedUnit.use,
             Verb.KEEP: ShardedUnit.keep_casts,
@@ -60,7 +61,6 @@ class ShardedModel(DistributedModel):
             Verb.REDUCE: _reduce,
             Verb.STEP_REDUCE: ShardedUnit.step_reduce,
             Verb.WAIT_REDUCED: ShardedUnit.wait_reduced,
-            Verb.GATHER_UPDATED: ShardedUnit.gather_updated,
         }
         parameters = dict(model.named_parameters())
         borrowed = {name for kind in kinds for name in kind.borrows}
@@ -69,13 +69,7 @@ class ShardedModel(DistributedModel):
             for unit in module.own:
                 if unit.trainable:
                     has_one_part = module.kind.name not in borrowed
-                    self._take_gradients(self._numbers[unit], parameters, by_matmuls=has_one_part)
-
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        for verb, number in actions:
-            self._carried_out[verb](self._sharded[number])
-            if self.record is not None:
-                self.record.append((verb, number))
+                    self._make_sinks(unit, parameters, by_matmuls=has_one_part)
 
     # Called by the training loop #
 
@@ -104,23 +98,22 @@ class ShardedModel(DistributedModel):
     def _hook(self, index: int, wrapped: nn.Module) -> None:
         before = wrapped.register_forward_pre_hook(lambda *_: self._before_forward(index))
         after = wrapped.register_forward_hook(lambda _m, _i, out: self._after_forward(index, out))
-        self._handles += [before, after]
+        self._removals += [before.remove, after.remove]
 
-    def _take_gradients(
-        self, number: int, parameters: Mapping[str, nn.Parameter], *, by_matmuls: bool
+    def _make_sinks(
+        self, unit: ShardedUnit, parameters: Mapping[str, nn.Parameter], *, by_matmuls: bool
     ) -> None:
         """Has a unit's gradients put into its buffers; `by_matmuls`, which write those of weights.
 
         Not the gradients of parameters that two units read: they have two parts.
         """
-        unit = self._sharded[number]
         for placed in unit.layout.boxes:
             name = placed.box.name
-            parameter, sink = parameters[name], _Sink(self, number, unit, name)
-            self._on_gradient(parameter, sink.take)
+            parameter, sink = parameters[name], _Sink(self, self._numbers[unit], unit, name)
+            self._take_gradients(parameter, sink)
             if by_matmuls:
                 parameter.grad_sink = sink  # type: ignore[attr-defined]
-                self._handles.append(_Removal(parameter))
+                self._removals.append(partial(delattr, parameter, "grad_sink"))
 
     def _before_forward(self, index: int) -> None:
         phase = self._state.phase
@@ -135,12 +128,9 @@ class ShardedModel(DistributedModel):
             return
         follows = output.requires_grad
         if follows:
-            output.register_hook(lambda _grad: self._before_backward(index))
+            # Runs when the gradient of a unit's output is made.
+            output.register_hook(lambda _g: self._carry_out(self._policy.before_backward(index)))
         self._carry_out(self._policy.after_forward(index, backward_follows=follows))
-
-    def _before_backward(self, index: int) -> None:
-        """Runs when the gradient of a unit's output is made."""
-        self._carry_out(self._policy.before_backward(index))
 
     def first_gradient(self, number: int) -> None:
         """Prepares a buffer for the first gradient of this backward."""
@@ -162,7 +152,7 @@ def _reduce(unit: ShardedUnit) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sink:
+class _Sink(GradSink):
     """Takes a parameter's gradient from the matmul that makes it, or else from autograd.
 
     A matmul writes it into the unit's buffer: it is neither copied nor added.
@@ -175,30 +165,11 @@ class _Sink:
 
     def open(self) -> tuple[Tensor, bool]:
         """The buffer for the gradient, and whether to add to what it holds."""
-        self._begin()
+        if self.unit.num_arrived == 0:
+            self.model.first_gradient(self.number)
         return self.unit.grad_box(self.name)
 
     def close(self) -> None:
         """Says that the gradient is in the buffer."""
         if self.unit.arrived():
             self.model.last_gradient(self.number)
-
-    def take(self, gradient: Tensor) -> None:
-        """Moves autograd's gradient."""
-        self._begin()
-        if self.unit.receive(self.name, gradient):
-            self.model.last_gradient(self.number)
-
-    def _begin(self) -> None:
-        if self.unit.num_arrived == 0:
-            self.model.first_gradient(self.number)
-
-
-@dataclass(frozen=True, slots=True)
-class _Removal:
-    """Takes a parameter's sink away, as a hook's handle removes the hook."""
-
-    parameter: nn.Parameter
-
-    def remove(self) -> None:
-        del self.parameter.grad_sink  # type: ignore[attr-defined]

@@ -16,15 +16,17 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 
 from torch import Tensor, nn
 
+from model.fp8 import Casts
 from model.matmul import store_grad
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
 from paro.layout import UnitLayout
-from paro.sharding.buffers import Casts, ElasticBuffer, box_views
+from paro.sharding.buffers import ElasticBuffer, box_views
 from paro.sharding.shards import ShardingContext, UnitShards
 
 
@@ -40,7 +42,7 @@ class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
     The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
-    `release`. Pass each gradient to `receive`; when all have arrived, `reduce` queues their
+    `release`. Put each gradient into its `grad_box`; when all have `arrived`, `reduce` queues their
     reduction into this rank's shard, and after the last micro-batch `step_reduce` that over all
     ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """
@@ -49,30 +51,20 @@ class ShardedUnit(UnitShards):
         self, name: str, layout: UnitLayout, context: ShardingContext, *, trainable: bool
     ) -> None:
         super().__init__(name, layout, context, trainable=trainable)
-        strategy, numel, device = context.strategy, layout.numel, context.device
+        strategy = context.strategy
         self._gather_span = context.comm_plan.gather
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
+        whole = partial(ElasticBuffer, layout.numel, layout=layout, device=context.device)
+        ledger, memory = context.ledger, context.collectives.whole_memory
         self._param_U: ElasticBuffer | None = None
         if strategy.params > 1:
-            self._param_U = ElasticBuffer(
-                numel,
-                layout=layout,
-                dtype=self.param_shard.dtype,
-                tally=context.ledger.whole_params,
-                device=device,
-                memory=context.collectives.whole_memory,
-            )
+            dtype = self.param_shard.dtype
+            self._param_U = whole(dtype=dtype, tally=ledger.whole_params, memory=memory)
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self._grad_U: ElasticBuffer | None = None
         if strategy.grads > 1 and trainable:
-            self._grad_U = ElasticBuffer(
-                numel,
-                layout=layout,
-                dtype=context.reduce_dtype,
-                tally=context.ledger.whole_grads,
-                device=device,
-            )
+            self._grad_U = whole(dtype=context.reduce_dtype, tally=ledger.whole_grads)
         self._casts = [Casts() for _ in layout.boxes]
         self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
         self.num_arrived = 0
@@ -153,12 +145,6 @@ class ShardedUnit(UnitShards):
         """Counts a gradient that is in its box; True when it is the last of this backward."""
         self.num_arrived += 1
         return self.num_arrived == len(self._grad_boxes)
-
-    def receive(self, name: str, gradient: Tensor) -> bool:
-        """Stores or adds one parameter's gradient; True when it is the last of this backward."""
-        box, adds = self.grad_box(name)
-        store_grad(gradient, box, adds=adds)
-        return self.arrived()
 
     def reduce(self) -> None:
         """Queues the reduction of this micro-batch's gradients, and their accumulation."""

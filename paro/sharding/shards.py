@@ -16,8 +16,7 @@ from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedBox, UnitLayout, whole_box
 from paro.precision import PrecisionConfig
-from paro.quantization.blocks import decode, encode
-from paro.quantization.encoded import split_encoded
+from paro.quantization.blocks import decode, encode, split_encoded
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
 from paro.strategy import CommPlan, Strategy

@@ -17,8 +17,8 @@ from model.initialization import initial_values, parameter_initializers
 from model.llama import Llama
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.coded import CodedReduction, make_coded_reduction
-from paro.collectives.matrices import MatrixExchange, make_matrix_exchange
+from paro.collectives.coded import CodedReduction
+from paro.collectives.matrices import MatrixExchange
 from paro.collectives.shifts import make_ring
 from paro.config.run import RunConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
@@ -131,7 +131,7 @@ def _sharding_context(config: RunConfig, control: Control, links: Links) -> Shar
     coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
     if has_codes and exchange_span(comm_plan):
         wire = TORCH_TYPES[config.precision.wire]
-        coded = make_coded_reduction(comm_plan, topology, rank, links, uncoded_dtype=wire)
+        coded = CodedReduction(comm_plan, topology, rank, links, uncoded_dtype=wire)
     return ShardingContext(
         topology=topology,
         rank=rank,
@@ -184,7 +184,7 @@ def _matrix_exchanges(
     """What makes matrices whole for Muon, if it updates them, by over how many ranks."""
     size = topology.group_size
     return {
-        places.degree: make_matrix_exchange(
+        places.degree: MatrixExchange(
             topology.axes_between(1, places.number), topology, rank, links
         )
         for places in muon_rounds(_units_of(config), config.strategy, config.precision, size)

@@ -18,7 +18,7 @@ from model.cross_entropy import linear_cross_entropy
 from model.fusion import Fusions, usable_kernels
 from model.layers import gated_linear, normed_linears
 from model.llama import Llama
-from model.norm import shared_norm
+from model.norm import SharedNorm
 from model.rotary import rotate, rotations
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -90,7 +90,7 @@ def test_norms(dtype: torch.dtype, num_rows: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("model.kernels._NORM_PROGRAMS", 8)  # which sum 20 rows, or one each
 
     def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
-        norm = shared_norm(x, scale, 1e-5, fused=fused)
+        norm = SharedNorm(x, scale, 1e-5, fused=fused)
         return torch.cat(normed_linears(norm, x, scale, *weights), dim=-1)
 
     weights = [normal(rows, 37, seed=rows, dtype=dtype) for rows in (3, 2)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.layers import gated_linear, normed_linears
-from model.norm import rms_norm, shared_norm
+from model.norm import SharedNorm, rms_norm
 from tests.model.values import assert_rounded
 
 B, S, D, FFN = 2, 5, 6, 7
@@ -28,7 +28,7 @@ def plain_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ..
 
 
 def own_normed(x: Tensor, scale: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    norm = shared_norm(x, scale, EPSILON)
+    norm = SharedNorm(x, scale, EPSILON)
     outputs = normed_linears(norm, x, scale, *weights)
     norm.release()
     return outputs

@@ -19,7 +19,7 @@ from model.matmul import (
     outputs,
     weight_grad,
 )
-from model.norm import rms_norm, shared_norm
+from model.norm import SharedNorm, rms_norm
 from tests.helpers.refusals import refused
 from tests.model.values import Sink, all_near, assert_near, normal
 
@@ -111,7 +111,7 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> No
             return (linear(args[0], args[1], fp8),)
         if layer == "gated_linear":
             return (gated_linear(*args, fp8),)
-        return normed_linears(shared_norm(*args[:2], 1e-5), *args, fp8=fp8)
+        return normed_linears(SharedNorm(*args[:2], 1e-5), *args, fp8=fp8)
 
     def wanted(*args: Tensor) -> tuple[Tensor, ...]:
         if layer == "linear":

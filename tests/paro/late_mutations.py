@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.sharding.shards import UnitShards
@@ -59,12 +60,8 @@ _gathering = partial(Mutation, GatheringPolicy, strategy="IIG")
 _updating = partial(Mutation, UpdatingPolicy, old="return self._queue", new="return []  #")
 _rotating = partial(Mutation, SlicePolicy, strategy="IIG")
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
-_native = partial(Mutation, NativeCollectives)
 _pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
 _NEXT, _GRADS = "(Verb.WAIT_SHIFTED,)", "(Verb.WAIT_GRADS,)"
-_GATHER_JOB = "self._gather_job(part, span[depth], own)"
-_SCATTER_JOB = "self._scatter_job(part, axis, comm_dtype)"
-_SUM = "part, comm_dtype),\n            "
 # An order that is no call of a wait and no `after=`.
 MUTATIONS = (
     _gathering("_gather_and_wait", "actions.append((Verb.WAIT, buffer))", "pass"),
@@ -92,11 +89,8 @@ MUTATIONS = (
     ),
     _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("gather_updated", "unit._updated = updated", "pass"),
-    _native("_gather", f"{_GATHER_JOB}, event", f"{_GATHER_JOB}, DONE", "GGG"),
-    _native("_scatter", f"{_SCATTER_JOB}, event", f"{_SCATTER_JOB}, DONE", "GGG"),
-    _native("_sum", f"{_SUM}event,", f"{_SUM}DONE,", "NNN"),
-    _native("_sum", "job, event)", "job, DONE)", "NNN"),
-    _native("_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
+    Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
+    Mutation(Collectives, "run_after", "after=after", "after=None", "IIG", f"{CODES} {HO_RING}"),
     _pipelined("ready = ends[stage.after]", "ready = DONE", "GGG"),
     _pipelined("[*first, memory.left[slot]]", "[*first]", "GGG"),
     _pipelined("(request.after or DONE,)", "(DONE,)", "1,2,8", world_size=8, group_size=4),
@@ -105,17 +99,17 @@ MUTATIONS = (
 # Every wait and `after=` of the product (tests/helpers/waits.py finds them), by name: a run, as a
 # strategy and flags, that goes wrong without it.
 CAUGHT = {
-    "collectives.api AutoCollectives.run_after: after=after": ("GGG", AUTO),
     "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
-    "collectives.flat FlatCollectives._submit: after=after": ("IIG", FLAT),
+    "collectives.flat FlatCollectives.run: after=request.after": ("IIG", FLAT),
+    "collectives.interface Endpoint._submit: after=after": ("IIG", ""),
     "collectives.interface Collectives.all_gather: after=after": ("IIG", ""),
     "collectives.interface Collectives.reduce_scatter: after=after": ("IIG", ""),
     "collectives.interface Collectives.all_reduce: after=after": ("NNI", ""),
-    "collectives.native NativeCollectives._submit: after=after": ("IIG", ""),
-    "collectives.pipelined PipelinedCollectives.run_after: after=after": (
-        "IIG",
-        f"{CODES} {HO_RING}",
-    ),
+    "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
+    "collectives.native NativeCollectives._gather: after=event": ("GGG", ""),
+    "collectives.native NativeCollectives._scatter: after=event": ("GGG", ""),
+    "collectives.native NativeCollectives._sum: after=event": ("NNN", ""),
+    "collectives.native NativeCollectives._sum: after=event #2": ("NNN", ""),
     "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),
     "collectives.wire Wire._trade: message.wait()": ("NNI", ""),
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),

@@ -18,7 +18,6 @@ from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed import links
 from paro.distributed.comm_stream import CommStreams, InlineStreams
-from paro.distributed.control import Control
 from paro.errors import RunError
 from paro.strategy import legal_letters
 from paro.topology import Axes
@@ -99,8 +98,8 @@ def train_on(streams: CommStreams, flags: str, group_size: int) -> tuple[Trained
         flags = flags.replace(AUTO, HO_RING)
         choice = replace(choice, names=("ho-ring", "native", "flat"), best=algorithm_of_op)
 
-    def algorithm(config: RunConfig, control: Control) -> AlgorithmChoice:
-        return choice if HO_RING in flags else algorithm_of(config, control)
+    def algorithm(config: RunConfig) -> AlgorithmChoice:
+        return choice if HO_RING in flags else algorithm_of(config)
 
     with (
         TemporaryDirectory() as folder,

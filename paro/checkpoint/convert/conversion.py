@@ -36,7 +36,6 @@ OPENERS: dict[str, Callable[[Path], Source]] = {
 PEFT = "peft"  # a source only with a base, a target only with adapters
 SOURCES = (*OPENERS, PEFT)
 TARGETS = ("paro", "hf", "megatron", PEFT)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

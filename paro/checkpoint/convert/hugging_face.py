@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from model.hugging_face import (
 )
 from paro.checkpoint.convert.hugging_face_weights import INDEX, WEIGHTS, find_tensors
 from paro.checkpoint.convert.safetensors_file import write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source
+from paro.checkpoint.convert.source import LazyTensor, Source, write_json
 from paro.checkpoint.convert.torch_file import lazy
 from paro.checkpoint.directory import TokenIds, in_files
 from paro.errors import UserError, about
@@ -181,12 +180,10 @@ def write_hugging_face(
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         size = sum(tensor.num_bytes for tensor in tensors.values())
-        _write_json(
-            directory / INDEX,
-            {"metadata": {"total_size": size}, "weight_map": weight_map},
-        )
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_json(directory / INDEX, index)
     copy_companions(source.companions, directory)
-    _write_json(directory / CONFIG, fields)
+    write_json(directory / CONFIG, fields)
     return _write_tokenizer(source, directory)
 
 
@@ -254,7 +251,3 @@ def _special_ids(source: Source) -> TokenIds:
             if source.companions:  # else its files are missing; the source's notes say so
                 raise UserError(f"the tokenizer cannot be read: {error}") from error
     return ids | source.token_ids
-
-
-def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

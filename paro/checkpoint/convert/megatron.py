@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from model.config import LlamaConfig
-from model.units import cut_dims, parameter_shapes
+from model.units import cut_dims, name_in, parameter_shapes
 from paro.checkpoint.convert.hugging_face import (
     COMPANIONS,
     begins_with_bos,
@@ -50,30 +50,28 @@ from paro.untrusted.schema import Count, conform
 FILE = "mp_rank_00/model_optim_rng.pt"
 _BY_GROUP = ("wq", "wk", "wv", "bq", "bk", "bv")
 
-_OUTSIDE_BLOCKS = {
+_NAMES = {
     "embedding.weight": "embedding.word_embeddings.weight",
     "head.norm": "decoder.final_layernorm.weight",
     "head.weight": "output_layer.weight",
-}
-_INSIDE_A_BLOCK = {
-    "attention_norm": "self_attention.linear_qkv.layer_norm_weight",
-    "wq": "self_attention.linear_qkv.weight",
-    "wk": "self_attention.linear_qkv.weight",
-    "wv": "self_attention.linear_qkv.weight",
-    "wo": "self_attention.linear_proj.weight",
-    "bq": "self_attention.linear_qkv.bias",
-    "bk": "self_attention.linear_qkv.bias",
-    "bv": "self_attention.linear_qkv.bias",
-    "q_norm": "self_attention.q_layernorm.weight",
-    "k_norm": "self_attention.k_layernorm.weight",
-    "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
-    "w_gate": "mlp.linear_fc1.weight",
-    "w_up": "mlp.linear_fc1.weight",
-    "w_down": "mlp.linear_fc2.weight",
+    "blocks.*.attention_norm": "decoder.layers.*.self_attention.linear_qkv.layer_norm_weight",
+    "blocks.*.wq": "decoder.layers.*.self_attention.linear_qkv.weight",
+    "blocks.*.wk": "decoder.layers.*.self_attention.linear_qkv.weight",
+    "blocks.*.wv": "decoder.layers.*.self_attention.linear_qkv.weight",
+    "blocks.*.wo": "decoder.layers.*.self_attention.linear_proj.weight",
+    "blocks.*.bq": "decoder.layers.*.self_attention.linear_qkv.bias",
+    "blocks.*.bk": "decoder.layers.*.self_attention.linear_qkv.bias",
+    "blocks.*.bv": "decoder.layers.*.self_attention.linear_qkv.bias",
+    "blocks.*.q_norm": "decoder.layers.*.self_attention.q_layernorm.weight",
+    "blocks.*.k_norm": "decoder.layers.*.self_attention.k_layernorm.weight",
+    "blocks.*.mlp_norm": "decoder.layers.*.mlp.linear_fc1.layer_norm_weight",
+    "blocks.*.w_gate": "decoder.layers.*.mlp.linear_fc1.weight",
+    "blocks.*.w_up": "decoder.layers.*.mlp.linear_fc1.weight",
+    "blocks.*.w_down": "decoder.layers.*.mlp.linear_fc2.weight",
 }
 _WITHOUT_TRANSFORMER_ENGINE = {
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "pre_mlp_layernorm.weight",
+    "blocks.*.attention_norm": "decoder.layers.*.input_layernorm.weight",
+    "blocks.*.mlp_norm": "decoder.layers.*.pre_mlp_layernorm.weight",
 }
 
 # Fields that Megatron's arguments have under the same names, which are those of the flags.
@@ -117,10 +115,7 @@ class _Args(TypedDict):
 
 def megatron_name(name: str) -> str:
     """The name of the Megatron tensor that holds a parameter."""
-    if name in _OUTSIDE_BLOCKS:
-        return _OUTSIDE_BLOCKS[name]
-    _, layer, part = name.split(".")
-    return f"decoder.layers.{layer}.{_INSIDE_A_BLOCK[part]}"
+    return name_in(_NAMES, name)
 
 
 def is_megatron(root: Path) -> bool:
@@ -304,10 +299,8 @@ def _found(
 
 def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
     """A rank's tensor; norms are looked up by both names."""
-    part = name.rpartition(".")[2]
-    if theirs not in rank and part in _WITHOUT_TRANSFORMER_ENGINE:
-        layer = name.split(".")[1]
-        return rank.get(f"decoder.layers.{layer}.{_WITHOUT_TRANSFORMER_ENGINE[part]}")
+    if theirs not in rank and name.endswith(("attention_norm", "mlp_norm")):
+        return rank.get(name_in(_WITHOUT_TRANSFORMER_ENGINE, name))
     return rank.get(theirs)
 
 

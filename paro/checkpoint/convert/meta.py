@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.config import LLAMA_PRESETS, LlamaConfig
-from model.units import cut_dims, parameter_shapes
+from model.units import cut_dims, name_in, parameter_shapes
 from paro.checkpoint.convert.hugging_face import tokenizer_of
 from paro.checkpoint.convert.source import (
     LazyTensor,
@@ -26,21 +26,19 @@ from paro.untrusted.schema import Positive, read_json
 
 PARAMS = "params.json"
 
-_OUTSIDE_BLOCKS = {
+_NAMES = {
     "embedding.weight": "tok_embeddings.weight",
     "head.norm": "norm.weight",
     "head.weight": "output.weight",
-}
-_INSIDE_A_BLOCK = {
-    "attention_norm": "attention_norm",
-    "wq": "attention.wq",
-    "wk": "attention.wk",
-    "wv": "attention.wv",
-    "wo": "attention.wo",
-    "mlp_norm": "ffn_norm",
-    "w_gate": "feed_forward.w1",
-    "w_up": "feed_forward.w3",
-    "w_down": "feed_forward.w2",
+    "blocks.*.attention_norm": "layers.*.attention_norm.weight",
+    "blocks.*.wq": "layers.*.attention.wq.weight",
+    "blocks.*.wk": "layers.*.attention.wk.weight",
+    "blocks.*.wv": "layers.*.attention.wv.weight",
+    "blocks.*.wo": "layers.*.attention.wo.weight",
+    "blocks.*.mlp_norm": "layers.*.ffn_norm.weight",
+    "blocks.*.w_gate": "layers.*.feed_forward.w1.weight",
+    "blocks.*.w_up": "layers.*.feed_forward.w3.weight",
+    "blocks.*.w_down": "layers.*.feed_forward.w2.weight",
 }
 # Tensors that sizes are read from.
 _MEASURED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight")
@@ -61,10 +59,7 @@ class _Params(TypedDict):
 
 def meta_name(name: str) -> str:
     """The name of a parameter in Meta's files."""
-    if name in _OUTSIDE_BLOCKS:
-        return _OUTSIDE_BLOCKS[name]
-    _, layer, part = name.split(".")
-    return f"layers.{layer}.{_INSIDE_A_BLOCK[part]}.weight"
+    return name_in(_NAMES, name)
 
 
 def is_meta(directory: Path) -> bool:

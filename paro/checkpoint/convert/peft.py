@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from model.hugging_face import hugging_face_name
 from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
 from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
-from paro.checkpoint.convert.source import LazyTensor, Source, with_adapters
+from paro.checkpoint.convert.source import LazyTensor, Source, with_adapters, write_json
 from paro.errors import UserError, about
 from paro.layout import shape_text
 from paro.untrusted.schema import Between, Positive, conform, read_json
@@ -129,7 +128,7 @@ def write_peft(
         "bias": "none",
         "inference_mode": True,
     }
-    (directory / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / CONFIG, fields)
     if base_model is None:
         return f"{CONFIG} names no base, as it is not known: give --base-model-name-or-path"
     return f"{CONFIG} names the base {base_model}"

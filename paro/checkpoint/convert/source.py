@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -51,14 +52,9 @@ class LazyTensor:
         return values
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
-        if dtype in (None, self.dtype):
+        if dtype is None or dtype == self.dtype:
             return self
-        assert dtype is not None
-        return LazyTensor(
-            shape=self.shape,
-            dtype=dtype,
-            rows=lambda start, stop: self.rows(start, stop).to(dtype),
-        )
+        return replace(self, dtype=dtype, rows=lambda *rows: self.rows(*rows).to(dtype))
 
 
 class _Ends(TypedDict, total=False):
@@ -96,6 +92,11 @@ class Source:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes a configuration as Hugging Face's libraries do."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:

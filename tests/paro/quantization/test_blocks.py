@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paro.quantization import blocks
-from paro.quantization.blocks import decode, encode, encode_with_feedback, hadamard
+from paro.quantization.blocks import decode, encode, hadamard
 from paro.quantization.formats import BlockFormat, error_bytes
 
 FORMATS = [BlockFormat(bits=bits, block=block) for bits in (4, 8) for block in (128, 2048)]
@@ -147,7 +147,7 @@ def sent_with_feedback(values: Tensor, form: BlockFormat, times: int) -> tuple[T
     out = torch.zeros(form.num_bytes(values.numel()), dtype=torch.uint8)
     mean = torch.zeros(-(-values.numel() // 32) * 32)
     for _ in range(times):
-        encode_with_feedback(values, form, out, error)
+        encode(values, form, out, transforms=True, error=error)
         mean += (
             decoded(out, form, values.numel() // 32 * 32 + 32 * (values.numel() % 32 > 0)) / times
         )
@@ -167,7 +167,7 @@ def test_feedback_begins_with_the_codes_of_none(monkeypatch: pytest.MonkeyPatch)
     form, values = BlockFormat(bits=4, block=128), values_of(9001)
     out, plain = (torch.zeros(form.num_bytes(9001), dtype=torch.uint8) for _ in range(2))
     error = torch.zeros(error_bytes(9001), dtype=torch.uint8)
-    encode_with_feedback(values, form, out, error)
+    encode(values, form, out, transforms=True, error=error)
     encode(values, form, plain, transforms=True)
     assert torch.equal(out, plain)
     whole = [sent_with_feedback(values, form, 3)]

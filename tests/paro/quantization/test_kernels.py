@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paro.quantization import blocks
-from paro.quantization.blocks import choose_kernels, decode, encode, encode_with_feedback
+from paro.quantization.blocks import choose_kernels, decode, encode
 from paro.quantization.formats import BlockFormat, error_bytes
 from tests.helpers.triton_kernels import interpreter
 from tests.paro.quantization.test_blocks import FORMATS, values_of
@@ -56,9 +56,9 @@ def test_feedback(form: BlockFormat) -> None:
         own, torchs = (torch.zeros(error_bytes(numel), dtype=torch.uint8) for _ in range(2))
         for seed in range(3):
             found, wanted = room(form, numel), room(form, numel)
-            encode_with_feedback(values_of(numel, seed), form, found, own)
-            weight = blocks._ERROR_WEIGHT
-            blocks._encode_with_feedback(values_of(numel, seed), form, wanted, torchs, weight)
+            values, weight = values_of(numel, seed), blocks._ERROR_WEIGHT
+            encode(values, form, found, transforms=True, error=own)
+            blocks._encode(values, form, wanted, transforms=True, error=torchs, weight=weight)
             assert torch.equal(found, wanted), (numel, seed)
             assert torch.equal(own, torchs), (numel, seed)
 

@@ -113,16 +113,21 @@ def test_only_norms_are_copied_and_added(more: str, monkeypatch: pytest.MonkeyPa
 def test_compiled_graphs_return_gradients_of_norms_alone(
     recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.compile takes no dispatch mode: gradients are counted where units receive them."""
+    """torch.compile takes no dispatch mode: gradients are counted where sinks take them."""
     more, received = f"--torch-compile aot_eager {recompute}", dict[str, int]()
-    original = ShardedUnit.receive
+    original, writes_into = matmul.GradSink.take, matmul._writes_into
 
-    def receive(unit: ShardedUnit, name: str, gradient: Tensor) -> bool:
-        received[unit.name] = received.get(unit.name, 0) + gradient.numel()
-        return original(unit, name, gradient)
+    def take(sink: Any, leaf: Tensor) -> None:
+        if leaf.grad is not None:
+            received[sink.unit.name] = received.get(sink.unit.name, 0) + leaf.grad.numel()
+        original(sink, leaf)
 
-    monkeypatch.setattr(ShardedUnit, "receive", receive)
-    monkeypatch.delattr(matmul, "store_grad")  # nothing is stored that a matmul can write
+    def written(into: Tensor, grad: Tensor) -> bool:
+        assert writes_into(into, grad), "nothing is stored that a matmul can write"
+        return True
+
+    monkeypatch.setattr(matmul.GradSink, "take", take)
+    monkeypatch.setattr(matmul, "_writes_into", written)
     two_micro_batches(*training_of(more), nullcontext())
     norms = {f"blocks.{layer}": 2 * 2 * 20 for layer in range(3)}
     assert received == norms | {"head": 2 * 20}
