@@ -18,9 +18,11 @@ def cached_by(
     """Makes a method compute once what it returns for arguments of equal `key`."""
 
     def cached(method: Method[Self, P, Found]) -> Method[Self, P, Found]:
+        name = f"_{method.__name__}_of"
+
         @wraps(method)
         def call(self: Self, *args: P.args, **kwargs: P.kwargs) -> Found:
-            known: dict[Hashable, Found] = vars(self).setdefault(f"_{method.__name__}_of", {})
+            known: dict[Hashable, Found] = vars(self).setdefault(name, {})
             own = key(*args, **kwargs)
             if own not in known:
                 known[own] = method(self, *args, **kwargs)

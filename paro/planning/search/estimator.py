@@ -70,6 +70,7 @@ class Estimator:
             partial(ContextCosts, group_size=workload.group_size, overlaps=overlaps)
         )
         self._memory = RunMemory(workload.machine)
+        self._given = {one.name: getattr(workload, one.name) for one in fields(RunFlags)}
 
     @cached_property
     def first_trained(self) -> int:
@@ -85,7 +86,6 @@ class Estimator:
     def plan_of(self, candidate: Candidate) -> RunPlan:
         """What decides the memory of a candidate."""
         workload = self.workload
-        given = {one.name: getattr(workload, one.name) for one in fields(RunFlags)}
         chosen = {
             "precision": candidate.precision(workload),
             "collective": candidate.collective,
@@ -93,7 +93,7 @@ class Estimator:
             "micro_batch_size": candidate.micro_batch_size,
         }
         return RunPlan(
-            **(given | chosen),
+            **(self._given | chosen),
             trained=workload.trained,
             recompute=candidate.recompute,
             world_size=workload.world_size,

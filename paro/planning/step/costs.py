@@ -76,11 +76,14 @@ class StepCosts:
     def computed(self, move: Move) -> tuple[UnitSize, float]:
         """For which unit the training thread computes for an action, and for how long."""
         verb, number, *slots = move
-        counts, num_slices = self.counts, self.counts.shape.num_slices
-        buffer = counts.buffers[counts.buffer_of(move)]
+        num_slices, halves = self.counts.shape.num_slices, None
+        if verb >= Verb.FORWARD:  # as in `buffer_of`, but this is called most of all
+            halves = self.counts.shape.halves(number)
+        first = number if halves is None else halves[slots[0] if slots else 0][0]
+        buffer = self.counts.buffers[first]
         unit, took = buffer.unit, 0.0
-        if verb >= Verb.FORWARD:
-            share = 1 / (num_slices * len(counts.shape.halves(number)))
+        if halves is not None:
+            share = 1 / (num_slices * len(halves))
             took = self.computing.per_unit[number].get(verb, 0.0) * share
             if verb is Verb.GRADIENTS:
                 took += self.collect_seconds(unit.trainable_numel) / num_slices
