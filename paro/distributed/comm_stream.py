@@ -91,7 +91,7 @@ def stream_name(stream: Hashable) -> str:
     return f"{use.value} {numbers} {link_of_stream(stream).value}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class InlineStreams:
     """No overlap: jobs run immediately on the training thread; `note` gets their seconds."""
 
