@@ -59,7 +59,7 @@ class DistributedModel:
         self._updating = updating
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._carried_out: dict[Verb, Callable[[Any], None]] = {
-            Verb.GATHER_UPDATED: UnitShards.gather_updated
+            Verb.GATHER_UPDATED: lambda unit: unit.gather_updated()
         }
         self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # of hooks

@@ -69,15 +69,17 @@ def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
 
     def poison(training: Training) -> None:
         unit = training.model.trainable_units[1]
-        original = unit.receive
-        calls = iter(range(10**9))
+        original = unit.arrived
+        backwards = iter(range(10**9))
 
-        def receive(name: str, gradient: torch.Tensor) -> bool:
-            if next(calls) == 0 and training.control.world.rank == bad_rank:
+        def arrived() -> bool:
+            is_last = original()
+            if is_last and next(backwards) == 0 and training.control.world.rank == bad_rank:
+                gradient, _ = unit.grad_box(unit.layout.boxes[0].box.name)
                 gradient.view(-1)[0] = torch.inf
-            return original(name, gradient)
+            return is_last
 
-        unit.receive = receive  # type: ignore[method-assign]
+        unit.arrived = arrived  # type: ignore[method-assign]
 
     flags = f"{FLAGS} --paro-strategy IIG"
     return train(flags, group_size=2, before=poison), train(flags, group_size=2)
