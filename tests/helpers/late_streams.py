@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.transfer import Scratch
-from paro.distributed.comm_stream import Event, Job, Stage
+from paro.distributed.comm_stream import AllEvents, Event, Job, Stage
 from paro.sharding.buffers import ElasticBuffer
 
 
@@ -142,8 +143,12 @@ def _buffers_in(job: Callable[..., Any]) -> list[ElasticBuffer]:
             key = value.untyped_storage()._cdata
             if key in _BUFFERS:
                 found[key] = _BUFFERS[key]
+        elif isinstance(value, _LateEvent | AllEvents):
+            continue  # what it stands for runs before
         elif isinstance(value, list | tuple):
             todo += value
+        elif isinstance(value, partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
         elif is_dataclass(value) and not isinstance(value, type):
             todo += [getattr(value, one.name) for one in fields(value)]
         elif type(value).__name__ in ("_Transfer", "Transfer"):
