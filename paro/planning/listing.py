@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from paro.distributed.byte_counter import Sent
 from paro.planning.cost_model import exchanged, sent_by, unit_collectives
 from paro.planning.memory.tally import StepTally
-from paro.planning.passes import FEW
+from paro.planning.passes import LISTED_MICRO_BATCHES
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import align, count_text, size_text
@@ -94,7 +94,7 @@ def step_lines(tally: StepTally, num_micro_batches: int, *, other_bytes: int) ->
     `other_bytes` are alive throughout, in addition to the model states.
     """
     run, units = tally.run, tally.step.units
-    plan = tally.step.plan(min(num_micro_batches, FEW))
+    plan = tally.step.plan(min(num_micro_batches, LISTED_MICRO_BATCHES))
     follower = _Follower(tally, other_bytes)
     follower.follow(plan.update)
     *_, (forward, backward) = [

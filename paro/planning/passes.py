@@ -16,7 +16,7 @@ from paro.step.rotation_plan import RotationShape, plan_of
 
 Counts = Mapping[Move, int]
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
-FEW = 3  # micro-batches: the first, one in the middle, the last; those in the middle are alike
+LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class StepCounts:
         The first forward, those after it, the backwards before the last, and the last. The first
         forward begins with the update, the last backward ends with the step.
         """
-        plan = self.plan(FEW)
+        plan = self.plan(LISTED_MICRO_BATCHES)
         (first, _), (forward, backward), (_, last) = plan.micro_batches
         passes = (plan.update, first), (forward,), (backward,), (last, plan.end)
         return tuple(self._merged(Counter(_waited_for(*found))) for found in passes)
@@ -73,9 +73,9 @@ class StepCounts:
     @cached_by(lambda num_micro_batches: num_micro_batches)
     def of_step(self, num_micro_batches: int) -> Counts:
         """Of all that a step of `num_micro_batches` micro-batches queues."""
-        plan = self.plan(min(num_micro_batches, FEW))
+        plan = self.plan(min(num_micro_batches, LISTED_MICRO_BATCHES))
         found = Counter(plan.actions())
-        more = num_micro_batches - FEW
+        more = num_micro_batches - LISTED_MICRO_BATCHES
         for move in chain.from_iterable(chain(*plan.micro_batches[1])) if more > 0 else ():
             found[move] += more
         queued = {move: count for move, count in found.items() if move[0] in QUEUES}

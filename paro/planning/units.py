@@ -366,10 +366,8 @@ class Activations:
         into the buffer, or into the sum.
         """
         before, after = self._chunk_of_loss()
-        numel, on_cpu = (
-            self.config.vocab_size * self.config.hidden_size,
-            self.batch.device_type == "cpu",
-        )
+        numel = self.config.vocab_size * self.config.hidden_size
+        on_cpu = self.batch.device_type == "cpu"
         sums = self.batch.num_tokens > LOSS_CHUNK_TOKENS and grad_bytes < 4
         if not self._matmuls_write(4 if sums else grad_bytes):
             after += numel * (self.batch.compute_bytes + (4 if on_cpu else 0))

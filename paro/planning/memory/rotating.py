@@ -39,7 +39,7 @@ def slot_bytes(numel: int, size: int, wire: int, device_type: str) -> Mapping[st
 
 
 class PartActivations(Activations):
-    """The same of the parts of units."""
+    """What the parts of a model keep and need in a micro-batch, in bytes."""
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
         """The parts by name, in forward order."""
@@ -56,11 +56,9 @@ class PartActivations(Activations):
             elif part.method == "loss":
                 found = self._loss(steps)
             else:
-                found, of_part = self._in_block(steps), needed[part.method]
+                found = self._in_block(steps, needed[part.method])
                 if own.recomputed:
-                    kept, in_forward = index in begins and self.residual, found.in_forward + of_part
-                    found = replace(found, recomputed=of_part - kept, in_forward=in_forward)
-                found = replace(found, kept=of_part - found.recomputed)
+                    found = _recomputed(found, self.residual if index in begins else 0)
             yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
 
     def _look_up(self, steps: int) -> UnitActivations:
@@ -72,14 +70,14 @@ class PartActivations(Activations):
             in_backward=2 * self.residual + (0 if self.adds_rows else vocabulary),
         )
 
-    def _in_block(self, steps: int) -> UnitActivations:
+    def _in_block(self, steps: int, needed: int) -> UnitActivations:
         residual, columns = self.residual, -(-self.config.ffn_hidden_size // steps)
         ffn = self.batch.tensor_bytes(columns)
-        matrix = columns * self.config.hidden_size * self.batch.compute_bytes
-        matrix = 0 if self.direct else matrix
+        size = 0 if self.direct else self.batch.compute_bytes
+        matrix = columns * self.config.hidden_size * size
         before = 3 * residual + 3 * ffn + matrix
         return UnitActivations(
-            kept=0,
+            kept=needed,
             in_forward=2 * residual + max(residual, ffn),
             in_backward=max(before, 2 * residual + self.norm_backward + 2 * matrix),
         )
@@ -94,3 +92,10 @@ class PartActivations(Activations):
             in_forward=residual + chunk * (4 + size % 4),
             in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
         )
+
+
+def _recomputed(part: UnitActivations, kept: int) -> UnitActivations:
+    """A part that keeps only so much of what its backward needs, and computes it again."""
+    return replace(
+        part, kept=kept, recomputed=part.kept - kept, in_forward=part.in_forward + part.kept
+    )

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from paro.optim.deal import most_bytes
 from paro.planning.cost_model import UnitSize, model_state_bytes, muon_rounds
 from paro.planning.memory.rotating import slot_bytes
-from paro.planning.passes import FEW, StepCounts
+from paro.planning.passes import LISTED_MICRO_BATCHES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF
@@ -124,7 +124,9 @@ class StepTally:
 
     def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
-        most = 1 if self.run.materialize.rotates else FEW  # where they rotate, all are alike
+        most = LISTED_MICRO_BATCHES
+        if self.run.materialize.rotates:
+            most = 1  # all are alike
         found: dict[tuple[int, int], MemorySnapshot] = {}
         actions = self.step.plan(min(num_micro_batches, most)).actions()
         for move in (move for move in actions if move[0] in _COUNTED):
@@ -175,14 +177,13 @@ class StepTally:
 
     def _end_slice(self, index: int) -> int:
         """Counts a slice whose backward has run; the activations that its part keeps no longer."""
+        shape = self.step.shape
         self._slices_done[index] += 1
-        if self._slices_done[index] < self.step.shape.num_slices * len(
-            self.step.shape.halves(index)
-        ):
+        if self._slices_done[index] < shape.num_slices * len(shape.halves(index)):
             return 0
         before, self._slices_done[index] = self.now["activations"], 0
         self._keep(index, self.activations[index][1].kept_to_the_end)
-        if index == self.step.shape.first_trained:  # the end of backward
+        if index == shape.first_trained:  # the end of backward
             self._kept = [0] * len(self._kept)
             self.now["activations"] = 0
         return before - self.now["activations"]
@@ -211,10 +212,9 @@ class StepTally:
         kinds = precision.compute, precision.frozen, precision.wire
         compute, frozen, wire = (BYTES_OF[kind] for kind in kinds)
         found: list[Mapping[str | int, int]] = []
+        num_slices = self.step.shape.num_slices
         for buffer in self.step.buffers:
             numel, size = buffer.numel, compute if buffer.trains else frozen
-            slots = slot_bytes(
-                numel // self.step.shape.num_slices, size, wire, self.run.device_type
-            )
+            slots = slot_bytes(numel // num_slices, size, wire, self.run.device_type)
             found.append({"whole_params": numel * size, "whole_grads": numel * wire, **slots})
         return found

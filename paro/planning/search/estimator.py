@@ -126,7 +126,9 @@ class Estimator:
 
     @cached_by(
         lambda run: (
-            *(run.micro_batch_size, run.recompute, run.materialize),
+            run.micro_batch_size,
+            run.recompute,
+            run.materialize,
             run.strategy.params if run.materialize.rotates else None,
         )
     )

@@ -137,8 +137,11 @@ class RunMemory:
 
     @cached_by(
         lambda plan: (
-            *(plan.strategy.degrees, plan.precision, plan.context),
-            *(plan.collective, plan.materialize),
+            plan.strategy.degrees,
+            plan.precision,
+            plan.context,
+            plan.collective,
+            plan.materialize,
         )
     )
     def _communication_of(self, plan: RunPlan) -> Communication:

@@ -61,10 +61,8 @@ class Computing:
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
         """The times of every unit, or of all slices of every part together, in forward order."""
-        shape, computed = (
-            self.step.shape,
-            [[p.method for p in s.parts] for s in unit_specs(self.model)],
-        )
+        shape = self.step.shape
+        computed = [[part.method for part in spec.parts] for spec in unit_specs(self.model)]
         if self._rotates:
             computed = [[method] for methods in computed for method in methods]
         again = {index for group in shape.recomputed for index in group}
@@ -190,15 +188,15 @@ class Computing:
         """Head and loss: the logits, and as much again for the gradients of each operand."""
         products = 2.0 * self.batch.num_tokens * self.model.vocab_size * self.model.hidden_size
         logits = self._seconds(products)
-        if isinstance(
-            self.step.shape, RotationShape
-        ):  # no gradients in forward, so backward recomputes the logits
+        shape = self.step.shape
+        if isinstance(shape, RotationShape):
+            # No gradients in forward, so backward recomputes the logits.
             found = self._forward_and_back(products, 0.0, trained, recomputed=False)
             if trained is not None:
                 found[Verb.BACKWARD] += logits
             return found
         passes = 1.0 if trained is None else 2.0 + trained
-        if not self.step.shape.grads_in_forward:
+        if not shape.grads_in_forward:
             return {Verb.FORWARD: passes * logits}
         first_chunk = min(1.0, LOSS_CHUNK_TOKENS / self.batch.num_tokens) * logits
         loss = passes * logits - first_chunk

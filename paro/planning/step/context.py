@@ -80,7 +80,8 @@ class ContextCosts:
             queues = (one for one in self.passes[attending] if isinstance(one, Queue))
             parts = chain.from_iterable(queue.parts for queue in queues)
             for load, took in busy_of(parts).items():
-                busy[load] += count * took if load != THREAD else 0.0
+                if load != THREAD:
+                    busy[load] += count * took
         return busy
 
     def _timed(self, does: Send | float | str) -> Queue | Wait | float:
