@@ -219,7 +219,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     }
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = RankParser(description=__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="on the disk in question; is emptied")
@@ -228,11 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=5)
     add("--steps", type=int, help="time that many steps during asynchronous saves instead")
     add("--json", type=Path, help="write the figures here")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     world = read_world()
     with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
         if world.rank == 0:

@@ -50,7 +50,7 @@ from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.plot import plot
 from tools.collective_timing.text import describe, memory_line, table, written_lines
 from tools.collective_timing.training import LARGE, SMALL, training_config
-from tools.shared.command_line import RankParser
+from tools.shared.command_line import RankParser, add_trainer_flags
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
 
@@ -71,19 +71,15 @@ class Settings:
     ops: tuple[Op, ...]
     algorithms: tuple[str, ...]
     sizes: tuple[int, ...]  # in bytes
-    dtype: str
-    rounds: int
     machine: Machine  # this world; its links hold what is known before the measurement
     topology: Topology
     runtime: RuntimeConfig
-    json: Path | None
-    machine_file: Path | None
-    plot: Path | None
+    args: argparse.Namespace  # dtype, rounds and files as they were given
     trained: RunConfig | None = None  # the training that times the device of a machine file
 
     def moves(self, op: Op, span: AxisSpan) -> list[Move]:
         """One collective per size."""
-        dtype, ranks = TYPES[self.dtype], self.topology.world_size
+        dtype, ranks = TYPES[self.args.dtype], self.topology.world_size
         return moves_of(op, span, self.sizes, ranks=ranks, dtype=dtype)
 
 
@@ -100,13 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=TYPES, default="float32", help="default float32")
     add("--rounds", type=int, default=5, help="turns of each algorithm that count; default 5")
     add("--distributed-backend", choices=("nccl", "gloo"), help="default: nccl if there are GPUs")
-    add(
-        "--paro-nccl-launch-order",
-        choices=("free", "implicit"),
-        default="free",
-        help="as in pretrain_llama.py",
-    )
-    add("--paro-nccl-copy-engine", action="store_true", help="as in pretrain_llama.py")
+    add_trainer_flags(parser, "paro_nccl_launch_order", "paro_nccl_copy_engine")
     add("--inter-bandwidth", metavar="RATE", help="of each NIC, for the bound: 100mbit, 25gbit")
     add("--intra-bandwidth", metavar="RATE", help="of each rank's link inside its group")
     add("--nic", choices=[nic.value for nic in Nic], help="a group's NICs; default per-rank")
@@ -141,8 +131,6 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
         ops=tuple(map(Op, chosen("--ops", args.ops, [op.value for op in Op]))),
         algorithms=chosen("--algorithms", args.algorithms or ",".join(possible), possible),
         sizes=tuple(map(size_of, args.sizes.split(","))),
-        dtype=args.dtype,
-        rounds=args.rounds,
         machine=known_machine(args, world.size, group_size),
         topology=make_topology(world_size=world.size, group_size=group_size, degrees=()),
         runtime=RuntimeConfig(
@@ -150,9 +138,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
             paro_nccl_launch_order=args.paro_nccl_launch_order,
             paro_nccl_copy_engine=args.paro_nccl_copy_engine,
         ),
-        json=args.json,
-        machine_file=args.machine_file,
-        plot=args.plot,
+        args=args,
         trained=trained(args, backend),
     )
 
@@ -211,12 +197,12 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
         topology=settings.topology,
         runtime=settings.runtime,
         algorithms=settings.algorithms,
-        rounds=settings.rounds,
+        rounds=settings.args.rounds,
         machine=settings.machine,
-        while_computing=settings.machine_file is not None and control.device.type == "cpu",
+        while_computing=settings.args.machine_file is not None and control.device.type == "cpu",
     )
     axes = settings.topology.axes
-    alone = [(axis,) for axis in axes] if settings.machine_file and len(axes) > 1 else []
+    alone = [(axis,) for axis in axes] if settings.args.machine_file and len(axes) > 1 else []
     outcomes: list[Outcome] = []
     for span in (*alone, axes):
         for op in settings.ops:
@@ -265,11 +251,11 @@ def conditions(settings: Settings, control: Control) -> dict[str, Any]:
             f"{name}_bandwidth": None if speed is None else rate_text(speed.bits_per_second)
             for name, speed in links.items()
         },
-        "dtype": settings.dtype,
+        "dtype": settings.args.dtype,
         "backend": settings.runtime.distributed_backend,
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "torch": torch.__version__,
-        "rounds": settings.rounds,
+        "rounds": settings.args.rounds,
     }
 
 
@@ -293,14 +279,14 @@ def write(
     rows = [row_of(outcome, settings) for outcome in outcomes]
     of_world = [row for row in rows if row["axes"] == world]
     alone = [row for row in rows if row["axes"] != world]
-    write_json(settings.json, {**facts, "rows": of_world, "axis_rows": alone})
-    if settings.machine_file is not None:
+    write_json(settings.args.json, {**facts, "rows": of_world, "axis_rows": alone})
+    if settings.args.machine_file is not None:
         source = f"measured by tools/bench_collectives.py: {describe(facts)}"
         machine = with_measured(settings.machine, outcomes, device, source=source)
-        write_text(settings.machine_file, machine_to_json(machine))
-        print_line(*written_lines(settings.machine_file, machine))
-    if settings.plot is not None:
-        plot(settings.plot, describe(facts), of_world)
+        write_text(settings.args.machine_file, machine_to_json(machine))
+        print_line(*written_lines(settings.args.machine_file, machine))
+    if settings.args.plot is not None:
+        plot(settings.args.plot, describe(facts), of_world)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from paro.errors import UserError
 from paro.report.log import print_line
 from tools.run_report.runs import Run, read_runs
 from tools.shared.command_line import Parser
-from tools.shared.output import write_json
+from tools.shared.output import text_table, write_json
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -75,21 +75,21 @@ def distance_of(run: Run, reference: Run) -> Distance:
 
 def table(distances: Sequence[Distance], reference: Run) -> str:
     """The distances as a text table."""
-    width = max(len(row.name) for row in distances)
     last = list(losses_of(reference).values())[-1]
-    heads = ("first", "first tenth", "largest", "mean", "signed mean", "last loss")
-    lines = [
-        f"losses next to those of {reference.name}, whose last is {last:.4f}, relative",
-        " ".join([" " * width, *(f"{head:>11}" for head in heads)]),
-    ]
-    for row in distances:
-        values = (row.first, row.early, row.largest, row.mean)
-        cells = [f"{value:11.1e}" for value in values]
-        lines.append(
-            " ".join([f"{row.name:{width}}", *cells, f"{row.mean_signed:+11.1e}"])
-            + f" {row.last_loss:11.4f}"
-        )
-    return "\n".join(lines)
+    rows = (
+        {
+            "": row.name,
+            "first": f"{row.first:.1e}",
+            "first tenth": f"{row.early:.1e}",
+            "largest": f"{row.largest:.1e}",
+            "mean": f"{row.mean:.1e}",
+            "signed mean": f"{row.mean_signed:+.1e}",
+            "last loss": f"{row.last_loss:.4f}",
+        }
+        for row in distances
+    )
+    title = f"losses next to those of {reference.name}, whose last is {last:.4f}, relative"
+    return f"{title}\n{text_table(rows)}"
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
@@ -104,9 +104,7 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
                 sizes = [abs(gap) or None for gap in gaps.values()]
                 apart.plot(list(gaps), sizes, label=f"{run.name}, against {runs[0].name}")
         losses.set_ylabel("loss")
-        apart.set_ylabel("relative difference of the loss")
-        apart.set_yscale("log")
-        apart.set_xlabel("iteration")
+        apart.set(xlabel="iteration", ylabel="relative difference of the loss", yscale="log")
         for panel in (losses, apart):
             panel.grid(alpha=0.3)
             panel.legend()

@@ -20,7 +20,7 @@ from paro.report.log import print_line
 from paro.text import align
 from paro.untrusted.schema import Count, conform, read_json
 from tools.planning.pictures import draw_timeline
-from tools.profiles.device import DeviceProfile, Event, device_profile, is_of_device
+from tools.profiles.device import DeviceProfile, Event, device_profile, is_of_device, length
 from tools.profiles.device_report import device_figures, device_text, draw_streams
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
@@ -69,13 +69,8 @@ class Profile:
     def computing(self) -> float:
         """Seconds of forward, backward and update, without the waits among them."""
         thread = [activity for activity in self.activities if activity.stream == "compute"]
-        computed = [activity for activity in thread if activity.kind in COMPUTING.values()]
-        waits = [activity for activity in thread if activity.kind in WAITS]
-        return sum(_length(activity) for activity in computed) - sum(
-            max(0.0, min(wait.end, activity.end) - max(wait.start, activity.start))
-            for activity in computed
-            for wait in waits
-        )
+        waits = [(wait.start, wait.end) for wait in thread if wait.kind in WAITS]
+        return length((each.start, each.end) for each in thread) - length(waits)
 
     def waited(self, kind: str) -> float:
         """Seconds for which the training thread waited for communication of a kind."""

@@ -56,8 +56,23 @@ def make_parser() -> argparse.ArgumentParser:
         )
         return added
 
-    add_up_flags(
-        add("up", "make a cluster", "Makes a cluster. Rates are written as tc has them: 100mbit.")
+    making = add(
+        "up", "make a cluster", "Makes a cluster. Rates are written as tc has them: 100mbit."
+    )
+    making.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    making.add_argument("--ranks-per-node", type=int, required=True, help="processes on each")
+    making.add_argument("--inter", required=True, metavar="RATE", help="of each NIC, each way")
+    making.add_argument(
+        "--intra",
+        metavar="RATE",
+        help="of each rank inside its node: the loopback, which a node's ranks share, is limited "
+        "to this times their number (default: as fast as the machine)",
+    )
+    making.add_argument(
+        "--nic",
+        choices=("per-rank", "shared"),
+        default="per-rank",
+        help="a NIC for each rank, or one for a node's ranks together (default: %(default)s)",
     )
     add(
         "run",
@@ -82,24 +97,6 @@ def make_parser() -> argparse.ArgumentParser:
         "Ends all processes in a cluster and removes it, also what a crash left of it.",
     )
     return parser
-
-
-def add_up_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
-    parser.add_argument("--ranks-per-node", type=int, required=True, help="processes on each")
-    parser.add_argument("--inter", required=True, metavar="RATE", help="of each NIC, each way")
-    parser.add_argument(
-        "--intra",
-        metavar="RATE",
-        help="of each rank inside its node: the loopback, which a node's ranks share, is limited "
-        "to this times their number (default: as fast as the machine)",
-    )
-    parser.add_argument(
-        "--nic",
-        choices=("per-rank", "shared"),
-        default="per-rank",
-        help="a NIC for each rank, or one for a node's ranks together (default: %(default)s)",
-    )
 
 
 def table(measured: Traffic) -> str:

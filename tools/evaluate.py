@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,21 @@ from tools.shared.output import write_json
 INSTALL = "pip install lm-eval==0.4.13 -c constraints.txt"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A line for each figure of each task; the harness names them `metric,filter`."""
+    rows = [["task", "figure", "value", "standard error"]]
+    for task, figures in results.items():
+        for name, value in figures.items():
+            metric, comma, kept = name.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = figures.get(f"{metric}_stderr,{kept}")
+            shown = [f"{x:.4f}" if isinstance(x, float) else "-" for x in (value, error)]
+            rows.append([task, metric if kept == "none" else name, *shown])
+    return align(rows, left=(0, 1))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         description=(
             "Scores a checkpoint of a training, a converted model or a Hugging Face folder by "
@@ -45,36 +58,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=8, metavar="N", help="texts at once (%(default)s)")
     add("--seq-length", type=int, metavar="N", help="longest text; default: the model's")
     add("--output", type=Path, metavar="FILE", help="write all results there, as JSON")
-    return parser
-
-
-def check(args: argparse.Namespace) -> None:
-    """`UserError` for what can be seen before anything is read."""
+    args = parser.parse_args(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"tools/evaluate.py needs EleutherAI's lm-eval: {INSTALL}")
     check_least(0, num_fewshot=args.num_fewshot)
     check_least(1, limit=args.limit, batch_size=args.batch_size, seq_length=args.seq_length)
     if args.include_path is not None and not Path(args.include_path).is_dir():
         raise UserError(f"--include-path {args.include_path} is no folder")
-
-
-def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """A line for each figure of each task; the harness names them `metric,filter`."""
-    rows = [["task", "figure", "value", "standard error"]]
-    for task, figures in results.items():
-        for name, value in figures.items():
-            metric, comma, kept = name.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            error = figures.get(f"{metric}_stderr,{kept}")
-            shown = [f"{x:.4f}" if isinstance(x, float) else "-" for x in (value, error)]
-            rows.append([task, metric if kept == "none" else name, *shown])
-    return align(rows, left=(0, 1))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
-    check(args)
     # Imported here: it is no requirement, and takes seconds.
     from tools.evaluation import harness
 
@@ -90,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_length=args.seq_length or source.config.max_position_embeddings,
         batch_size=args.batch_size,
     )
-    results = harness.evaluated(
-        model,
-        args.tasks,
+    results = harness.simple_evaluate(
+        model=model,
+        tasks=args.tasks,
         task_manager=tasks,
         num_fewshot=args.num_fewshot,
         limit=args.limit,

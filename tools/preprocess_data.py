@@ -41,7 +41,7 @@ from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.partitions import MOST_PARTITIONS, Partitions
 from tools.preprocessing.progress import Progress
 from tools.preprocessing.workers import Workers, worker_processes
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, add_trainer_flags
 
 MOST = {
     "workers": MOST_WORKERS,
@@ -252,15 +252,8 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
         help="SentencePiece .model file, tokenizer.json, folder of a transformers tokenizer, or "
         "for TikTokenizer a file in tiktoken's form",
     )
-    group.add_argument("--vocab-file", metavar="FILE", help="for GPT2BPETokenizer: vocab.json")
-    group.add_argument("--merge-file", metavar="FILE", help="for GPT2BPETokenizer: merges.txt")
     group.add_argument("--vocab-size", type=int, help="for NullTokenizer: texts are ids below it")
-    group.add_argument(
-        "--null-tokenizer-eod-id",
-        type=int,
-        metavar="ID",
-        help="for NullTokenizer: the id that ends a document; default: the last one",
-    )
+    add_trainer_flags(group, "vocab_file", "merge_file", "null_tokenizer_eod_id")
     group.add_argument(
         "--append-eod",
         action="store_true",

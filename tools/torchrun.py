@@ -20,6 +20,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.report.log import print_line
+from tools.cluster.processes import children
 
 NAME = "torchrun.py"
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -37,13 +38,7 @@ class Ending:
             self._begun = time.monotonic()
             sys.exit(end_with_ranks(number))
         if time.monotonic() - self._begun > IMPATIENT_SECONDS:
-            send(signal.SIGKILL, ranks())
-
-
-def ranks() -> list[int]:
-    """The processes that this one has started and not yet seen end."""
-    own = os.getpid()
-    return list(map(int, Path(f"/proc/{own}/task/{own}/children").read_text().split()))
+            send(signal.SIGKILL, children(os.getpid()))
 
 
 def send(number: int, processes: Sequence[int]) -> None:
@@ -53,7 +48,7 @@ def send(number: int, processes: Sequence[int]) -> None:
 
 def end_with_ranks(number: int) -> int:
     """Passes a signal on, waits for the ranks, and returns the exit status of the run."""
-    started = ranks()
+    started = children(os.getpid())  # and not yet seen to end
     send(number, started)
     # They stay waitable: torchrun looks for its ranks too.
     ended = [os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT) for rank in started]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -292,26 +292,22 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
     assert fastest_algorithm(four, Op.ALL_REDUCE, Axes.BOTH, 1_000) in names
 
 
-def one_element_off(run: Callable[[Request], Event]) -> Callable[[Request], Event]:
-    """A collective whose last rank gets one wrong element in every all-reduce."""
-
-    def off(request: Request) -> Event:
-        event = run(request)
-        event.wait()
-        if request.op is Op.ALL_REDUCE and os.environ["RANK"] == "3":
-            request.whole[7] += 1
-        return event
-
-    return off
-
-
 def bench_with_a_wrong_collective(folder: str) -> object:
-    """The exit status of a run whose ring is wrong on one rank."""
+    """The exit status of a run whose last rank gets a wrong element in every ring's all-reduce."""
 
     def make(choice: AlgorithmChoice, **given: Any) -> Any:
         made = make_collectives(choice, **given)
+        run = made.run
+
+        def off(request: Request) -> Event:
+            event = run(request)
+            event.wait()
+            if request.op is Op.ALL_REDUCE and os.environ["RANK"] == "3":
+                request.whole[7] += 1
+            return event
+
         if choice.names == ("ring",):
-            made.run = one_element_off(made.run)  # type: ignore[method-assign]
+            made.run = off  # type: ignore[method-assign]
         return made
 
     files = ("--json", f"{folder}/rows.json", "--machine-file", f"{folder}/machine.json")

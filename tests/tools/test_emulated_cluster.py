@@ -17,12 +17,12 @@ from tests.helpers.processes import lives
 from tests.helpers.ranks import HANGS_AFTER, ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.warm_python import run_python, warm_python
+from tests.tools.cluster.test_plan import spec as spec_of
 from tools.cluster import launch, network, state
 from tools.cluster.counters import reset_traffic, traffic
 from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster, down, up
 from tools.cluster.processes import processes_in
-from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import Cluster
 from tools.emulated_cluster import main, make_parser
 
@@ -30,11 +30,6 @@ SCRIPT = str(ROOT / "tools/emulated_cluster.py")
 UP = ("up", "--nodes", "2", "--ranks-per-node", "2", "--inter", "1mbit")
 NAME = f"test-{os.getpid()}"
 INTER = 100_000_000
-
-
-def spec_of(name: str = NAME, **fields: object) -> ClusterSpec:
-    sizes = {"nodes": 2, "ranks_per_node": 2, "inter": "100mbit"}
-    return ClusterSpec(name=name, **{**sizes, **fields})  # type: ignore[arg-type]
 
 
 def call(*args: object) -> subprocess.CompletedProcess[str]:
@@ -92,7 +87,7 @@ def test_another_system_is_told_so() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    with cluster(spec_of()) as made:
+    with cluster(spec_of(NAME)) as made:
         yield made
     assert not leftovers(NAME)
 

@@ -13,6 +13,7 @@ import pytest
 
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import TIE, letter_rows
+from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from tests.helpers.commands import measured, output_of, printed
 from tests.helpers.processes import python_apart
@@ -215,13 +216,28 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
     assert int(counts[2]) <= 19840 // 60
 
 
-def test_newton_schulz_has_a_column_and_a_field() -> None:
-    adamw, muon = workload(), workload(precision=replace(BF16, optimizer="muon"))
-    for case, has_column in ((adamw, False), (muon, True)):
+@pytest.mark.parametrize(
+    ("precision", "column", "field", "bits"),
+    [
+        (replace(BF16, optimizer="muon"), "Muon s", "muon_seconds", 16),
+        (BF16.with_inter_bits(4), "packing s", "packing_seconds", 4),
+    ],
+)
+def test_newton_schulz_and_codes_have_a_column_and_a_field(
+    precision: PrecisionConfig, column: str, field: str, bits: int
+) -> None:
+    for case, has_column in ((workload(), False), (workload(precision=precision), True)):
         rows = letter_rows(case)
-        assert ("Muon s" in rows_table(case, rows).splitlines()[0]) is has_column
-        by_name = {row.candidate.name: as_json(case, row)["muon_seconds"] for row in rows}
-        assert (by_name["NNN"] > by_name["GGG"] > 0) is has_column  # every rank repeats all of it
+        assert (column in rows_table(case, rows).splitlines()[0]) is has_column
+        fields = {row.candidate.name: as_json(case, row) for row in rows}
+        seconds = {name: row[field] for name, row in fields.items()}
+        # Every rank of NNN repeats all of Newton-Schulz; GGG packs nothing once a step.
+        assert (seconds["NNN"] > seconds["GGG"]) is has_column
+        assert (seconds["IIG"] > 0) is has_column
+        assert (seconds["GGG"] > 0) is (has_column and bits == 16)
+        names = ("inter_grad_bits", "inter_param_bits")
+        found = {row[name] for row in fields.values() for name in names}
+        assert found == {bits if has_column else 16}
 
 
 def test_newton_schulz_takes_the_steps_that_are_given() -> None:
@@ -230,17 +246,3 @@ def test_newton_schulz_takes_the_steps_that_are_given() -> None:
     rows = (Estimator(one).estimate(one.candidate(one.strategy("NNN"))) for one in cases)
     few, many = (row.muon_seconds for row in rows)
     assert many == pytest.approx(2 * few)
-
-
-def test_codes_have_a_column_and_fields() -> None:
-    exact, coded = workload(), workload(precision=BF16.with_inter_bits(4))
-    for case, has_column in ((exact, False), (coded, True)):
-        rows = letter_rows(case)
-        head = rows_table(case, rows).splitlines()[0]
-        assert ("packing s" in head) is has_column
-        fields = [as_json(case, row) for row in rows]
-        by_name = {row["strategy"]: row["packing_seconds"] for row in fields}
-        assert (by_name["IIG"] > 0) is has_column
-        assert by_name["GGG"] == 0
-        bits = {(row["inter_grad_bits"], row["inter_param_bits"]) for row in fields}
-        assert bits == {(4, 4) if has_column else (16, 16)}

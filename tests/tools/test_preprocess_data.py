@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -137,18 +138,18 @@ def both_files(prefix: Path, key: str = "text") -> list[bytes]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_partitions_and_workers_change_nothing(
-    tmp_path: Path, workers: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "BATCH_BYTES", 500)
     lines_file(tmp_path / "a.jsonl", 700)
     (tmp_path / "b.txt").write_text("7 " * 900)
-    base = ["--input", str(tmp_path), *NULL, "--json-keys", "text", "n", "--append-eod"]
     whole, parts = tmp_path / "out" / "whole", tmp_path / "out" / "parts"
-    main([*base, "--output-prefix", str(whole), "--workers", "1"])
-    flags = ["--workers", workers, "--partitions", "5", "--output-prefix", str(parts)]
-    main([*base, *flags, "--keep-sequential-samples"])
+    keys = ["--json-keys", "text", "n", "--append-eod", "--output-prefix"]
+    preprocess(tmp_path, *keys, str(whole))
+    flags = ["--partitions", "5", "--keep-sequential-samples"]
+    preprocess(tmp_path, *keys, str(parts), *flags, workers=workers)
     for key in ("text", "n"):
         assert both_files(parts, key) == both_files(whole, key)
     assert not list((tmp_path / "out").glob("*_partitions"))
@@ -157,10 +158,8 @@ def test_partitions_and_workers_change_nothing(
 def test_finished_partitions_are_not_done_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines_file(tmp_path / "a.jsonl", 1000)
-    base = ["--input", str(tmp_path / "a.jsonl"), *NULL, "--workers", "1"]
-    main([*base, "--output-prefix", str(tmp_path / "whole")])
-    base += ["--output-prefix", str(tmp_path / "out"), "--partitions", "4"]
+    run = partial(preprocess, lines_file(tmp_path / "a.jsonl", 1000))
+    run("--output-prefix", str(tmp_path / "whole"))
 
     def two_batches(*arguments: object) -> Iterator[object]:
         if len(list(folder.glob("*.finished.json"))) == 2:
@@ -171,7 +170,7 @@ def test_finished_partitions_are_not_done_again(
     all_batches = preprocess_data.encoded_batches
     monkeypatch.setattr(preprocess_data, "encoded_batches", two_batches)
     with pytest.raises(SystemExit, match="130"):
-        main(base)
+        run("--partitions", "4")
     assert sorted(path.name for path in folder.glob("*.finished.json")) == [
         "00000.finished.json",
         "00001.finished.json",
@@ -186,8 +185,8 @@ def test_finished_partitions_are_not_done_again(
 
     monkeypatch.setattr(preprocess_data, "encoded_batches", counted)
     capsys.readouterr()
-    refused(lambda: main([*base, "--append-eod"]), f"{folder} holds partitions")
-    main(base)
+    refused(lambda: run("--partitions", "4", "--append-eod"), f"{folder} holds partitions")
+    run("--partitions", "4")
     assert len(read) == 2
     assert "partition 2 of 4 is done already" in capsys.readouterr().err
     assert both_files(tmp_path / "out") == both_files(tmp_path / "whole")

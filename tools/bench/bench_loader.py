@@ -122,24 +122,23 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
     )
     clock = time.perf_counter if cold else time.process_time
     begin = clock()
-    count = sum(batch.tokens_BS.numel() for batch in islice(batches, num_batches(options)))
+    count = sum(
+        batch.tokens_BS.numel()
+        for batch in islice(batches, options.samples // options.micro_batch_size)
+    )
     return count / (clock() - begin)
-
-
-def num_batches(options: argparse.Namespace) -> int:
-    return int(options.samples // options.micro_batch_size)
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per contender and state of the page cache: medians of rates, and of ratios by turn."""
     contenders = make_corpus(options.folder, int(options.gigabytes * 1e9 / 2))
     for cold in (False, True):
-        rates: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(options.rounds + 1):
-            for name, contender in contenders.items():
-                rate = time_turn(contender, options, cold=cold, turn=turn)
-                if turn > 0:  # the first builds the order, and warms the page cache
-                    rates[name].append(rate)
+        turns = [
+            [time_turn(each, options, cold=cold, turn=turn) for each in contenders.values()]
+            for turn in range(options.rounds + 1)
+        ]
+        # Not the first one, which builds the order, and warms the page cache.
+        rates = dict(zip(contenders, zip(*turns[1:], strict=True), strict=True))
         for name, measured in rates.items():
             yield {
                 "contender": name,
@@ -171,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--rounds", type=int, default=5, help="turns of each contender; default 5")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args(argv)
-    if min(options.rounds, num_batches(options)) < 1:
+    if min(options.rounds, options.samples // options.micro_batch_size) < 1:
         raise UserError("--rounds and --samples must be at least 1, the latter a micro-batch")
     rows = []
     for row in measure(options):

@@ -53,16 +53,22 @@ from tools.bench.model_speed.contenders import (
 )
 from tools.bench.model_speed.race import Result, race, race_in_own_processes
 from tools.bench.shared.turns import training_flags
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, add_trainer_flags
 from tools.shared.device import device_of, peak_flops
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-SAME_IN_TRAINER = (
-    *("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "vocab-size"),
-    *("seq-length", "micro-batch-size", "clip-grad"),
-)
+SAME_IN_TRAINER = {
+    "num_layers": 8,
+    "hidden_size": 384,
+    "ffn_hidden_size": 1280,
+    "num_attention_heads": 6,
+    "vocab_size": 8192,
+    "seq_length": 256,
+    "micro_batch_size": 4,
+    "clip_grad": 1.0,
+}
 
 Row = dict[str, object]
 
@@ -88,18 +94,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --own-process: stop a contender so long after its start",
     )
     add("--paced", action="store_true", help=argparse.SUPPRESS)  # a round per line of stdin
-    add("--num-layers", type=int, default=8)
-    add("--hidden-size", type=int, default=384)
-    add("--ffn-hidden-size", type=int, default=1280)
-    add("--num-attention-heads", type=int, default=6)
+    add_trainer_flags(parser, "tie_embeddings_and_output_weights", **SAME_IN_TRAINER)
     add("--num-query-groups", type=int, help="default: as many as --num-attention-heads")
-    add("--vocab-size", type=int, default=8192, help="rows of the embedding")
-    add("--tie-embeddings-and-output-weights", action="store_true")
     add("--recompute", action="store_true", help="every block, in all contenders")
-    add("--micro-batch-size", type=int, default=4)
     add("--num-micro-batches", type=int, default=1, help="accumulated in a step")
-    add("--clip-grad", type=float, default=1.0, help="norm, in all contenders; 0: none clips")
-    add("--seq-length", type=int, default=256)
     add("--dtype", choices=("bf16", "fp32"), default="fp32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--threads", type=int, default=2, help="on a CPU")

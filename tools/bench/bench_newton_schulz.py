@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,19 +70,6 @@ def flops_of(rows: int, columns: int) -> int:
     return total
 
 
-def timed(
-    ways: Sequence[Callable[[], object]], device: torch.device, rounds: int
-) -> list[list[float]]:
-    """Seconds of every way, round by round, after one that does not count."""
-    found: list[list[float]] = [[] for _ in ways]
-    for number in range(rounds + 1):
-        for way, seconds in zip(ways, found, strict=True):
-            took = time_of(way, device)
-            if number:
-                seconds.append(took.wall)
-    return found
-
-
 def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Row:
     """The figures of one shape; the part of a peak comes later."""
     generator = torch.Generator(device).manual_seed(1234)
@@ -95,7 +82,9 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
     other = batched(matrices, one.dtype)
     if torch.linalg.vector_norm(one - other) > 0.1 * torch.linalg.vector_norm(one):
         raise RuntimeError(f"{shape}: batched products have another result")
-    each, together = timed((apart, lambda: batched(matrices, one.dtype)), device, args.rounds)
+    ways = (apart, lambda: batched(matrices, one.dtype))
+    turns = [[time_of(way, device).wall for way in ways] for _ in range(args.rounds + 1)]
+    each, together = zip(*turns[1:], strict=True)  # the first does not count
     return {
         "shape": list(shape),
         "dtype": str(one.dtype).removeprefix("torch."),

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -30,6 +31,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
 from paro.report.log import print_line
 from tools import preprocess_data
+from tools.bench.shared.turns import order_of_round
 from tools.preprocessing.encode import EncodingPlan, tokenizer_of
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
@@ -110,13 +112,12 @@ def race(
 ) -> list[dict[str, float]]:
     """The figures of both, round by round; the one that starts alternates."""
     rows = []
+    contenders: dict[str, Callable[[], Turn]] = {
+        "bare": partial(time_bare, job.pieces, job.plan, workers),
+        "command": partial(time_command, words),
+    }
     for number in range(rounds):
-        turns: dict[str, Turn] = {}
-        for name in ("bare", "command") if number % 2 == 0 else ("command", "bare"):
-            if name == "bare":
-                turns[name] = time_bare(job.pieces, job.plan, workers)
-            else:
-                turns[name] = time_command(words)
+        turns = {name: contenders[name]() for name in order_of_round([*contenders], number)}
         bare, command = turns["bare"], turns["command"]
         rows.append(
             {

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -131,22 +132,10 @@ def measure(rounds: int, folder: Path) -> list[Cost]:
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         # Printing is part of the cost.
         log = Log(write=lambda message: print(message, file=nowhere, flush=True))
-        bare = Alternating(
-            config.report,
-            facts,
-            log,
-            device=training.device,
-            records=Records(log, None, None),
-            dashboards=Dashboards(log),
-        )
-        full = Report(
-            config.report,
-            facts,
-            log,
-            device=training.device,
-            records=Records(log, None, None),
-            dashboards=open_dashboards(config.report, log, {}),
-        )
+        given = (config.report, facts, log)
+        more: dict[str, Any] = {"device": training.device, "records": Records(log, None, None)}
+        bare = Alternating(*given, **more, dashboards=Dashboards(log))
+        full = Report(*given, **more, dashboards=open_dashboards(config.report, log, {}))
         full.view = LiveView(
             facts,
             title="bench",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository root is not on sys.path
@@ -39,14 +40,14 @@ NEEDED_CAPABILITY = (8, 0)
 
 Part = Callable[[Runner], Outcome]
 PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
-    "e": ("speed", measures.speed),
+    "e": ("speed", partial(measures.speed, title="speed", names=measures.HEADLINE)),
     "a": ("tests on a GPU", suites.gpu_tests),
-    "b": ("4 ranks on one GPU against one process", suites.rank_tests),
-    "c": ("races", suites.race_tests),
+    "b": ("4 ranks on one GPU against one process", partial(suites.tests_in, name="test_ranks")),
+    "c": ("races", partial(suites.tests_in, name="test_races")),
     "d": ("memory against its prediction", measures.memory),
     "f": ("profile of a step", measures.profile),
     "g": ("checkpoints", measures.checkpoint),
-    "j": ("speed of variants", measures.variants),
+    "j": ("speed of variants", partial(measures.speed, title="variants", names=measures.VARIANTS)),
     "k": ("Muon beside AdamW", measures.muon),
     "h": ("collectives", measures.collectives),
     "i": ("strategies beside FSDP2", measures.peers),

@@ -51,7 +51,7 @@ from tools.bench.peers.registry import flags_of, is_own
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
 from tools.bench.shared.turns import order_of_round, training_flags
-from tools.shared.command_line import RankParser
+from tools.shared.command_line import RankParser, add_trainer_flags
 from tools.shared.output import write_json
 from tools.shared.picture import check_outputs
 
@@ -70,21 +70,15 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
 
 def make_parser() -> argparse.ArgumentParser:
     parser = RankParser(description=__doc__)
-    _add_run_args(parser)
-    _add_task_args(parser)
-    return parser
-
-
-def _add_run_args(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("the comparison").add_argument
+    group = parser.add_argument_group("the comparison")
+    add = group.add_argument
     add("--contenders", default=CONTENDERS, metavar="NAMES", help=f"default {CONTENDERS}")
     add("--baselines", metavar="NAMES", help="a table of ratios for each; default: the first")
     add("--rounds", type=int, default=5, help="turns of every contender; default 5")
     add("--warmup-steps", type=int, default=2, help="of a turn, not timed; default 2")
     add("--steps", type=int, default=2, help="of a turn, timed; default 2")
     add("--group-size", type=int, metavar="RANKS", help="fast links; default: ranks per node")
-    add("--distributed-backend", choices=("gloo", "nccl"), default="gloo", help="default gloo")
-    add("--distributed-timeout-minutes", type=int, default=10, help="default 10")
+    add_trainer_flags(group, distributed_backend="gloo", distributed_timeout_minutes=10)
     add(
         "--paro-flags",
         metavar="FLAGS",
@@ -99,17 +93,14 @@ def _add_run_args(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=float, help="relative, of losses; default 1e-5 in fp32, 2e-3 in bf16")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE", help="draw them there (png, svg, pdf)")
-
-
-def _add_task_args(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("what is trained").add_argument
-    add("--llama-preset", metavar="NAME", help="sizes of a published model, as in the trainer")
+    group = parser.add_argument_group("what is trained")
+    add = group.add_argument
+    add_trainer_flags(group, "llama_preset", "trainable", "lora_rank", "lora_target_modules")
+    add_trainer_flags(group, seq_length=128, micro_batch_size=1, lr=1e-3, seed=1234)
     for flag, size in SHAPE.items():
         add(f"--{flag}", type=int, metavar="N", help=f"default {size}, or the preset's")
     add("--num-query-groups", type=int, metavar="N", help="default: no grouped-query attention")
     add("--vocab-size", type=int, metavar="N", help=f"default {VOCAB_SIZE}, or the preset's")
-    add("--seq-length", type=int, default=128, help="default 128")
-    add("--micro-batch-size", type=int, default=1, help="default 1")
     add(
         "--micro-batches",
         type=int,
@@ -119,11 +110,7 @@ def _add_task_args(parser: argparse.ArgumentParser) -> None:
     add("--global-batch-size", type=int, help="samples of a step, instead of --micro-batches")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of compute; default bf16")
     add("--recompute", action="store_true", help="every block in backward, in all contenders")
-    add("--trainable", metavar="WHAT", help="as in the trainer: last-blocks:SHARE, names:PATTERNS")
-    add("--lora-rank", type=int, metavar="R", help="train adapters, not the weights themselves")
-    add("--lora-target-modules", metavar="NAMES", help="as in the trainer")
-    add("--lr", type=float, default=1e-3, help="default 1e-3")
-    add("--seed", type=int, default=1234, help="default 1234")
+    return parser
 
 
 def samples_of_step(args: argparse.Namespace, world_size: int) -> int:

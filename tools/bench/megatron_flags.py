@@ -33,7 +33,7 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.training.dry_run import run_dry
 from tools.shared.command_line import Parser
-from tools.shared.output import write_text
+from tools.shared.output import markdown_table, write_text
 
 HEAD = """\
 <!-- Written by tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md. -->
@@ -168,15 +168,13 @@ def commit_of(checkout: Path) -> tuple[str, str]:
 
 def counts(trials: Sequence[Trial]) -> Iterator[str]:
     """What came of all trials, as Markdown."""
-    yield "| | configurations | of them with whole models on every rank |"
-    yield "|---|---|---|"
-    without_refused = [trial for trial in trials if trial.failure is None]
-    for what, counted in (
-        ("in all", trials),
-        ("pass a dry run as they are", [trial for trial in trials if trial.is_untouched]),
-        ("pass without the flags that the refusal names", without_refused),
-    ):
-        yield f"| {what} | {len(counted)} | {sum(one.is_data_parallel for one in counted)} |"
+    passing = {
+        "in all": trials,
+        "pass a dry run as they are": [trial for trial in trials if trial.is_untouched],
+        "pass without the flags that the refusal names": [t for t in trials if t.failure is None],
+    }
+    rows = [(what, len(of), sum(t.is_data_parallel for t in of)) for what, of in passing.items()]
+    yield from markdown_table("| configurations | of them with whole models on every rank", rows)
     yield ""
     unknown = Counter(flag for trial in trials for flag in trial.unknown)
     given = {flag for trial in trials for flag, *_ in by_flag(trial.words)}
@@ -188,19 +186,18 @@ def counts(trials: Sequence[Trial]) -> Iterator[str]:
         f"{outcomes['refused']} are refused whatever their value, {len(unknown)} are "
         "unknown."
     )
-    yield from ("", "| refused | in configurations | what to do |", "|---|---|---|")
-    by_advice = refused_in(trials)
-    for advice, flags in sorted(by_advice.items(), key=lambda item: -len(_union(item[1]))):
-        shown = ", ".join(f"`{_short(flag)}`" for flag in sorted(flags))
-        yield f"| {shown} | {len(_union(flags))} | {advice} |"
-    if unknown:
-        yield from ("", "| unknown | in configurations |", "|---|---|")
-        for flag, times in sorted(unknown.items()):
-            yield f"| `{flag}` | {times} |"
-    failures = [trial for trial in trials if trial.failure is not None]
-    if failures:
-        yield from ("", "| still fails | why |", "|---|---|")
-        yield from (f"| {trial.name} | {trial.failure} |" for trial in failures)
+    by_advice = sorted(refused_in(trials).items(), key=lambda item: -len(_union(item[1])))
+    tables: dict[str, list[tuple[object, ...]]] = {
+        "refused | in configurations | what to do": [
+            (", ".join(f"`{_short(flag)}`" for flag in sorted(flags)), len(_union(flags)), advice)
+            for advice, flags in by_advice
+        ],
+        "unknown | in configurations": [(f"`{flag}`", n) for flag, n in sorted(unknown.items())],
+        "still fails | why": [(one.name, one.failure) for one in trials if one.failure is not None],
+    }
+    for heads, found in tables.items():
+        if found:
+            yield from ("", *markdown_table(heads, found))
 
 
 def refused_in(trials: Sequence[Trial]) -> dict[str, dict[str, set[str]]]:
@@ -239,25 +236,21 @@ def page(trials: Sequence[Trial], commit: str, date: str) -> str:
 
 def rule_lines() -> Iterator[str]:
     """The tables of flags that have no effect of their own here: accepted, ignored, refused."""
-    yield from ("## Accepted: it happens anyway", "", "| flag | because |", "|---|---|")
-    yield from _rows(Outcome.ACCEPTED)
+    yield from ("## Accepted: it happens anyway", "", *_table("because", Outcome.ACCEPTED))
     yield from ("", "## Accepted without effect", "")
     yield "Results are the same; the start of a run says so in a line for each."
-    yield from ("", "| flag | because |", "|---|---|")
-    yield from _rows(Outcome.IGNORED)
-    yield from ("", "## Refused", "", "| flag | what to do |", "|---|---|")
-    yield from _rows(Outcome.REFUSED)
-    yield ""
+    yield from ("", *_table("because", Outcome.IGNORED))
+    yield from ("", "## Refused", "", *_table("what to do", Outcome.REFUSED), "")
 
 
-def _rows(outcome: Outcome) -> Iterator[str]:
+def _table(reasons: str, outcome: Outcome) -> list[str]:
     """A row for each reason, with all the flags that share it."""
     by_reason: dict[str, list[str]] = {}
     for rule in RULES:
         if rule.outcome is outcome:
             by_reason.setdefault(_reason(rule), []).append(_spelled(rule))
-    for reason, flags in by_reason.items():
-        yield f"| {' '.join(flags)} | {reason} |"
+    rows = [(" ".join(flags), reason) for reason, flags in by_reason.items()]
+    return markdown_table(f"flag | {reasons}", rows)
 
 
 def _reason(rule: Rule) -> str:

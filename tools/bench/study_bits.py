@@ -19,6 +19,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from tools.bench.shared.trainings import QUICKSTART, Found, Losses, data_flags, run_missing
 from tools.shared.command_line import Parser
+from tools.shared.output import markdown_table
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -99,11 +100,7 @@ def early(found: Losses, base: Losses) -> float:
 
 def table(found: Found) -> str:
     """Markdown: the losses of every variant, and their differences to 16/16 by seed."""
-    lines = [
-        "| gradients/updates | iterations | seeds | held-out loss, mean | more than 16/16: mean, "
-        "by seed | in training, first half, more than 16/16: mean, by seed |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows: list[tuple[object, ...]] = []
     plain = VARIANTS[0]
     for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
         for variant in VARIANTS:
@@ -116,11 +113,12 @@ def table(found: Found) -> str:
                     more += [] if base is None else [own.last - base.last]
                     sooner += [] if base is None else [early(own, base)]
             if losses:
-                lines.append(
-                    f"| {variant.name} | {iterations} | {len(losses)} | {mean(losses):.4f} "
-                    f"| {_all_of(more)} | {_all_of(sooner)} |"
-                )
-    return "\n".join(lines)
+                row = (variant.name, iterations, len(losses), f"{mean(losses):.4f}")
+                rows.append((*row, _all_of(more), _all_of(sooner)))
+    apart = "more than 16/16: mean, by seed"
+    heads = "gradients/updates | iterations | seeds | held-out loss, mean"
+    heads += f" | {apart} | in training, first half, {apart}"
+    return "\n".join(markdown_table(heads, rows))
 
 
 def _all_of(differences: Sequence[float]) -> str:

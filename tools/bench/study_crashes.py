@@ -22,6 +22,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -262,20 +264,10 @@ def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> No
         manifest = None if path.suffix else read_manifest(path)
         if manifest is not None:
             manifest.verify()
-    left = [
-        entry.name
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and str(training.checkpoints) in _command(entry)
-    ]
+    running = psutil.process_iter(["cmdline"])
+    left = [one.pid for one in running if str(training.checkpoints) in (one.info["cmdline"] or ())]
     if left:
         complaints.append(f"processes are left: {left}")
-
-
-def _command(entry: Path) -> str:
-    try:
-        return (entry / "cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def make_study(args: argparse.Namespace) -> Study:
@@ -313,7 +305,7 @@ def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="folder of the trainings; is emptied")
@@ -327,11 +319,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--patience-minutes", type=float, default=3.0, help="to train again; more is a hang")
     add("--seed", type=int, default=1)
     add("--json", type=Path, help="write the figures here")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     study = make_study(args)
     figures = describe(study, args)
     write_json(args.json, figures)

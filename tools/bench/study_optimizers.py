@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ from tools.bench.shared.trainings import (
     run_missing,
 )
 from tools.shared.command_line import Parser
-from tools.shared.output import write_text
+from tools.shared.output import markdown_table, write_text
 from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
@@ -148,16 +147,12 @@ def _sweep_lines(found: Found) -> list[str]:
     """Held-out losses of the first seed; the best ones are bold."""
     swept = [sweep(variant, found) for variant in SWEPT]
     best = [min(losses.values(), default=None) for losses in swept]
-    lines = [
-        f"| learning rate | {' | '.join(variant.name for variant in SWEPT)} |",
-        "|---|---|---|",
-    ]
+    rows = []
     for rate in RATES:
         losses = [tried.get(rate) for tried in swept]
         if losses != [None, None]:
-            cells = (_bold(loss, least) for loss, least in zip(losses, best, strict=True))
-            lines.append(f"| {rate:g} | {' | '.join(cells)} |")
-    return lines
+            rows.append((f"{rate:g}", *map(_bold, losses, best)))
+    return markdown_table(" | ".join(("learning rate", *(each.name for each in SWEPT))), rows)
 
 
 def _bold(loss: float | None, least: float | None) -> str:
@@ -166,11 +161,8 @@ def _bold(loss: float | None, least: float | None) -> str:
 
 
 def _seed_lines(found: Found) -> list[str]:
-    lines = [
-        "| trained with | learning rate | held-out loss by seed | mean | most - least "
-        "| beside AdamW, by seed | mean |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = "trained with | learning rate | held-out loss by seed | mean | most - least"
+    rows = []
     for variant, like in LIKE.items():
         if not sweep(like, found) or not (runs := of_seeds(variant, found)):
             continue
@@ -181,8 +173,8 @@ def _seed_lines(found: Found) -> list[str]:
             *(f"{mean(losses):.4f}", f"{max(losses) - min(losses):.4f}"),
             *(_listed(apart, "+.4f"), f"{mean(apart):+.4f}" if apart else ""),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown_table(f"{heads} | beside AdamW, by seed | mean", rows)
 
 
 def _beside_adamw(runs: Mapping[int, Losses], found: Found) -> list[float]:
@@ -231,7 +223,7 @@ def plot(found: Found, path: Path) -> None:
             panel.legend(fontsize="small")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="study_optimizers.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--folder", type=Path, required=True, metavar="DIR", help="of trainings and results")
@@ -246,11 +238,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     add("--data", type=Path, default=QUICKSTART, metavar="DIR", help="quickstart's")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
     check_least(1, at_once=args.at_once)
     data = data_flags(args.data)

@@ -316,7 +316,7 @@ def _run(made: Cluster, argv: Sequence[str]) -> None:
         raise UserError(f"{shlex.join(argv)} failed, status {status}")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="study_plan.py", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     measuring = commands.add_parser("measure", help="measure what is missing")
@@ -342,11 +342,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--parts", help=f"some of {names}; default all")
     reporting = commands.add_parser("report", help="write the page")
     reporting.add_argument("--folder", type=Path, required=True, metavar="DIR")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     (measure if args.command == "measure" else report)(args)
 
 

@@ -176,7 +176,7 @@ def judge(case: Case, study: Study, training: Watched) -> None:
     truth = study.undisturbed[case.name]
     for seen in training.seen:
         want = truth[seen.iteration - 1]
-        study.num_compared += 1
+        study.losses_compared += 1
         if not case.agrees([seen.loss, seen.grad_norm], want):
             study.complaints.append(
                 f"{case.name}: iteration {seen.iteration} is {seen.loss} {seen.grad_norm}, "
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     args = parser.parse_args(argv)
     check_can_draw(args.plot)
-    study, draw = Study(args.json), random.Random(time.time_ns())
+    study, draw = Study.read(args.json), random.Random(time.time_ns())
     cases = [case for case in CASES if args.cases is None or case.name in args.cases.split(",")]
     deadline = time.monotonic() + 60.0 * args.minutes
     for case in cases:
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             study.steady[case.name] = measure(case, args.folder)
             study.save()
     print(tables(study))
-    print(f"{study.num_compared:,} losses compared; complaints: {study.complaints or 'none'}")
+    print(f"{study.losses_compared:,} losses compared; complaints: {study.complaints or 'none'}")
     if args.plot is not None:
         plot(study, args.plot)
     if study.complaints:

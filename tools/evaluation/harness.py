@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import simple_evaluate as simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -107,9 +107,3 @@ def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
                 "lists them"
             )
     return manager
-
-
-def evaluated(model: HarnessModel, names: Sequence[str], **how: Any) -> dict[str, Any]:
-    """The harness's results."""
-    results: dict[str, Any] = simple_evaluate(model=model, tasks=[*names], **how)
-    return results

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data.answered import ANSWERED
 from data.loader import Samples, SplitCounts, build_datasets
+from paro.arguments.parser import build_parser
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -16,34 +17,22 @@ from tools.shared.output import output_file
 
 # What a training needs but its samples do not depend on: set where it is not given.
 SMALL_MODEL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1}
-# Flags that depend on ranks that do not exist here, or on other files of the run: ignored. A dry
-# run of one rank needs no folder and no package.
-IGNORED = {
-    "dry_run": True,
-    "world_size": 1,
-    "ranks_per_node": None,
-    "device_memory_gb": None,
-    "paro_strategy": None,
-    "paro_group_size": None,
-    "paro_machine": None,
-    "paro_collective": "native",
-    "paro_materialize": "gather",
-    "paro_rotate_in_place": False,
-    "use_distributed_optimizer": False,
-    "eval_global_batch_size": None,
-    "eval_micro_batch_size": None,
-    "save": None,
-    "start_over": False,
-    "log_progress": False,
-    "use_pytorch_profiler": False,
-    "use_checkpoint_opt_param_scheduler": False,
-}
-CHECKPOINT = {"load": None, "ckpt_step": None}  # unless the tokenizer comes from there
+# Flags that depend on ranks that do not exist here, or on other files of the run: ignored.
+IGNORED = (
+    *("ranks_per_node", "device_memory_gb", "paro_strategy", "paro_group_size", "paro_machine"),
+    *("paro_collective", "paro_materialize", "paro_rotate_in_place", "use_distributed_optimizer"),
+    *("eval_global_batch_size", "eval_micro_batch_size", "save", "start_over", "log_progress"),
+    *("use_pytorch_profiler", "use_checkpoint_opt_param_scheduler"),
+)
+# The checkpoint too, unless the tokenizer comes from there.
+CHECKPOINT = ("load", "ckpt_step")
+ALONE = {"dry_run": True, "world_size": 1}  # a dry run of one rank needs no folder and no package
 
 
 def training_samples(args: Namespace) -> tuple[Samples, int]:
     """The training split, and how many of its samples are trained on."""
-    settled = vars(args) | IGNORED | ({} if args.use_checkpoint_args else CHECKPOINT)
+    ignored = (*IGNORED, *(() if args.use_checkpoint_args else CHECKPOINT))
+    settled = vars(args) | {name: build_parser().get_default(name) for name in ignored} | ALONE
     if args.llama_preset is None:
         settled |= {name: settled[name] or size for name, size in SMALL_MODEL.items()}
     settled["lr"] = args.lr or 1e-3

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from paro.errors import UserError
 from paro.optim.states import optimizer_bytes
 from paro.planning.cost_model import muon_stop
-from paro.planning.goodput import Failures, Goodput, from_disk, from_memory
+from paro.planning.goodput import Failures, from_disk, from_memory
 from paro.planning.machine.machine import Nic
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
@@ -81,20 +81,19 @@ def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Exp
             step_seconds=setting.seconds,
             transfer_seconds=_transfer_seconds(workload, setting),
         )
-    return [_expected(setting, survives, name, goodput) for name, goodput in found.items()]
-
-
-def _expected(setting: Estimate, survives: int, name: str, goodput: Goodput) -> Expected:
-    seconds = goodput.checkpoint_seconds
-    return Expected(
-        setting=setting.candidate.describe(),
-        survives=survives,
-        recovers_from=name,
-        goodput=goodput.share,
-        checkpoint_seconds=None if math.isinf(seconds) else seconds,
-        copy_steps=goodput.copy_steps,
-        tokens_per_second=goodput.share * setting.tokens_per_second,
-    )
+    return [
+        Expected(
+            setting=setting.candidate.describe(),
+            survives=survives,
+            recovers_from=name,
+            goodput=goodput.share,
+            checkpoint_seconds=None if math.isinf(seconds) else seconds,
+            copy_steps=goodput.copy_steps,
+            tokens_per_second=goodput.share * setting.tokens_per_second,
+        )
+        for name, goodput in found.items()
+        for seconds in [goodput.checkpoint_seconds]
+    ]
 
 
 def _transfer_seconds(workload: Workload, setting: Estimate) -> float:

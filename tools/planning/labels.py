@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from math import ceil, dist
-from typing import Any, NamedTuple
+from typing import Any
+
+from matplotlib.transforms import Bbox
 
 Point = tuple[float, float]
 
@@ -15,29 +17,6 @@ _DIRECTIONS = tuple(way for way in product((1, -1, 0), (1, -1, 0)) if way != (0,
 _DISTANCES = (5, 8, 12, 18, 26, 36, 48, 64, 84, 110)  # in points, of a label from its point
 _FAR = 8  # from here on a line leads from a label to its point
 _HIDDEN = 1000  # the cost of a label over another; that of one over a marker or a line is 1
-
-
-class Box(NamedTuple):
-    """A rectangle in pixels."""
-
-    left: float
-    bottom: float
-    right: float
-    top: float
-
-    def overlaps(self, other: Box) -> bool:
-        wide = self.left < other.right and other.left < self.right
-        return wide and self.bottom < other.top and other.bottom < self.top
-
-    def contains(self, other: Box) -> bool:
-        wide = self.left <= other.left and other.right <= self.right
-        return wide and self.bottom <= other.bottom and other.top <= self.top
-
-
-def box_of(artist: Any) -> Box:
-    """The rectangle of a text, or of axes, where it was drawn."""
-    extent = artist.get_window_extent()
-    return Box(extent.x0, extent.y0, extent.x1, extent.y1)
 
 
 def place_labels(axes: Any, labels: dict[Point, str], lines: Sequence[Sequence[Point]]) -> None:
@@ -51,45 +30,46 @@ def place_labels(axes: Any, labels: dict[Point, str], lines: Sequence[Sequence[P
     drawn = [_around(pixels(point), _MARKER * scale) for point in labels]
     for line in lines:
         drawn += _along([pixels(point) for point in line], 2 * scale)
-    left, bottom, right, top = box_of(axes)
-    inside = Box(left + scale, bottom + scale, right - scale, top - scale)
-    taken: list[Box] = []
+    inside = axes.get_window_extent().padded(-scale)
+    taken: list[Bbox] = []
     for point, text in sorted(labels.items()):
         x, y = pixels(point)
         written = axes.annotate(text, point, fontsize=_FONT)
-        size = box_of(written)
+        size = written.get_window_extent()
         written.remove()
 
-        def cost(way: tuple[float, Box]) -> tuple[int, float]:
+        def cost(way: tuple[float, Bbox]) -> tuple[int, float]:
             distance, box = way
-            hidden = not inside.contains(box) or any(map(box.overlaps, taken))
-            return _HIDDEN * hidden + sum(map(box.overlaps, drawn)), distance
+            hidden = not is_within(box, inside) or box.count_overlaps(taken) > 0
+            return _HIDDEN * hidden + box.count_overlaps(drawn), distance
 
         distance, box = min(_beside((x, y), size, scale), key=cost)
         taken.append(box)
         axes.annotate(
-            text, point, xytext=((box.left - x) / scale, (box.bottom - y) / scale),
+            text, point, xytext=((box.x0 - x) / scale, (box.y0 - y) / scale),
             textcoords="offset points", verticalalignment="bottom", fontsize=_FONT,
             arrowprops={"arrowstyle": "-", "color": "gray", "linewidth": 0.6, "shrinkA": 0}
             if distance >= _FAR else None,
         )  # fmt: skip
 
 
-def _beside(place: Point, size: Box, scale: float) -> Iterator[tuple[float, Box]]:
+def is_within(box: Bbox, other: Bbox) -> bool:
+    return bool(other.contains(*box.min) and other.contains(*box.max))
+
+
+def _beside(place: Point, size: Bbox, scale: float) -> Iterator[tuple[float, Bbox]]:
     """Boxes of a label's size around a point, nearest first, with their distances in points."""
-    width, height = size.right - size.left, size.top - size.bottom
     for distance, (right, up) in product(_DISTANCES, _DIRECTIONS):
-        left = place[0] + right * distance * scale + width * (right - 1) / 2
-        bottom = place[1] + up * distance * scale + height * (up - 1) / 2
-        yield distance, Box(left, bottom, left + width, bottom + height)
+        left = place[0] + right * distance * scale + size.width * (right - 1) / 2
+        bottom = place[1] + up * distance * scale + size.height * (up - 1) / 2
+        yield distance, Bbox.from_bounds(left, bottom, size.width, size.height)
 
 
-def _around(place: Point, radius: float) -> Box:
-    x, y = place
-    return Box(x - radius, y - radius, x + radius, y + radius)
+def _around(place: Point, radius: float) -> Bbox:
+    return Bbox([place, place]).padded(radius)
 
 
-def _along(line: Sequence[Point], radius: float) -> Iterator[Box]:
+def _along(line: Sequence[Point], radius: float) -> Iterator[Bbox]:
     """Boxes that cover a line."""
     for (x, y), (right, up) in pairwise(line):
         count = ceil(dist((x, y), (right, up)) / radius)
@@ -100,9 +80,9 @@ def _along(line: Sequence[Point], radius: float) -> Iterator[Box]:
 
 def _hide_covered(texts: Sequence[Any]) -> None:
     """Hides the texts that those before them cover."""
-    taken: list[Box] = []
+    taken: list[Bbox] = []
     for text in texts:
-        box = box_of(text)
-        text.set_visible(not any(map(box.overlaps, taken)))
+        box = text.get_window_extent()
+        text.set_visible(not box.count_overlaps(taken))
         if text.get_visible():
             taken.append(box)

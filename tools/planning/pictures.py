@@ -13,7 +13,6 @@ from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Activity
 from paro.strategy import legal_letters
 from paro.text import count_text
-from tools.planning.labels import place_labels
 from tools.shared.picture import drawing, name_rows
 
 COLORS = {
@@ -27,6 +26,8 @@ def draw_front(
     path: Path, workload: Workload, rows: Sequence[Estimate], found: SearchResult
 ) -> None:
     """Plots memory against time: strategies with the flags as given, and the Pareto front."""
+    from tools.planning.labels import place_labels  # with matplotlib, which takes long to import
+
     limit = workload.device_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (figure, (axes,)):
         axes.plot(

@@ -15,10 +15,8 @@ from paro.planning.search.remedies import enough_alone, estimator_of, single_cha
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import align, count_text, ranks_text
 from paro.topology import Link
+from tools.shared.output import text_table
 
-HEADS = (
-    "strategy", "GB", "states GB", "nodes", "s/step", "tokens/s", "MFU", "intra GB", "inter GB",
-)  # fmt: skip
 # Columns that are there only if any row has a figure.
 SECONDS = {
     "packing s": attrgetter("coding_seconds"),
@@ -54,25 +52,25 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
     groups take to encode and decode has a column if there are any, and so has Newton-Schulz.
     """
     seconds = {head: of for head, of in SECONDS.items() if any(map(of, rows))}
-    cells = [(*HEADS, *seconds, "waits")]
-    for name, row in _alike(rows):
-        states = row.memory.allocations.states / 1e9
-        cells.append(
-            (
-                name + ("" if row.fits else " *"),
-                f"{row.memory_bytes / 1e9:.1f}",
-                f"{states:.1f}",
-                str(workload.survival(row.candidate.strategy).nodes),
-                f"{row.seconds:.3f}",
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.mfu:.1%}",
-                f"{row.sent.intra / 1e9:.2f}",
-                f"{row.sent.inter / 1e9:.2f}",
-                *(f"{of(row):.3f}" for of in seconds.values()),
-                exposed_text(row),
-            )
-        )
-    return align(cells, left=(0, -1))
+    return text_table(
+        (
+            {
+                "strategy": name + ("" if row.fits else " *"),
+                "GB": f"{row.memory_bytes / 1e9:.1f}",
+                "states GB": f"{row.memory.allocations.states / 1e9:.1f}",
+                "nodes": str(workload.survival(row.candidate.strategy).nodes),
+                "s/step": f"{row.seconds:.3f}",
+                "tokens/s": f"{row.tokens_per_second:,.0f}",
+                "MFU": f"{row.mfu:.1%}",
+                "intra GB": f"{row.sent.intra / 1e9:.2f}",
+                "inter GB": f"{row.sent.inter / 1e9:.2f}",
+                **{head: f"{of(row):.3f}" for head, of in seconds.items()},
+                "waits": exposed_text(row),
+            }
+            for name, row in _alike(rows)
+        ),
+        left=(0, -1),
+    )
 
 
 def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:

@@ -35,7 +35,7 @@ from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
 from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
 from paro.planning.search.trainable import Trainable
-from tools.shared.command_line import Parser
+from tools.shared.command_line import Parser, add_trainer_flags
 
 DESCRIPTION = """\
 Plans a training run without ranks, GPUs or torch: what each of the 14 letter strategies needs and
@@ -48,32 +48,34 @@ takes on a machine, the best setting of all, and what more memory or bandwidth w
 
 def make_parser() -> Parser:
     parser = Parser(prog="plan.py", description=DESCRIPTION)
-    add = parser.add_argument_group("the run, as in pretrain_llama.py").add_argument
+    group = parser.add_argument_group("the run, as in pretrain_llama.py")
+    add = group.add_argument
     add("--world-size", type=int, metavar="RANKS", help="default: the machine's, or one node")
     add("--paro-machine", metavar="NAME", help="a shipped machine, or a file; or give --gpu")
     add("--paro-group-size", type=int, metavar="RANKS", help="of I; default: the machine's groups")
     add("--paro-collective", choices=(*COLLECTIVES, "auto"), default="native", help="of the rows")
-    add("--paro-prefetch-units", type=int, default=1, help="0: nothing overlaps; default 1")
-    add("--paro-updated-ahead", metavar="UNITS", help="as in pretrain_llama.py")
+    add_trainer_flags(group, "paro_prefetch_units", "paro_updated_ahead", "paro_survive")
+    add_trainer_flags(group, "paro_rotate_in_place", "trainable")
     add(
         "--paro-nccl-launch-order",
         choices=("free", "implicit"),
         help="as in pretrain_llama.py; default: the machine's",
     )
     add("--paro-materialize", choices=("gather", "rotate"), default="gather", help="of the search")
-    add("--paro-rotate-in-place", action="store_true", help="with --paro-materialize rotate")
-    add("--paro-survive", type=int, default=0, metavar="NODES", help="as in pretrain_llama.py")
     add("--micro-batch-size", type=int, default=1, help="of the rows; default 1")
     add("--global-batch-size", type=int, help="default: one micro-batch a rank")
     add("--seq-length", type=int, help="default: the model's positions")
     add("--vocab-size", type=int, help="of the tokenizer; default: the preset's")
+    add = parser.add_argument_group("memory").add_argument
+    add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
     add(
-        "--trainable",
-        default="all",
-        metavar="WHAT",
-        help="all (default), last-blocks:SHARE or names:PATTERN[,PATTERN]",
+        "--memory-margin",
+        type=float,
+        default=MEMORY_MARGIN,
+        metavar="SHARE",
+        help=f"of a device's memory that the choice leaves free; default {MEMORY_MARGIN}. Rows fit "
+        "without it",
     )
-    add_memory_args(parser)
     add_gpu_args(parser)
     add_model_args(parser)
     add_lora_args(parser)
@@ -85,19 +87,6 @@ def make_parser() -> Parser:
     add_failure_args(parser)
     add_result_args(parser)
     return parser
-
-
-def add_memory_args(parser: Parser) -> None:
-    add = parser.add_argument_group("memory").add_argument
-    add("--device-memory-gb", type=float, metavar="GB", help="default: the machine's")
-    add(
-        "--memory-margin",
-        type=float,
-        default=MEMORY_MARGIN,
-        metavar="SHARE",
-        help=f"of a device's memory that the choice leaves free; default {MEMORY_MARGIN}. Rows fit "
-        "without it",
-    )
 
 
 def add_result_args(parser: Parser) -> None:

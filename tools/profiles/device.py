@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from paro.errors import UserError
 from paro.untrusted.schema import Between, Count, Figure, conform
@@ -57,6 +57,7 @@ class _Range(Event):
     """A range of the program on its thread (`tid` a thread) or on the GPU (a stream)."""
 
     tid: int
+    cat: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,7 @@ class DeviceProfile:
 
     def _seconds_of(self, kinds: Collection[str]) -> float:
         """Seconds in which work of any of these classes ran."""
-        times = union((item.start, item.end) for item in self.work if item.kind in kinds)
-        return sum(end - start for start, end in times)
+        return length((item.start, item.end) for item in self.work if item.kind in kinds)
 
     @cached_property
     def by_class(self) -> dict[str, float]:
@@ -167,12 +167,12 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
     named = [
         event for event in events if str(event.get("name")).startswith((_STEP, _UPDATE, _LANE))
     ]
-    on_device = _ranges([event for event in named if event.get("cat") == _RANGE], what)
-    on_host = _ranges([event for event in named if event.get("cat") != _RANGE], what)
+    ranges: list[_Range] = conform(named, list[_Range], f"{what}: traceEvents")
+    on_device = [event for event in ranges if event.get("cat") == _RANGE]
     stream = _compute_stream(work)
     here = [event for event in on_device if event["tid"] == stream]
     steps = [event for event in here if event["name"].startswith(_STEP)] or [
-        event for event in on_host if event["name"].startswith(_STEP)
+        event for event in ranges if event.get("cat") != _RANGE and event["name"].startswith(_STEP)
     ]
     if not steps:
         raise UserError(f"{what}: no step of a training")
@@ -192,11 +192,6 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
         if event["name"].startswith(_LANE)
     }
     return DeviceProfile(rank, len(steps), (end - begin) / 1e6, stream, tuple(found), lanes)
-
-
-def _ranges(events: list[dict[str, Any]], what: str) -> list[_Range]:
-    found: list[_Range] = conform(events, list[_Range], f"{what}: traceEvents")
-    return found
 
 
 def _compute_stream(work: Iterable[_Work]) -> int:
@@ -241,3 +236,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             found.append((start, end))
     return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The time that is in any of them."""
+    return sum(end - start for start, end in union(intervals))

@@ -1,11 +1,10 @@
 """The charts of runs: drawn once by matplotlib, as pictures and as SVG that follows the page."""
 
-# In SVG every colour is a placeholder that the page's style replaces (`var(--ink)`), so that one
-# drawing is readable in light mode, dark mode and on paper. Pictures use the light page's colours.
+# Pictures have the colours of the light page. In SVG a variable of the page's style replaces each
+# (`var(--ink)`), so that one drawing is readable in light mode, dark mode and on paper.
 
 from __future__ import annotations
 
-import importlib
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from itertools import cycle
 from typing import Any
 
 from tools.run_report.runs import Run
+from tools.shared.picture import figure_of
 
 # Light page, dark page; distinguishable also by brightness and by colour-blind readers.
 SERIES = (
@@ -28,34 +28,9 @@ SERIES = (
     ("#4b5563", "#b6bfcc"),
 )
 INK, MUTED, GRID = ("#1b2430", "#e6eaf0"), ("#5b6675", "#9aa6b5"), ("#d9dee5", "#39424e")
+NAMED = {"ink": INK, "muted": MUTED, "grid": GRID, **{f"c{i}": c for i, c in enumerate(SERIES)}}
 
-
-@dataclass(frozen=True, slots=True)
-class Palette:
-    """The colours of one drawing."""
-
-    ink: str
-    muted: str
-    grid: str
-    series: tuple[str, ...]
-
-    def of(self, index: int) -> str:
-        return self.series[index % len(self.series)]
-
-
-LIGHT = Palette(INK[0], MUTED[0], GRID[0], tuple(light for light, _ in SERIES))
-# Hexadecimal numbers that occur in no drawing by themselves.
-PLACEHOLDERS = Palette(
-    "#010201", "#010202", "#010203", tuple(f"#0102{16 + i:02x}" for i in range(len(SERIES)))
-)
-VARIABLES = {
-    PLACEHOLDERS.ink: "var(--ink)",
-    PLACEHOLDERS.muted: "var(--muted)",
-    PLACEHOLDERS.grid: "var(--grid)",
-    **{colour: f"var(--c{i})" for i, colour in enumerate(PLACEHOLDERS.series)},
-}
-
-Draw = Callable[[Any, Sequence[Run], Palette], None]
+Draw = Callable[[Any, Sequence[Run]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +45,37 @@ class Chart:
 
 
 def _curves(
-    field: str, label: str, *, agree: bool = True, log: bool = False, marks: bool = False
+    label: str,
+    *fields: str,
+    agree: bool = True,
+    log: bool = False,
+    percent: bool = False,
+    marks: str = "",
 ) -> Draw:
-    """A line for each run; `agree`: they may coincide; `marks` validations of the same name."""
+    """Lines for each run, those of a second field dotted; `agree`: runs may coincide.
 
-    def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    `marks` is the figure of validations that are drawn too, a shape for each set.
+    """
+
+    def draw(axis: Any, runs: Sequence[Run]) -> None:
         for index, run in enumerate(runs):
-            width, colour = _width(index, runs) if agree else _THIN, palette.of(index)
-            _plot(axis, run.series(field), colour, index, label=run.name, width=width)
-            if marks:
-                _mark_validations(axis, run, field, colour, size=2.0 * width)
+            width, colour = _width(index, runs) if agree else _THIN, _colour(index)
+            lines = "-" if index < len(SERIES) else "--", ":"  # dashed where the colour repeats
+            for field, line in zip(fields, lines, strict=False):
+                x, y = run.series(field, scale=100.0 if percent else 1.0)
+                dot = {"marker": "o", "markersize": 3 + width} if len(x) == 1 else {}
+                name = run.name if field == fields[0] else None
+                axis.plot(x, y, line, color=colour, label=name, linewidth=width, **dot)
+            for marker, (x, y) in zip(cycle("os^Dv"), run.validations(marks).values()):
+                axis.plot(x, y, f"{marker}--", color=colour, linewidth=1.0, markersize=2.0 * width)
         if log:
             axis.set_yscale("log", subs=(2, 5))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
-        _name_axes(axis, label)
+        if percent:
+            axis.set_ylim(bottom=0)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set(xlabel="iteration", ylabel=label)
 
     return draw
 
@@ -98,47 +89,8 @@ def _width(index: int, runs: Sequence[Run]) -> float:
     return _THIN + step * (len(runs) - 1 - index)
 
 
-def _plot(
-    axis: Any,
-    series: tuple[list[float], list[float]],
-    colour: str,
-    index: int,
-    *,
-    label: str,
-    width: float,
-) -> None:
-    """Draws a run's line: dashed where its colour repeats, a dot if it is a single point."""
-    x, y = series
-    dot = {"marker": "o", "markersize": 3 + width} if len(x) == 1 else {}
-    line = "-" if index < len(SERIES) else "--"
-    axis.plot(x, y, line, color=colour, label=label, linewidth=width, **dot)
-
-
-def _name_axes(axis: Any, of_y: str) -> None:
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set(xlabel="iteration", ylabel=of_y)
-
-
-def _mark_validations(axis: Any, run: Run, figure: str, colour: str, *, size: float) -> None:
-    for marker, (x, y) in zip(cycle("os^Dv"), run.validations(figure).values(), strict=False):
-        axis.plot(x, y, f"{marker}--", color=colour, linewidth=1.0, markersize=size)
-
-
-def _draw_bits(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    for index, run in enumerate(runs):
-        size = 2.0 * _width(index, runs)
-        _mark_validations(axis, run, BITS, palette.of(index), size=size)
-    _name_axes(axis, "bits per byte")
-
-
-def _draw_mfu(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
-    for index, run in enumerate(runs):
-        full = run.series("mfu", scale=100.0)
-        _plot(axis, full, palette.of(index), index, label=run.name, width=_THIN)
-        x, y = run.series("mfu_causal", scale=100.0)
-        axis.plot(x, y, ":", color=palette.of(index), linewidth=1.4)
-    _name_axes(axis, "% of the peak")
-    axis.set_ylim(bottom=0)
+def _colour(index: int) -> str:
+    return SERIES[index % len(SERIES)][0]
 
 
 _FIRST_KIND = 3  # the first colours are those of the runs
@@ -148,12 +100,12 @@ Parts = Mapping[str, float | None]
 def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
     """A bar per run, made of parts; the first run on top."""
 
-    def draw(axis: Any, runs: Sequence[Run], palette: Palette) -> None:
+    def draw(axis: Any, runs: Sequence[Run]) -> None:
         places, left = range(len(runs)), [0.0] * len(runs)
         of_runs = [parts_of(run) for run in runs]
         for index, part in enumerate(dict.fromkeys(name for parts in of_runs for name in parts)):
             widths = [parts.get(part) or 0.0 for parts in of_runs]
-            colour = palette.of(index + _FIRST_KIND)
+            colour = _colour(index + _FIRST_KIND)
             axis.barh(places, widths, left=left, height=0.6, color=colour, label=part)
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         for place, total in zip(places, left, strict=True):
@@ -163,7 +115,7 @@ def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
                 xytext=(5, 0),
                 textcoords="offset points",
                 va="center",
-                color=palette.ink,
+                color=INK[0],
                 fontsize=9,
             )
         axis.set_yticks(list(places), [run.name for run in runs])
@@ -171,12 +123,12 @@ def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
         axis.margins(x=0.16)
         axis.grid(axis="y", visible=False)
         axis.set_xlabel(label)
-        _legend(axis, palette)
+        _legend(axis)
 
     return draw
 
 
-def _legend(axis: Any, palette: Palette) -> None:
+def _legend(axis: Any) -> None:
     handles, labels = axis.get_legend_handles_labels()
     columns = min(len(handles), 3)
     # matplotlib fills columns, but legends are read by rows.
@@ -189,7 +141,7 @@ def _legend(axis: Any, palette: Palette) -> None:
         ncols=columns,
         frameon=False,
         fontsize=9,
-        labelcolor=palette.ink,
+        labelcolor=INK[0],
         borderaxespad=0.3,
         handlelength=1.0,
         columnspacing=1.2,
@@ -223,35 +175,35 @@ CHARTS = (
         "loss",
         "Loss",
         "Lines: training. Marks: held-out data, a shape for each set.",
-        _curves("lm_loss", "nats per token", marks=True),
+        _curves("nats per token", "lm_loss", marks="lm_loss"),
         wide=True,
     ),
     Chart(
         BITS,
         "Bits per byte of held-out text",
         "Runs with different tokenizers compare by it. A shape for each set.",
-        _draw_bits,
+        _curves("bits per byte", marks=BITS),
         wide=True,
     ),
     Chart(
         "throughput",
         "Throughput",
         "Tokens per second of all ranks, means since the line before.",
-        _curves("tokens_per_second", "tokens/s", agree=False),
+        _curves("tokens/s", "tokens_per_second", agree=False),
     ),
     Chart(
         "mfu",
         "Model FLOPs utilization",
         "Solid: attention counted in full. Dotted: causal attention counted half.",
-        _draw_mfu,
+        _curves("% of the peak", "mfu", "mfu_causal", agree=False, percent=True),
     ),
     Chart(
         "grad_norm",
         "Gradient norm",
         "Before clipping.",
-        _curves("grad_norm", "norm", log=True),
+        _curves("norm", "grad_norm", log=True),
     ),
-    Chart("learning_rate", "Learning rate", "", _curves("learning_rate", "learning rate")),
+    Chart("learning_rate", "Learning rate", "", _curves("learning rate", "learning_rate")),
     Chart(
         "iteration",
         "Where an iteration goes",
@@ -298,48 +250,42 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     return [chart for chart in CHARTS if chart.name != BITS or has_bits]
 
 
+_STYLE = {
+    "svg.fonttype": "none",
+    "text.color": INK[0],
+    "axes.labelcolor": MUTED[0],
+    "axes.edgecolor": GRID[0],
+    "xtick.color": MUTED[0],
+    "ytick.color": MUTED[0],
+    "grid.color": GRID[0],
+    "axes.grid": True,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "font.size": 10,
+    "axes.labelsize": 10,
+}
+
+
 @contextmanager
-def _figure(chart: Chart, runs: Sequence[Run], palette: Palette) -> Iterator[Any]:
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")  # no screen is needed
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": chart.name,
-        "text.color": palette.ink,
-        "axes.labelcolor": palette.muted,
-        "axes.edgecolor": palette.grid,
-        "xtick.color": palette.muted,
-        "ytick.color": palette.muted,
-        "grid.color": palette.grid,
-        "axes.grid": True,
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.spines.left": False,
-        "font.size": 10,
-        "axes.labelsize": 10,
-    }
+def _figure(chart: Chart, runs: Sequence[Run]) -> Iterator[Any]:
     bars = chart.name in ("iteration", "exposed", "bytes", "memory")
-    height = 1.4 + 0.42 * len(runs) if bars else 3.2
-    with matplotlib.rc_context(style):
-        size = (11.0 if chart.wide else 5.4, height)
-        figure, axis = pyplot.subplots(figsize=size, layout="constrained")
-        try:
-            chart.draw(axis, runs, palette)
-            yield figure
-        finally:
-            pyplot.close(figure)
+    size = (11.0 if chart.wide else 5.4, 1.4 + 0.42 * len(runs) if bars else 3.2)
+    style = {**_STYLE, "svg.hashsalt": chart.name}
+    with figure_of(1, 1, size=size, style=style) as (figure, (axis,)):
+        chart.draw(axis, runs)
+        yield figure
 
 
 def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
     """A PNG on white, with a title and the names of the runs."""
-    with _figure(chart, runs, LIGHT) as figure:
+    with _figure(chart, runs) as figure:
         (axis,) = figure.axes
         figure.suptitle(chart.title, fontsize=12)
         if axis.get_legend() is None and axis.get_legend_handles_labels()[0]:
-            _legend(axis, LIGHT)
+            _legend(axis)
         stream = io.BytesIO()
         figure.savefig(stream, format="png", dpi=130, facecolor="white")
     return stream.getvalue()
@@ -347,14 +293,14 @@ def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
 
 def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
     """An `<svg>` element whose colours are the page's."""
-    with _figure(chart, runs, PLACEHOLDERS) as figure:
+    with _figure(chart, runs) as figure:
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
+    for name, (light, _) in NAMED.items():
+        text = text.replace(light, f"var(--{name})")
     # Element ids are the drawing's own; on a page with several drawings they must differ.
     text = re.sub(r'\bid="|url\(#|href="#', rf"\g<0>{chart.name}-", text)
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)

@@ -7,15 +7,13 @@ from datetime import datetime
 from html import escape
 
 from paro.text import count_text
-from tools.run_report.charts import BITS, GRID, INK, MUTED, SERIES, as_svg, charts_of
+from tools.run_report.charts import BITS, NAMED, SERIES, as_svg, charts_of
 from tools.run_report.runs import Run, differences
 
 
 def _variables(dark: int) -> str:
-    named = {"ink": INK[dark], "muted": MUTED[dark], "grid": GRID[dark]}
-    named["paper"], named["card"] = (("#f5f7f9", "#ffffff"), ("#12171d", "#1b222b"))[dark]
-    named |= {f"c{i}": pair[dark] for i, pair in enumerate(SERIES)}
-    return " ".join(f"--{name}: {colour};" for name, colour in named.items())
+    named = {**NAMED, "paper": ("#f5f7f9", "#12171d"), "card": ("#ffffff", "#1b222b")}
+    return " ".join(f"--{name}: {colours[dark]};" for name, colours in named.items())
 
 
 def _style() -> str:
@@ -134,39 +132,25 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _figures(runs: Sequence[Run]) -> str:
-    heads = [
-        "run",
-        "ranks",
-        "iterations",
-        "loss, last",
-        "held-out, last",
-        "tokens/s",
-        "per device",
-        "MFU, in full",
-        "MFU, halved",
-        "exposed",
-        "states, MB",
-        "peak, MB",
-    ]
     rows = []
     for index, run in enumerate(runs):
         ranks = run.facts.get("world_size")
         speed = run.typical("tokens_per_second")
-        cells = [
-            f"{_chip(index)}{escape(run.name)}",
-            _number(ranks, "d"),
-            str(int(run.lines[-1]["iteration"])),
-            _last_loss(run),
-            "<br>".join(_held_out(run)) or "-",
-            _number(speed, ",.0f"),
-            _number(speed / ranks if speed and ranks else None, ",.0f"),
-            _number(run.typical("mfu"), ".2%"),
-            _number(run.typical("mfu_causal"), ".2%"),
-            _number(_exposed(run), ".2%"),
-            _number(run.last("model_state_bytes", scale=1e-6), ",.1f"),
-            _number(run.last("peak_memory_bytes", scale=1e-6), ",.1f"),
-        ]
-        rows.append(cells)
+        row = {
+            "run": f"{_chip(index)}{escape(run.name)}",
+            "ranks": _number(ranks, "d"),
+            "iterations": str(int(run.lines[-1]["iteration"])),
+            "loss, last": _last_loss(run),
+            "held-out, last": "<br>".join(_held_out(run)) or "-",
+            "tokens/s": _number(speed, ",.0f"),
+            "per device": _number(speed / ranks if speed and ranks else None, ",.0f"),
+            "MFU, in full": _number(run.typical("mfu"), ".2%"),
+            "MFU, halved": _number(run.typical("mfu_causal"), ".2%"),
+            "exposed": _number(_exposed(run), ".2%"),
+            "states, MB": _number(run.last("model_state_bytes", scale=1e-6), ",.1f"),
+            "peak, MB": _number(run.last("peak_memory_bytes", scale=1e-6), ",.1f"),
+        }
+        rows.append(row)
     note = (
         "Speeds are medians without the first tenth of the lines. Exposed is the part of an "
         "iteration in which computing waits for communication. The peak is allocated memory "
@@ -175,7 +159,8 @@ def _figures(runs: Sequence[Run]) -> str:
     warnings = "".join(
         f'<p class="note warning">{escape(text)}</p>' for text in map(_left_out, runs) if text
     )
-    return f'{_table(heads, rows)}{warnings}<p class="note">{note}</p>'
+    table = _table([*rows[0]], [[*row.values()] for row in rows])
+    return f'{table}{warnings}<p class="note">{note}</p>'
 
 
 def _last_loss(run: Run) -> str:

@@ -35,21 +35,11 @@ class Run:
 
     name: str
     lines: list[dict[str, Any]]
-    start: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     num_starts: int = 0
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.start.get("arguments", {}))
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return dict(self.start.get("facts", {}))
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return dict(self.start.get("environment", {}))
 
     def series(self, name: str, *, scale: float = 1.0) -> tuple[list[float], list[float]]:
         """Iterations and values, without gaps."""
@@ -125,10 +115,13 @@ def _read_run(path: Path) -> Run:
         raise UserError(f"{path} is empty: the run has logged no iteration yet")
     record = read_record(run_record_path(path))
     starts = record.get("starts", [])
+    start: dict[str, Any] = dict(starts[-1]) if starts else {}
     return Run(
         name="",
         lines=lines,
-        start=dict(starts[-1]) if starts else {},
+        arguments=start.get("arguments", {}),
+        facts=start.get("facts", {}),
+        environment=start.get("environment", {}),
         evaluations=[dict(at) for at in record.get("validations", [])],
         num_starts=len(starts),
     )

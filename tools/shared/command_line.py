@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paro.arguments.parser import build_parser
 from paro.errors import UserError
 from paro.text import one_line
 
@@ -61,6 +63,19 @@ class RankParser(Parser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
+
+
+def add_trainer_flags(
+    group: argparse.ArgumentParser | argparse._ArgumentGroup, *same: str, **others: object
+) -> None:
+    """Adds flags of pretrain_llama.py by their names, the `others` with defaults of their own."""
+    known = build_parser()._option_string_actions
+    for name in (*same, *others):
+        action = copy(known[f"--{name.replace('_', '-')}"])
+        if name in others:
+            action.default = others[name]
+            action.help = f"as in pretrain_llama.py; default {action.default}"
+        group._add_action(action)
 
 
 def _as_path(text: str) -> Path:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import torch
 
 from paro.errors import UserError
 from paro.report.memory import anonymous_bytes, give_back_freed_memory
 
 _SAMPLE_SECONDS = 0.005
-_COUNTERS = Path("/proc/net/dev")  # of this process's network namespace
 _PAGES = Path("/proc/self/statm")
 _LIBC = ctypes.CDLL(ctypes.util.find_library("c"))
 
@@ -26,18 +26,15 @@ def watched_interfaces(names: str | None) -> tuple[str, ...]:
     return tuple(name for name in (names or "").split(",") if name and name != "lo")
 
 
-def sent_bytes(interfaces: tuple[str, ...], table: str | None = None) -> dict[str, int]:
-    """Bytes sent by each interface since it was created; `table` is the text of /proc/net/dev."""
-    if not interfaces:
-        return {}
-    lines = (_COUNTERS.read_text() if table is None else table).splitlines()[2:]
-    rows = {name.strip(): row.split() for name, _, row in (line.partition(":") for line in lines)}
-    missing = [name for name in interfaces if name not in rows]
+def sent_bytes(interfaces: tuple[str, ...]) -> dict[str, int]:
+    """Bytes sent by each interface of this process's network namespace since it was created."""
+    found = psutil.net_io_counters(pernic=True, nowrap=False)
+    missing = [name for name in interfaces if name not in found]
     if missing:
         raise UserError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this node has {', '.join(rows)}"
+            f"GLOO_SOCKET_IFNAME names {', '.join(missing)}, but this node has {', '.join(found)}"
         )
-    return {name: int(rows[name][8]) for name in interfaces}
+    return {name: found[name].bytes_sent for name in interfaces}
 
 
 def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:

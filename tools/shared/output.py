@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from data.atomic_file import replacing
 from paro.errors import writing
 from paro.report.log import print_line
+from paro.text import align
 
 
 @contextmanager
@@ -31,6 +32,18 @@ def write_json(path: Path | None, value: Any) -> None:
     """Writes a value as JSON; nothing without a path, as of a flag that is not given."""
     if path is not None:
         write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def text_table(rows: Iterable[Mapping[str, str]], left: Collection[int] = (0,)) -> str:
+    """Rows below their heads, which are those of the first one, aligned as `align` does."""
+    cells = [*rows]
+    return align([[*cells[0]], *([*row.values()] for row in cells)], left)
+
+
+def markdown_table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table in Markdown; `heads` are those of its columns, with | between them."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [f"| {heads} |", f"|{'---|' * (heads.count('|') + 1)}", *lines]
 
 
 def print_json(value: Any, *, indent: int | None = None) -> None:

@@ -37,25 +37,40 @@ def check_outputs(args: Namespace, *flags: str, pictures: Sequence[str] = ()) ->
 
 
 @contextmanager
-def drawing(
-    path: Path, rows: int, columns: int, *, size: tuple[float, float], **subplots: Any
+def figure_of(
+    rows: int,
+    columns: int,
+    *,
+    size: tuple[float, float],
+    style: Mapping[str, Any] | None = None,
+    **subplots: Any,
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure of `size` inches and its panels, row by row, written when the block succeeds.
+    """A figure of `size` inches and its panels, row by row, in matplotlib's own style or another.
 
     Other arguments of matplotlib's `subplots` may be given too.
     """
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("agg")  # no screen is needed
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=size, squeeze=False, layout="constrained", **subplots
-    )
-    try:
-        yield figure, [*panels.flat]
+    with matplotlib.rc_context(style):
+        figure, panels = pyplot.subplots(
+            rows, columns, figsize=size, squeeze=False, layout="constrained", **subplots
+        )
+        try:
+            yield figure, [*panels.flat]
+        finally:
+            pyplot.close(figure)
+
+
+@contextmanager
+def drawing(
+    path: Path, rows: int, columns: int, *, size: tuple[float, float], **subplots: Any
+) -> Iterator[tuple[Any, list[Any]]]:
+    """As `figure_of`, written to a file when the block succeeds."""
+    with figure_of(rows, columns, size=size, **subplots) as (figure, panels):
+        yield figure, panels
         with output_file(path) as temporary:
             figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
-    finally:
-        pyplot.close(figure)
 
 
 def name_rows(axes: Any, names: Sequence[str], colors: Mapping[str, str]) -> None:

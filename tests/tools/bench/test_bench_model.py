@@ -133,59 +133,47 @@ def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     assert row == {"contender": "ours", "failure": "stopped after 0.1 s"}
 
 
-class FakeProcess:
-    """Stands for a contender's process; notes what is done to it."""
-
-    def __init__(self, name: str, log: list[str], stops_at: str = "") -> None:
-        self.name, self.log, self.stops_at = name, log, stops_at
-
-    def run_round(self) -> None:
-        self.log.append(self.name)
-        if self.name == self.stops_at:
-            raise KeyboardInterrupt
-
-    def end(self, result: Result) -> None:
-        self.log.append(f"{self.name} ends")
-        result.seconds[self.name] = [1.0, 2.0]
-
-    def stop(self) -> None:
-        self.log.append(f"{self.name} stops")
-
-
-def raced_on(
-    device: str, monkeypatch: pytest.MonkeyPatch, *, stops_at: str = ""
-) -> tuple[list[str], list[list[str]]]:
-    """What was done to three contenders, and whose results there were each time that one ended."""
+@pytest.mark.parametrize(
+    ("device", "stops_at", "done", "num_ended"),
+    [
+        ("cpu", "", ["a", "b", "c", "b", "c", "a", "a ends", "b ends", "c ends"], 3),
+        ("cuda", "c", ["a", "a", "a ends", "b", "b", "b ends", "c"], 2),  # one is there at a time
+    ],
+)
+def test_processes_take_turns_on_a_cpu_and_a_race_that_is_stopped_keeps_what_has_ended(
+    device: str, stops_at: str, done: list[str], num_ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
     found: list[list[str]] = []
-    task = replace(task_of(make_parser().parse_args(TINY)), device=torch.device(device))
-    monkeypatch.setattr(
-        "tools.bench.model_speed.race._OwnProcess",
-        lambda name, *_: FakeProcess(name, log, stops_at=stops_at),
-    )
-    names = ("a", "b", "c")
+
+    class Contender:
+        """Stands for a contender's process; notes what is done to it."""
+
+        def __init__(self, name: str, *_: object) -> None:
+            self.name = name
+
+        def run_round(self) -> None:
+            log.append(self.name)
+            if self.name == stops_at:
+                raise KeyboardInterrupt
+
+        def end(self, result: Result) -> None:
+            log.append(f"{self.name} ends")
+            result.seconds[self.name] = [1.0, 2.0]
+
+        def stop(self) -> None:
+            log.append(f"{self.name} stops")
+
+    monkeypatch.setattr("tools.bench.model_speed.race._OwnProcess", Contender)
+    task, names = task_of(make_parser().parse_args(TINY)), ["a", "b", "c"]
+    task = replace(task, device=torch.device(device))
     with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():
         race_in_own_processes(
             *(task, names, []), rounds=2, steps=1, ended=lambda got: found.append([*got.seconds])
         )
-    return log, found
-
-
-def test_processes_take_turns_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, found = raced_on("cpu", monkeypatch)
-    assert log[:6] == ["a", "b", "c", "b", "c", "a"]
-    assert log[6:9] == ["a ends", "b ends", "c ends"]
-    assert found[-1] == ["a", "b", "c"]
-
-
-def test_a_race_on_a_gpu_that_is_stopped_keeps_what_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """There one is in memory at a time."""
-    log, found = raced_on("cuda", monkeypatch, stops_at="c")
-    assert log[:7] == ["a", "a", "a ends", "b", "b", "b ends", "c"]
+    assert log[: len(done)] == done
     assert "c stops" in log
-    assert found == [["a"], ["a", "b"]]
+    assert found == [names[:count] for count in range(1, num_ended + 1)]
 
 
 def test_models_that_differ_are_no_race() -> None:

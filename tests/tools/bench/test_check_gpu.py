@@ -21,7 +21,7 @@ from tools.bench.gpu_check.measures import (
     num_layers_that_fit,
 )
 from tools.bench.gpu_check.page import PAGE, RESULTS, read_results, write_results
-from tools.bench.gpu_check.running import Ended, Runner
+from tools.bench.gpu_check.running import Ended, Outcome, Runner
 
 H200 = 150_754_820_096  # bytes that torch reports
 
@@ -148,9 +148,13 @@ REPORT = """<testsuites><testsuite>
 SKIPPED = '<testcase classname="tests.m" name="x"><skipped message="needs wandb"/></testcase>'
 
 
-def test_failures_and_skips_of_a_suite_are_lines(tmp_path: Path) -> None:
-    report = ElementTree.fromstring(REPORT.format(more=""))
-    found = suites.outcome_of(runner(tmp_path), Ended(status=1, output="", seconds=1.0), report)
+def outcome(text: str, status: int, *, rehearse: bool = False) -> Outcome:
+    ended, report = Ended(status=status, output="", seconds=1.0), ElementTree.fromstring(text)
+    return suites.outcome_of(runner(Path(), rehearse=rehearse), ended, report)
+
+
+def test_failures_and_skips_of_a_suite_are_lines() -> None:
+    found = outcome(REPORT.format(more=""), 1)
     assert not found.passed
     assert found.lines == (
         "1 passed, 1 failed, 1 skipped",
@@ -164,15 +168,9 @@ def test_failures_and_skips_of_a_suite_are_lines(tmp_path: Path) -> None:
     ("more", "rehearse", "passed"),
     [("", False, True), (SKIPPED, False, False), (SKIPPED, True, True)],
 )
-def test_only_missing_hardware_excuses_a_skip(
-    tmp_path: Path, more: str, *, rehearse: bool, passed: bool
-) -> None:
+def test_only_missing_hardware_excuses_a_skip(more: str, *, rehearse: bool, passed: bool) -> None:
     text = REPORT.format(more=more).replace("failure", "properties")
-    ended = Ended(status=0, output="", seconds=1.0)
-    found = suites.outcome_of(
-        runner(tmp_path, rehearse=rehearse), ended, ElementTree.fromstring(text)
-    )
-    assert found.passed is passed
+    assert outcome(text, 0, rehearse=rehearse).passed is passed
 
 
 @pytest.mark.process
@@ -183,7 +181,7 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     begin = time.monotonic()
     child = "import time; time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    ended = runner(tmp_path).python("sleeper", ["-c", parent])
+    ended = runner(tmp_path).run("sleeper", ["-c", parent])
     assert ended.timed_out
     assert time.monotonic() - begin < 30
     assert "the part's time was over" in ended.failure

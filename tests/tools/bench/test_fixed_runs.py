@@ -21,16 +21,13 @@ def test_every_strategy_is_run_and_what_is_loaded_was_saved_before() -> None:
     assert saved
 
 
-def test_the_last_bit_of_a_figure_is_a_difference() -> None:
+def test_the_last_bit_of_a_figure_and_a_missing_run_or_step_are_differences() -> None:
     before = {"IIG": STEPS}
     assert not list(differences(before, copy.deepcopy(before)))
     after = copy.deepcopy(before)
     after["IIG"][1]["lm_loss"] += 2.0**-52
     (line,) = differences(before, after)
     assert line.startswith("IIG, iteration 1.0: lm_loss 1.0 before, 1.0000000000000002 after")
-
-
-def test_runs_and_steps_that_are_missing_are_differences() -> None:
     assert list(differences({"IIG": STEPS}, {})) == ["IIG: only before"]
     assert list(differences({}, {"IIG": STEPS})) == ["IIG: only after"]
     assert list(differences({"IIG": STEPS}, {"IIG": STEPS[:1]})) == ["IIG: 2 steps before, 1 after"]

@@ -23,6 +23,7 @@ from tests.helpers.commands import write_lines
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script
+from tests.helpers.training import TINY
 from tests.paro.planning.cases import link
 from tools.bench import study_plan
 from tools.bench.study_plan import COUNTS, StudyPart, main, missing, parts, rows_of
@@ -144,13 +145,11 @@ def test_a_report_tells_of_what_was_measured(tmp_path: Path) -> None:
     page = (tmp_path / "steps.md").read_text()
     assert f"report --folder {tmp_path.as_posix()}" in page
     assert "\n| deep, a NIC of 100mbit per rank, native, 4 micro-batches |" in page
-    assert f"\n| IIG | {median(seconds_of(rows, 'IIG@native', 4)):.3f} |" in page
+    iig = (
+        found for found in rows if (found["setting"], found["micro_batches"]) == ("IIG@native", 4)
+    )
+    assert f"\n| IIG | {median(found['seconds'] for found in iig):.3f} |" in page
     assert (tmp_path / "steps.png").stat().st_size > 0
-
-
-def seconds_of(rows: Sequence[dict[str, Any]], candidate: str, count: int) -> list[float]:
-    key = candidate, count
-    return [row["seconds"] for row in rows if (row["setting"], row["micro_batches"]) == key]
 
 
 @pytest.mark.parametrize(
@@ -167,12 +166,7 @@ def test_a_report_needs_rows_and_a_machine(
 @pytest.mark.verify
 def test_steps_are_timed_on_two_ranks(tmp_path: Path) -> None:
     rows = tmp_path / "steps.jsonl"
-    train = (
-        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --seq-length 16 "
-        "--make-vocab-size-divisible-by 1 --bf16 --distributed-backend gloo --mock-data "
-        "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 2 "
-        "--train-iters 10 --lr 1e-5"
-    )
+    train = f"{TINY} --bf16 --global-batch-size 2 --train-iters 10"
     settings = "GGG@native,2/2/2@ring+rotate"
     flags = ("--output", rows, "--settings", settings, "--counts", "1,2", "--turns", "2")
     flags += ("--train", train)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -39,31 +38,26 @@ STEPS = 2
 CALIBRATION_BYTES = 32 << 20
 
 
-def all_nics(control: Control) -> int:
-    """Bytes that all NICs of the cluster have sent, after all transfers have ended."""
+def all_sent(control: Control) -> tuple[int, int]:
+    """Bytes that NICs and loopbacks of the cluster have sent, after all transfers have ended."""
     control.barrier()
-    sent = sum(sent_bytes((os.environ["GLOO_SOCKET_IFNAME"],)).values())
+    nic = os.environ["GLOO_SOCKET_IFNAME"]
+    sent = sent_bytes((nic, "lo"))
     control.barrier()
-    return int(control.sum([float(sent)])[0])
+    inside = sent["lo"] if os.environ["LOCAL_RANK"] == "0" else 0
+    nics, loopbacks = map(int, control.sum([float(sent[nic]), float(inside)]))
+    return nics, loopbacks
 
 
-def all_loopbacks(control: Control) -> int:
-    """Bytes that ranks of one node have sent each other, after all transfers have ended."""
-    control.barrier()
-    sent = sent_bytes(("lo",))["lo"] if os.environ["LOCAL_RANK"] == "0" else 0
-    control.barrier()
-    return int(control.sum([float(sent)])[0])
-
-
-def calibrate(control: Control, to: int, count: Callable[[Control], int]) -> float:
-    """Bytes on the wire per byte sent, for one transfer from rank 0."""
-    before = count(control)
+def calibrate(control: Control, to: int, way: int) -> float:
+    """Bytes on the wire per byte sent, for one transfer from rank 0; by NICs or loopbacks."""
+    before = all_sent(control)[way]
     payload = torch.zeros(CALIBRATION_BYTES, dtype=torch.uint8)
     if control.world.rank == 0:
         dist.send(payload, to)
     elif control.world.rank == to:
         dist.recv(payload, 0)
-    return (count(control) - before) / CALIBRATION_BYTES
+    return (all_sent(control)[way] - before) / CALIBRATION_BYTES
 
 
 def measure(strategy: str, collective: str, control: Control) -> dict[str, float]:
@@ -79,13 +73,13 @@ def measure(strategy: str, collective: str, control: Control) -> dict[str, float
     state, source = begun(config, training)
     train_step(training, state, source)
     training.model.wait_for_updated_params()
-    before, inside_before = all_nics(control), all_loopbacks(control)
+    before = all_sent(control)
     counted = inside = 0
     for _ in range(STEPS):
         sent = train_step(training, state, source).sent
         counted, inside = counted + sent.inter, inside + sent.intra
     training.model.wait_for_updated_params()
-    nics, loopbacks = all_nics(control) - before, all_loopbacks(control) - inside_before
+    nics, loopbacks = (now - then for now, then in zip(all_sent(control), before, strict=True))
     training.close()
     counts = control.sum([float(counted), float(inside)])
     return {"nics": nics, "counted": counts[0], "loopbacks": loopbacks, "counted_inside": counts[1]}
@@ -99,8 +93,8 @@ def main() -> None:
     world = World(rank=rank, size=size, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     control = Control(world, torch.device("cpu"))
     found: dict[str, object] = {
-        "calibration": calibrate(control, size - 1, all_nics),
-        "calibration_inside": calibrate(control, 1, all_loopbacks),
+        "calibration": calibrate(control, size - 1, 0),
+        "calibration_inside": calibrate(control, 1, 1),
     }
     for strategy in strategies.split("/"):
         for collective in collectives.split(","):

@@ -53,12 +53,6 @@ def test_routes_and_rates_of_a_small_cluster() -> None:
     )
     ports = ("n0nic0", "n0nic1", "n1nic0", "n1nic1")
     assert commands["tc", "paro-a-switch"] == tuple(f"qdisc add dev {p} {nic}" for p in ports)
-
-
-def test_the_loopbacks_bucket_holds_its_largest_packet() -> None:
-    assert "burst 131072b" in shaped("lo", 100_000_000)
-
-
-def test_one_nic_for_a_node_has_one_cable() -> None:
-    lines = next(batches(spec(nic="shared"))).lines
-    assert len([line for line in lines if "veth" in line]) == 2
+    assert "burst 131072b" in shaped("lo", 100_000_000), "the loopback's largest packet fits"
+    cables = [line for line in next(batches(spec(nic="shared"))).lines if "veth" in line]
+    assert len(cables) == 2, "one for a node"

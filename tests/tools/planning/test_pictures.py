@@ -15,7 +15,7 @@ from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import Workload
 from tests.paro.planning.cases import FEW, machine, workload
 from tools.planning import pictures
-from tools.planning.labels import Box, box_of
+from tools.planning.labels import is_within
 from tools.planning.pictures import draw_front
 
 ONE_NODE = {"machine": machine(world_size=8), "global_batch_size": 48}
@@ -48,23 +48,22 @@ def test_labels_cover_neither_each_other_nor_points(
 
     def check(axes: Any) -> None:
         # An annotation's own extent has the line to its point in it.
-        extents = ((t.get_text(), Text.get_window_extent(t)) for t in axes.texts)
-        named = {name: Box(*extent.extents) for name, extent in extents}
+        named = {text.get_text(): Text.get_window_extent(text) for text in axes.texts}
         assert {name for text in named for name in text.split()} >= {"NNN", "IIG", "GGG"}
         for (name, box), (other_name, other) in combinations(named.items(), 2):
-            assert not box.overlaps(other), f"{name} and {other_name}"
+            assert not box.fully_overlaps(other), f"{name} and {other_name}"
         for row in rows:
             x, y = axes.transData.transform((row.memory_bytes / 1e9, row.seconds))
-            covering = [
-                n for n, b in named.items() if b.left < x < b.right and b.bottom < y < b.top
-            ]
+            covering = [name for name, box in named.items() if box.fully_contains(x, y)]
             assert not covering, f"the point of {row.candidate.name} is under {covering}"
-        outside = {n: b for n, b in named.items() if not box_of(axes).contains(b)}
-        assert not outside, box_of(axes)
+        inside = axes.get_window_extent()
+        outside = {name: box for name, box in named.items() if not is_within(box, inside)}
+        assert not outside, inside
         for axis in (axes.xaxis, axes.yaxis):
             ticks = [*axis.get_majorticklabels(), *axis.get_minorticklabels()]
-            shown = [box_of(tick) for tick in ticks if tick.get_visible() and tick.get_text()]
-            assert not any(box.overlaps(other) for box, other in combinations(shown, 2))
+            seen = [tick for tick in ticks if tick.get_visible() and tick.get_text()]
+            shown = [tick.get_window_extent() for tick in seen]
+            assert not any(box.fully_overlaps(other) for box, other in combinations(shown, 2))
 
     own = pictures.drawing
     monkeypatch.setattr(pictures, "drawing", drawing)

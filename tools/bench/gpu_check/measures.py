@@ -45,7 +45,7 @@ def memory(runner: Runner) -> Outcome:
     passed = True
     for index, (title, (flags, size, count)) in enumerate(cases):
         words = _training(runner, iterations=3, size=size, count=count)
-        ended = runner.ranks(f"memory-{index}", [*words, *flags.split()])
+        ended = runner.run(f"memory-{index}", [*words, *flags.split()])
         match = re.search(r"memory \(MB\) \| (.*)", ended.output)
         if ended.failure or not match:
             lines.append(f"{title}: {ended.failure or 'no memory line'}")
@@ -85,16 +85,6 @@ def _memory_text(figures: Mapping[str, int]) -> str:
     return text
 
 
-def speed(runner: Runner) -> Outcome:
-    """MFU of the trainer beside its model in a plain loop and transformers."""
-    return _speed(runner, ("trainer",) if runner.rehearse else HEADLINE, "speed")
-
-
-def variants(runner: Runner) -> Outcome:
-    """The same of what changes one thing."""
-    return _speed(runner, ("trainer-fp8",) if runner.rehearse else VARIANTS, "variants")
-
-
 def muon(runner: Runner) -> Outcome:
     """Newton-Schulz of a 7B model's matrices, and Muon's step beside AdamW's."""
     words: list[object] = ["tools/bench/bench_newton_schulz.py"]
@@ -103,16 +93,18 @@ def muon(runner: Runner) -> Outcome:
     if not products.passed:
         return products
     names = ("trainer-muon",) if runner.rehearse else ("trainer", "trainer-muon")
-    steps = _speed(runner, names, "muon")
+    steps = speed(runner, "muon", names)
     lines = products.lines + steps.lines
     rows = {row["contender"]: row for row in steps.figures.get("rows", ())}
-    speeds = [rows.get(name, {}).get("tokens_per_second") for name in names]
-    if None not in speeds and len(speeds) == 2:
-        lines += (f"a step takes {speeds[0] / speeds[1]:.3f} times as long as with AdamW",)
+    adamw, own = (rows.get(n, {}).get("tokens_per_second") for n in ("trainer", "trainer-muon"))
+    if adamw and own:
+        lines += (f"a step takes {adamw / own:.3f} times as long as with AdamW",)
     return replace(steps, lines=lines, figures={**steps.figures, **products.figures})
 
 
-def _speed(runner: Runner, names: Sequence[str], title: str) -> Outcome:
+def speed(runner: Runner, title: str, names: Sequence[str]) -> Outcome:
+    """MFU of contenders of bench_model.py; in a rehearsal of the first one alone."""
+    names = names[:1] if runner.rehearse else names
     left_out = [name for name in names if "fp8" in name and not runner.has_fp8]
     names = [name for name in names if name not in left_out]
     if runner.rehearse:
@@ -167,7 +159,7 @@ def profile(runner: Runner) -> Outcome:
         "--profile-ranks 0 --tensorboard-dir"
     )
     words = [*_training(runner, iterations=6, count=2), *flags.split(), folder]
-    ended = runner.ranks("profile", words)
+    ended = runner.run("profile", words)
     traces = sorted(folder.glob("*.pt.trace.json*"))
     if ended.failure or not traces:
         return Outcome(passed=False, lines=(ended.failure or "no trace was written",))

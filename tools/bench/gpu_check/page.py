@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from paro.errors import about
 from paro.untrusted.schema import Figure, read_json
-from tools.shared.output import write_json, write_text
+from tools.shared.output import markdown_table, write_json, write_text
 
 RESULTS = "results.json"
 PAGE = "README.md"
@@ -75,13 +75,14 @@ def page(results: Mapping[str, Any], *, rehearsal: bool) -> str:
     lines += [*headline(results), ""]
     if rehearsal:
         lines += ["Small shapes on CPU ranks: no figure here says anything about a GPU.", ""]
-    lines += ["| part | | passed | seconds | machine | date | commit |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for letter, part in results.items():
-        cells = (part[key] for key in ("machine", "date", "commit"))
-        passed = "yes" if part["passed"] else "**no**"
-        row = (letter, part["title"], passed, f"{part['seconds']:.0f}", *cells)
-        lines.append(f"| {' | '.join(row)} |")
+    rows = [
+        (
+            *(letter, part["title"], "yes" if part["passed"] else "**no**"),
+            *(f"{part['seconds']:.0f}", part["machine"], part["date"], part["commit"]),
+        )
+        for letter, part in results.items()
+    ]
+    lines += markdown_table("part | | passed | seconds | machine | date | commit", rows)
     for letter, part in results.items():
         lines += ["", f"## {letter}. {part['title']}", "", "```text", *part["lines"], "```"]
         lines += [f"\n![{part['title']}]({picture})" for picture in part["pictures"]]

@@ -83,10 +83,20 @@ class Runner:
     def seconds_left(self) -> float:
         return max(0.0, self.begin + PART_SECONDS - time.monotonic())
 
-    def python(
-        self, name: str, words: Sequence[object], *, env: Mapping[str, str] | None = None
+    def run(
+        self,
+        name: str,
+        words: Sequence[object],
+        *,
+        alone: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> Ended:
-        """Runs this Python with the words, from the repository's root; the log is NAME.log."""
+        """Runs this Python with the words, from the repository's root; the log is NAME.log.
+
+        Where there are several GPUs it is under torchrun, unless `alone`.
+        """
+        if self.num_gpus > 1 and not alone:
+            words = [*torchrun(self.num_gpus), *words]
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, *map(str, words)]
@@ -111,14 +121,6 @@ class Runner:
         seconds = time.monotonic() - begin
         return Ended(status=status, output=output, seconds=seconds, timed_out=timed_out)
 
-    def ranks(
-        self, name: str, words: Sequence[object], *, env: Mapping[str, str] | None = None
-    ) -> Ended:
-        """The same under torchrun where there are several GPUs."""
-        if self.num_gpus == 1:
-            return self.python(name, words, env=env)
-        return self.python(name, [*torchrun(self.num_gpus), *words], env=env)
-
     def measured(
         self,
         name: str,
@@ -128,11 +130,10 @@ class Runner:
         file: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Ended:
-        """As `ranks`, or `alone` as `python`, with the figures of --json, by default NAME.json."""
+        """As `run`, with the figures of --json, by default NAME.json."""
         path = self.folder / f"{file or name}.json"
         path.unlink(missing_ok=True)
-        run = self.python if alone else self.ranks
-        ended = run(name, [*words, "--json", path], env=env)
+        ended = self.run(name, [*words, "--json", path], alone=alone, env=env)
         return replace(ended, figures=json.loads(path.read_bytes()) if path.exists() else None)
 
     @property

@@ -31,14 +31,9 @@ def gpu_test_files() -> list[str]:
     ]
 
 
-def rank_tests(runner: Runner) -> Outcome:
-    """Four ranks on one GPU train as one process does."""
-    return _pytest(runner, "test_ranks", ["tests/gpu/test_ranks.py"], rehearsed="verify")
-
-
-def race_tests(runner: Runner) -> Outcome:
-    """Delays before communication and before computing change no bit."""
-    return _pytest(runner, "test_races", ["tests/gpu/test_races.py"], rehearsed="verify")
+def tests_in(runner: Runner, name: str) -> Outcome:
+    """The tests of a file for this check alone."""
+    return _pytest(runner, name, [f"tests/gpu/{name}.py"], rehearsed="verify")
 
 
 def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) -> Outcome:
@@ -51,7 +46,8 @@ def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) 
     report = runner.folder / "logs" / f"{name}.xml"
     report.unlink(missing_ok=True)
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--strict-markers"]
-    ended = runner.python(name, [*options, "--junit-xml", report, *marks, *files])
+    words = [*options, "--junit-xml", report, *marks, *files]
+    ended = runner.run(name, words, alone=True)
     if not report.exists():
         return Outcome(passed=False, lines=(ended.failure or "pytest wrote no report",))
     return outcome_of(runner, ended, ElementTree.parse(report).getroot())

@@ -10,6 +10,7 @@ from statistics import median
 from paro.report.record import PlannedStep
 from paro.text import align
 from tools.bench.shared.turns import median_known
+from tools.shared.output import text_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,40 +137,35 @@ def _ratio(value: float | None, other: float | None) -> float | None:
 
 def summary_table(summaries: Sequence[Summary]) -> str:
     """Text table: seconds, tokens and bytes by contender."""
-    head = ["contender", "s/step", "tokens/s", "states MB", "peak MB", "NIC MB/step", "CPU s/step"]
-    head += ["waited s/step", "GFLOP/s a rank"]
-    rows = [
-        [
-            row.contender,
-            f"{row.seconds:.3f}",
-            f"{row.tokens_per_second:.1f}",
-            _mb(row.state_bytes),
-            _mb(row.peak_bytes),
-            _mb(row.nic_bytes),
-            f"{row.cpu_seconds:.2f}",
-            "-" if row.waited_seconds is None else f"{row.waited_seconds:.2f}",
-            f"{row.flops_per_second / 1e9:.2f}",
-        ]
+    return text_table(
+        {
+            "contender": row.contender,
+            "s/step": f"{row.seconds:.3f}",
+            "tokens/s": f"{row.tokens_per_second:.1f}",
+            "states MB": _mb(row.state_bytes),
+            "peak MB": _mb(row.peak_bytes),
+            "NIC MB/step": _mb(row.nic_bytes),
+            "CPU s/step": f"{row.cpu_seconds:.2f}",
+            "waited s/step": "-" if row.waited_seconds is None else f"{row.waited_seconds:.2f}",
+            "GFLOP/s a rank": f"{row.flops_per_second / 1e9:.2f}",
+        }
         for row in summaries
-    ]
-    return align([head, *rows])
+    )
 
 
 def ratio_table(ratios: Sequence[Ratios]) -> str:
     """Text table: every contender as multiples of one baseline."""
-    head = ["against " + ratios[0].baseline, "tokens/s", "(rounds)", "states", "peak", "NIC"]
-    rows = [
-        [
-            row.contender,
-            f"{row.speed:.2f}",
-            f"({row.slowest:.2f}-{row.fastest:.2f})",
-            _times(row.state_bytes),
-            _times(row.peak_bytes),
-            _times(row.nic_bytes),
-        ]
+    return text_table(
+        {
+            f"against {row.baseline}": row.contender,
+            "tokens/s": f"{row.speed:.2f}",
+            "(rounds)": f"({row.slowest:.2f}-{row.fastest:.2f})",
+            "states": _times(row.state_bytes),
+            "peak": _times(row.peak_bytes),
+            "NIC": _times(row.nic_bytes),
+        }
         for row in ratios
-    ]
-    return align([head, *rows])
+    )
 
 
 def prediction_table(summaries: Sequence[Summary], planned: Mapping[str, PlannedStep]) -> str:

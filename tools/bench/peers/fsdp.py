@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,10 +21,10 @@ from tools.bench.peers.task import (
     Contender,
     Outcome,
     Task,
+    accumulate,
     adamw_settings,
     decay_groups,
     empty_model,
-    mean_loss_weights,
     trained_parameters,
 )
 from tools.bench.peers.torch_ring import torch_ring
@@ -103,15 +104,7 @@ class FullySharded(Contender):
         )
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
-        losses = []
-        for index in range(self.task.num_micro_batches):
-            self._expect(last=index + 1 == self.task.num_micro_batches)
-            batch = next(batches)
-            weights_BS = mean_loss_weights(self.task, batch)
-            loss = self.model(batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents())
-            loss.backward()
-            losses.append(loss.detach())
-            observe()
+        loss = accumulate(self.task, self.model, batches, observe, self._expecting)
         clip = self.task.run.optim.clip_grad
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(gradients)
@@ -120,15 +113,16 @@ class FullySharded(Contender):
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Outcome(torch.stack(losses).sum(), grad_norm)
+        return Outcome(loss, grad_norm)
 
-    def _expect(self, *, last: bool) -> None:
+    def _expecting(self, last: bool) -> AbstractContextManager[None]:
         self.root.set_is_last_backward(last)
         if self.mode.hybrid:
             self.root.set_requires_all_reduce(last)
         if self.mode.kept:
             self.root.set_requires_gradient_sync(last)
             self.root.set_reshard_after_backward(last)
+        return nullcontext()
 
     def held(self) -> Iterable[Tensor]:
         # The optimizer has the shards; the modules have the whole parameters where they are kept.

@@ -17,9 +17,9 @@ from tools.bench.peers.task import (
     Contender,
     Outcome,
     Task,
+    accumulate,
     adamw_settings,
     decay_groups,
-    mean_loss_weights,
     trained_parameters,
     whole_model,
 )
@@ -98,16 +98,10 @@ class Replicated(Contender):
             self.optimizer = self.local = MasterAdamW(groups, **settings)
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
-        losses = []
-        for index in range(self.task.num_micro_batches):
-            last = index + 1 == self.task.num_micro_batches
-            batch = next(batches)
-            with nullcontext() if last else self.ddp.no_sync():
-                weights_BS = mean_loss_weights(self.task, batch)
-                loss = self.ddp(batch.tokens_BS, batch.labels_BS, weights_BS)
-                loss.backward()
-            losses.append(loss.detach())
-            observe()
+        loss = accumulate(
+            *(self.task, self.ddp, batches, observe),
+            lambda last: nullcontext() if last else self.ddp.no_sync(),
+        )
         norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.parameters]
         grad_norm = torch.linalg.vector_norm(torch.stack(norms))
         torch.nn.utils.clip_grads_with_norm_(
@@ -115,7 +109,7 @@ class Replicated(Contender):
         )
         self.optimizer.step()
         self.ddp.zero_grad(set_to_none=False)  # gradients stay views of the buckets
-        return Outcome(torch.stack(losses).sum(), grad_norm)
+        return Outcome(loss, grad_norm)
 
     def held(self) -> Iterable[Tensor]:
         yield from self.ddp.module.parameters()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,10 +141,24 @@ def adamw_settings(task: Task) -> dict[str, object]:
     return {"lr": task.run.schedule.lr, "betas": betas, "eps": optim.adam_eps}
 
 
-def mean_loss_weights(task: Task, batch: Batch) -> Tensor:
-    """Token weights that make the model's loss this micro-batch's share of the rank's mean.
+def accumulate(
+    task: Task,
+    model: nn.Module,
+    batches: Iterator[Batch],
+    observe: Callable[[], None],
+    around: Callable[[bool], AbstractContextManager[object]],
+) -> Tensor:
+    """Adds up the gradients of a step, each micro-batch inside `around(is_last)`; the mean loss.
 
     Ranks that share a sample have shares of one mean, and means of ranks are averaged.
     """
-    sharing = task.run.world.context_parallel_size
-    return batch.loss_mask_BS * (sharing / (batch.mask_sum * task.num_micro_batches))
+    sharing, losses = task.run.world.context_parallel_size, []
+    for number in range(1, task.num_micro_batches + 1):
+        batch = next(batches)
+        weights_BS = batch.loss_mask_BS * (sharing / (batch.mask_sum * task.num_micro_batches))
+        with around(number == task.num_micro_batches):
+            loss = model(batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents())
+            loss.backward()
+        losses.append(loss.detach())
+        observe()
+    return torch.stack(losses).sum()

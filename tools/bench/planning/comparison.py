@@ -86,14 +86,6 @@ class Comparison:
     rows: tuple[Row, ...]
     choices: tuple[float, ...]  # of auto, times by those of the best; empty where weights rotate
 
-    @property
-    def median_error(self) -> float:
-        return median(abs(row.error) for row in self.rows)
-
-    @property
-    def worst_error(self) -> float:
-        return max(abs(row.error) for row in self.rows)
-
     def pairs(self) -> Iterator[Pair]:
         """All pairs that differ by more than `MOST_ALIKE`.
 

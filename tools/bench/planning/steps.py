@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Any
+
+import psutil
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -49,7 +50,6 @@ OF_ONE = (2, 3)  # with one micro-batch
 OF_SEVERAL = (1, 2)
 VISITS = 3  # turns of one micro-batch for each of several: short steps vary more
 WARMUP = 2  # steps per number of micro-batches once a strategy is built; memory is measured
-_STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +170,8 @@ def _built(
 
 def _machine_seconds() -> float:
     """Processor time that this machine has spent on anything since it was booted."""
-    user, nice, system, _, _, *interrupts = map(int, _STAT.read_text().split("\n")[0].split()[1:8])
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    used = psutil.cpu_times()
+    return float(used.user + used.nice + used.system + used.irq + used.softirq)
 
 
 def _with(training: Training, config: RunConfig, count: int) -> Training:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Comparison, Pair
+from tools.shared.output import markdown_table
 from tools.shared.picture import drawing
 
 HEAD = """\
@@ -57,31 +58,20 @@ def page(folder: Path, chapters: Sequence[Chapter], shapes: dict[str, str]) -> s
 
 
 def _summary(chapters: Sequence[Chapter]) -> list[str]:
-    lines = [
+    text = (
         f"Pairs are those whose steps differ by more than {MOST_ALIKE - 1:.0%}, by the median of "
         "their ratios turn by turn, and *clear* if they do so in three of four turns; *auto* is "
         "its choice under limits that let in one strategy, all of them and some in between: how "
-        "much longer it takes than the best measured one that fits, at the most.",
-        "",
-        "| | turns | median error | worst | pairs ordered wrongly | of the clear ones "
-        "| auto, at most |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {c.title} | {min(len(row.by_turn) for row in c.compared.rows)} "
-        f"| {c.compared.median_error:.1%} | {c.compared.worst_error:.1%} "
-        f"| {_wrong([*c.compared.pairs()])} "
-        f"| {_wrong([pair for pair in c.compared.pairs() if pair.is_clear])} "
-        f"| {_most(c.compared.choices)} |"
+        "much longer it takes than the best measured one that fits, at the most."
+    )
+    heads = "| turns | median error | worst | pairs ordered wrongly | of the clear ones"
+    rows = [
+        (c.title, min(len(row.by_turn) for row in c.compared.rows), *_cells(c.compared))
         for c in chapters
     ]
-    errors = [abs(row.error) for c in chapters for row in c.compared.rows]
-    pairs = [pair for c in chapters for pair in c.compared.pairs()]
-    most = _most([choice for c in chapters for choice in c.compared.choices])
-    lines.append(
-        f"| **all** | | **{median(errors):.1%}** | **{max(errors):.1%}** | **{_wrong(pairs)}** "
-        f"| **{_wrong([pair for pair in pairs if pair.is_clear])}** | **{most}** |"
-    )
+    everything = _cells(*(c.compared for c in chapters))
+    rows.append(("**all**", "", *(f"**{cell}**" for cell in everything)))
+    lines = [text, "", *markdown_table(f"{heads} | auto, at most", rows)]
     memory = [e for c in chapters for row in c.compared.rows if (e := row.memory_error) is not None]
     if memory:
         lines += [
@@ -93,30 +83,36 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
     return lines
 
 
+def _cells(*compared: Comparison) -> tuple[str, ...]:
+    """The errors, the pairs and the choices of comparisons, taken together."""
+    errors = [abs(row.error) for each in compared for row in each.rows]
+    pairs = [pair for each in compared for pair in each.pairs()]
+    clear = [pair for pair in pairs if pair.is_clear]
+    choices = [choice for each in compared for choice in each.choices]
+    most = f"{max(choices) - 1:.1%}" if choices else ""  # for what rotates, auto was not run
+    return f"{median(errors):.1%}", f"{max(errors):.1%}", _wrong(pairs), _wrong(clear), most
+
+
 def _wrong(pairs: Sequence[Pair]) -> str:
     return f"{sum(pair.is_wrong for pair in pairs)} of {len(pairs)}"
 
 
-def _most(choices: Sequence[float]) -> str:
-    """The largest loss of a choice; empty for rotating candidates, for which auto was not run."""
-    return f"{max(choices) - 1:.1%}" if choices else ""
-
-
 def _rows(chapter: Chapter) -> list[str]:
-    lines = [
-        "| | measured s | predicted s | error | peak MB | predicted MB | waits, measured "
-        "| waits, predicted |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in sorted(chapter.compared.rows, key=lambda row: row.seconds):
-        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}"
-        waits = ", ".join(f"{kind} {s:.2f}" for kind, s in row.measured_exposed.items() if s > 5e-3)
-        said = ", ".join(f"{kind} {s:.2f}" for kind, s in row.exposed.items() if s > 5e-3)
-        lines.append(
-            f"| {row.strategy} | {row.seconds:.3f} | {row.predicted:.3f} | {row.error:+.1%} "
-            f"| {peak} | {row.predicted_bytes / 1e6:.1f} | {waits} | {said} |"
+    rows = [
+        (
+            *(row.strategy, f"{row.seconds:.3f}", f"{row.predicted:.3f}", f"{row.error:+.1%}"),
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}",
+            f"{row.predicted_bytes / 1e6:.1f}",
+            *map(_waits, (row.measured_exposed, row.exposed)),
         )
-    return lines
+        for row in sorted(chapter.compared.rows, key=lambda row: row.seconds)
+    ]
+    heads = "| measured s | predicted s | error | peak MB | predicted MB | waits, measured"
+    return markdown_table(f"{heads} | waits, predicted", rows)
+
+
+def _waits(exposed: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in exposed.items() if seconds > 5e-3)
 
 
 def draw(path: Path, chapters: Sequence[Chapter]) -> None:

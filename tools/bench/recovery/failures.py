@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
 from tools.bench.recovery.cases import CASES, Case
-from tools.shared.output import write_json
+from tools.shared.output import markdown_table, write_json
 from tools.shared.picture import drawing
 
 
@@ -27,29 +28,27 @@ class Failure:
     load: float  # of the machine before it
 
 
+@dataclass(slots=True, kw_only=True)
 class Study:
-    """What was measured so far, in a file."""
+    """What was measured so far, as its file has it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        found = json.loads(path.read_text()) if path.exists() else {}
-        self.undisturbed: dict[str, list[list[str]]] = found.get("undisturbed", {})
-        self.step_seconds: dict[str, float] = found.get("step_seconds", {})
-        self.failures = [Failure(**each) for each in found.get("failures", [])]
-        self.steady: dict[str, dict[str, float]] = found.get("steady", {})
-        self.complaints: list[str] = found.get("complaints", [])
-        self.num_compared: int = found.get("losses_compared", 0)
+    path: Path
+    undisturbed: dict[str, list[list[str]]] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    losses_compared: int = 0
+    complaints: list[str] = field(default_factory=list)
+    steady: dict[str, dict[str, float]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Study:
+        """What a file has; nothing if it does not exist."""
+        found = json.loads(path.read_text()) if path.exists() else {"failures": []}
+        failures = [Failure(**each) for each in found.pop("failures")]
+        return cls(path=path, failures=failures, **found)
 
     def save(self) -> None:
-        content = {
-            "undisturbed": self.undisturbed,
-            "step_seconds": self.step_seconds,
-            "losses_compared": self.num_compared,
-            "complaints": self.complaints,
-            "steady": self.steady,
-            "failures": [asdict(failure) for failure in self.failures],
-        }
-        write_json(self._path, content)
+        write_json(self.path, {k: v for k, v in asdict(self).items() if k != "path"})
 
     def of(self, case: Case, kind: str | None = None) -> list[Failure]:
         return [f for f in self.failures if f.case == case.name and kind in (None, f.kind)]
@@ -66,11 +65,7 @@ def tables(study: Study) -> str:
 
 
 def _by_case(study: Study) -> list[str]:
-    lines = [
-        "| training | failures | computed again, at most | s to the next new iteration: median, "
-        "most | recovery: median s | in steps, at most |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows: list[tuple[object, ...]] = []
     for case in CASES:
         failures = study.of(case)
         if not failures:
@@ -79,20 +74,20 @@ def _by_case(study: Study) -> list[str]:
         from_memory = [f for f in failures if f.recovery_seconds is not None]
         own = [f.recovery_seconds or 0.0 for f in from_memory]
         steps = [(f.recovery_seconds or 0.0) / f.step_seconds for f in from_memory]
-        recovery = f"{median(own):.2f} | {max(steps):.2f}" if own else "from disk | "
+        recovery = (f"{median(own):.2f}", f"{max(steps):.2f}") if own else ("from disk", "")
         again = max(failure.computed_again for failure in failures)
-        lines.append(
-            f"| {case.name} | {len(failures)} | {again} | {median(seconds):.1f}, "
-            f"{max(seconds):.1f} | {recovery} |"
-        )
-    return lines
+        rows.append((case.name, len(failures), again, _median_and_most(seconds), *recovery))
+    heads = "training | failures | computed again, at most | s to the next new iteration: median, "
+    heads += "most | recovery: median s | in steps, at most"
+    return markdown_table(heads, rows)
+
+
+def _median_and_most(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.1f}, {max(seconds):.1f}"
 
 
 def _by_kind(study: Study) -> list[str]:
-    lines = [
-        "| failure, from memory | number | computed again, at most | s: median, most |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     names = {case.name for case in CASES if case.own_flags}
     kinds = dict.fromkeys(kind for case in CASES for kind in case.kinds)
     for kind in kinds:
@@ -100,18 +95,17 @@ def _by_kind(study: Study) -> list[str]:
         if found:
             seconds = [failure.seconds for failure in found]
             again = max(failure.computed_again for failure in found)
-            lines.append(
-                f"| {kind} | {len(found)} | {again} | {median(seconds):.1f}, {max(seconds):.1f} |"
-            )
-    return lines
+            rows.append((kind, len(found), again, _median_and_most(seconds)))
+    heads = "failure, from memory | number | computed again, at most | s: median, most"
+    return markdown_table(heads, rows)
 
 
 def _steady(study: Study) -> list[str]:
-    lines = ["| training | a step with a copy takes | NIC bytes |", "|---|---|---|"]
-    for name, found in study.steady.items():
-        ratio, nics = found["step_ratio"] - 1.0, found["nic_bytes_ratio"] - 1.0
-        lines.append(f"| {name} | {ratio:+.1%} | {nics:+.2%} |")
-    return lines
+    rows = [
+        (name, f"{found['step_ratio'] - 1.0:+.1%}", f"{found['nic_bytes_ratio'] - 1.0:+.2%}")
+        for name, found in study.steady.items()
+    ]
+    return markdown_table("training | a step with a copy takes | NIC bytes", rows)
 
 
 def plot(study: Study, path: Path) -> None:

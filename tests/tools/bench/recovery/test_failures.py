@@ -16,19 +16,19 @@ def failure(case: str, kind: str, seconds: float, **changes: object) -> Failure:
 
 def test_a_study_continues_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "study.json"
-    study, case = Study(path), CASES[0]
+    study, case = Study.read(path), CASES[0]
     assert study.wanted(case)[0] in ("rank", "node")
     study.failures += [failure(case.name, "rank", 1.0)] * KINDS["rank"]
     study.step_seconds[case.name] = 2.0
     study.save()
-    again = Study(path)
+    again = Study.read(path)
     assert again.failures == study.failures
     assert "rank" not in again.wanted(case)
     assert len(again.wanted(case)) == len(KINDS) - 1
 
 
 def test_tables_and_picture(tmp_path: Path) -> None:
-    study = Study(tmp_path / "study.json")
+    study = Study(path=tmp_path / "study.json")
     disk = next(case for case in CASES if not case.own_flags)
     study.failures = [
         failure("III", "rank", 10.0),
