@@ -205,8 +205,15 @@ def names_in(*titles: str) -> frozenset[str]:
 
 def given(arguments: Mapping[str, object]) -> list[str]:
     """Names of the arguments that differ from their defaults."""
-    default = build_parser().get_default
-    return [name for name, value in arguments.items() if value != default(name)]
+    defaults = _defaults()
+    return [name for name, value in arguments.items() if value != defaults.get(name)]
+
+
+@cache
+def _defaults() -> dict[str, object]:
+    """Every argument's default; argparse looks through all arguments for one."""
+    parser = build_parser()
+    return {action.dest: parser.get_default(action.dest) for action in parser._actions}
 
 
 def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:

@@ -8,6 +8,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from inspect import signature
 from pathlib import Path
 
@@ -347,6 +348,7 @@ CHECKS: tuple[Callable[..., None], ...] = (
 )
 
 
+@cache
 def needs_of(check: Callable[..., None]) -> tuple[str, ...]:
     """The fields of a RunConfig that a check needs."""
     return tuple(signature(check).parameters)

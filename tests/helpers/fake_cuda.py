@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -66,16 +68,25 @@ def find_compiler() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compiles fake_cuda.cpp for the torch of this process."""
-    compiler, library = find_compiler(), folder / "fake_cuda.so"
+    """The library of fake_cuda.cpp for the torch of this process: that in `folder`, if it is there.
+
+    Triton's kernels are kept beside it; Triton finds them by their source, types and constants.
+    """
+    compiler = find_compiler()
     assert compiler is not None, "no C++ compiler"
+    kind = f"{compiler} {torch.__version__} {_SOURCE.read_text(encoding='utf-8')}"
+    library = folder / f"{sha256(kind.encode()).hexdigest()}.so"
+    if library.exists():
+        return library
     torch_folder = Path(torch.__file__).parent
     libraries = torch_folder / "lib"
-    command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
-    command += [str(_SOURCE), "-o", str(library), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
-    done = subprocess.run([*command, "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return library
+    with TemporaryDirectory(dir=folder) as name:
+        made = Path(name) / library.name  # another worker may make it too
+        command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
+        command += [str(_SOURCE), "-o", str(made), f"-L{libraries}", f"-Wl,-rpath,{libraries}"]
+        done = subprocess.run([*command, "-ltorch_cpu", "-lc10"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return made.replace(library)
 
 
 _LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"

@@ -303,8 +303,10 @@ def problems_without_and_with_mistakes(
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("fake_cuda"))
+def library(pytestconfig: pytest.Config) -> Path:
+    cache = pytestconfig.cache
+    assert cache is not None
+    return build(cache.mkdir("fake_cuda"))
 
 
 def told(found: dict[str, list[str]]) -> str:

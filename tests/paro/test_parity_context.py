@@ -21,6 +21,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import (
     COMPILED,
+    FEW_STEPS,
     FROZEN,
     MANY_STEPS,
     TIED,
@@ -49,7 +50,7 @@ HO_RING = "--paro-collective ho-ring"
 SIZES = "--hierarchical-context-parallel-sizes"
 PAIRS = f"a2a+p2p {SIZES} 2 2"
 FLAT = "p2p --paro-context-ring flat"
-FEW_STEPS = 3
+TWO = "--micro-batch-size 8"  # micro-batches of a step where all ranks share: the first and last
 
 
 class Case(NamedTuple):
@@ -80,20 +81,20 @@ CASES = {
         Case(2, next(DRAWN), f"{APART} {MASKED} {CORE}"),
         Case(4, next(DRAWN), f"{APART} {PER_TOKEN} {GROUPED} 2"),
         Case(2, "2,2,4", f"{MASKED} {FULL}", FROZEN),
-        Case(4, next(DRAWN), f"{TIED} {GROUPED} 4 --paro-prefetch-units 0"),
+        Case(4, next(DRAWN), f"{TIED} {GROUPED} 4 --paro-prefetch-units 0 {TWO}"),
         Case(2, next(DRAWN), f"{GROUPED} 1 {FULL} --recompute-num-layers 2"),
         Case(2, next(DRAWN), f"{HO_RING} --qk-layernorm"),
-        Case(4, next(DRAWN), f"{APART} {MASKED} {FULL} {GROUPED} 2", kind="p2p"),
-        Case(4, next(DRAWN), f"{LORA} {CORE}", kind=FLAT),
-        Case(4, next(DRAWN), f"{APART} {GROUPED} 1 {HO_RING} {KEPT}", kind="allgather"),
-        Case(4, next(DRAWN), f"{APART} {CORE} {GROUPED} 4", kind=PAIRS),
-        Case(4, next(DRAWN), f"{KEPT} --recompute-num-layers 2", FROZEN, kind=PAIRS),
+        Case(4, next(DRAWN), f"{APART} {MASKED} {FULL} {GROUPED} 2 {TWO}", kind="p2p"),
+        Case(4, next(DRAWN), f"{LORA} {CORE} {TWO}", kind=FLAT),
+        Case(4, next(DRAWN), f"{APART} {GROUPED} 1 {HO_RING} {KEPT} {TWO}", kind="allgather"),
+        Case(4, next(DRAWN), f"{APART} {CORE} {GROUPED} 4 {TWO}", kind=PAIRS),
+        Case(4, next(DRAWN), f"{KEPT} --recompute-num-layers 2 {TWO}", FROZEN, kind=PAIRS),
     ),
     (8, 4): (
         Case(2, next(DRAWN), f"{LORA} {KEPT} {GROUPED} 2"),
         Case(4, next(DRAWN), f"{APART} {MASKED} {CORE} {GROUPED} 4"),
-        Case(8, "2,4,8", PER_TOKEN),
-        Case(8, next(DRAWN), f"{APART} {PER_TOKEN} {KEPT}", kind="p2p"),
+        Case(8, "2,4,8", f"{PER_TOKEN} {TWO}"),
+        Case(8, next(DRAWN), f"{APART} {PER_TOKEN} {KEPT} {TWO}", kind="p2p"),
     ),
 }
 KINDS = ("a2a", "p2p", FLAT, "allgather", "a2a+p2p")

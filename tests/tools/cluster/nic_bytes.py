@@ -22,7 +22,7 @@ from tools.shared.meters import sent_bytes
 FLAGS = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 4096 "
     "--make-vocab-size-divisible-by 1 --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
-    "--ffn-hidden-size 688 --seq-length 32 --micro-batch-size 1 --num-workers 0 --lr 0.001 "
+    "--ffn-hidden-size 688 --seq-length 8 --micro-batch-size 1 --num-workers 0 --lr 0.001 "
     "--bf16 --train-iters 10"
 )
 WAYS = {
