@@ -98,7 +98,8 @@ CASES = {
     ),
 }
 KINDS = ("a2a", "p2p", FLAT, "allgather", "a2a+p2p")
-SHAPES = [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)]
+SHAPES = [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 3)]
+THREES = "--seq-length 24 --num-attention-heads 6"
 
 
 class Run(NamedTuple):
@@ -176,17 +177,19 @@ def grid(world_size: int, group_size: int) -> list[Case]:
         KEPT,
         TIED,
     )
-    heads = ("", *(f"{GROUPED} {number}" for number in (1, 2, 4)))
+    threes = world_size % 3 == 0
+    sizes, own = ((3, 6), THREES) if threes else ((2, 4, 8), "")
+    heads = ("", *(f"{GROUPED} {number}" for number in ((1, 3) if threes else (1, 2, 4))))
     cases = []
     for number, strategy in enumerate(legal_letters()):
         for index in (number + shape, number + 2 * shape + 1):
             kind = KINDS[index % len(KINDS)]
-            size = random.choice([n for n in (2, 4, 8) if n <= world_size])
+            size = random.choice([n for n in sizes if n <= world_size])
             if kind == "a2a+p2p":
-                size = max(size, 4)
-                first = random.choice([n for n in (2, 4) if n < size])
+                size = max(size, sizes[1])
+                first = random.choice([n for n in sizes[:2] if n < size])
                 kind += f" {SIZES} {first} {size // first}"
-            more = f"{random.choice(flags)} {random.choice(heads)}"
+            more = f"{own} {random.choice(flags)} {random.choice(heads)}"
             cases.append(Case(size, strategy, more, kind=kind))
     return cases
 

@@ -34,9 +34,10 @@ from tools.shared.picture import check_can_draw, drawing
 
 DESCRIPTION = """\
 Sweeps the learning rate of AdamW and of Muon, trains three seeds with the best one of each, Muon
-also on a schedule of three quarters of the iterations, and AdamW with moments in bf16. The text is
-the quickstart's (make quickstart). --folder gets runs.json, to which every training is added, so
-that a study can be stopped and continued, report.md and curves.png.
+also on a schedule of three quarters of the iterations and with parts of matrices in most steps, and
+AdamW with moments in bf16. The text is the quickstart's (make quickstart). --folder gets runs.json,
+to which every training is added, so that a study can be stopped and continued, report.md and
+curves.png.
 
   python tools/bench/study_optimizers.py --folder runs/optimizers
 """
@@ -55,19 +56,22 @@ SEEDS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An optimizer with its flags, and its part of the iterations."""
+    """An optimizer with its flags, its part of the iterations, and what trains."""
 
     name: str
     flags: str = ""
     part: float = 1.0
+    script: str = "pretrain_llama.py"
 
 
 ADAMW = Variant("AdamW")
 MUON = Variant("Muon", "--optimizer muon --muon-extra-scale-factor 0.2")
 SHORTER = Variant("Muon, 3/4 of the iterations", MUON.flags, 0.75)
+IN_PARTS = Variant("Muon, parts in most steps", MUON.flags, script="tools/bench/blockwise_muon.py")
 ROUNDED = Variant("AdamW, moments in bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")
 SWEPT = (ADAMW, MUON)
-LIKE = {ADAMW: ADAMW, MUON: MUON, SHORTER: MUON, ROUNDED: ADAMW}  # whose learning rate they take
+# Whose learning rate they take.
+LIKE = {ADAMW: ADAMW, MUON: MUON, SHORTER: MUON, IN_PARTS: MUON, ROUNDED: ADAMW}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +253,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     while True:
         jobs = jobs_for(found)
         flags = {
-            job.name: [*job.flags(args.train_iters, args.eval_interval), *data] for job in jobs
+            job.name: [
+                job.variant.script,
+                *job.flags(args.train_iters, args.eval_interval),
+                *data,
+            ]
+            for job in jobs
         }
         found = run_missing(
-            (sys.executable, "pretrain_llama.py"),
+            (sys.executable,),
             flags,
             file,
             args.folder,
