@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
 
 # With 10 ids a tenth of the tokens end a document.
-FLAGS = f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 3"
+FLAGS = f"{TINY} --vocab-size 10 --global-batch-size 8 --train-iters 2"
 PACKED = "--reset-position-ids --reset-attention-mask"
 APART = f"{FLAGS} --eod-mask-loss {PACKED}"
 

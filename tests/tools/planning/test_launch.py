@@ -44,8 +44,8 @@ def dry_run(lines: list[str]) -> PlannedRun:
         f"{MODEL} --paro-machine dgx-h100 --paro-materialize rotate --paro-rotate-in-place",
         f"{MODEL} --paro-machine dgx-h100 --device-memory-gb 4.1 --micro-batch-size 2",
         f"{MODEL} --paro-machine a800-ib800 --paro-survive 1 --trainable last-blocks:0.5",
-        f"{MODEL} --paro-machine dgx-h100 --global-batch-size 8 --context-parallel-size auto "
-        "--cp-comm-type auto",
+        f"{MODEL} --gpu h100 --gpus-per-node 4 --inter 25gbit --world-size 8 --global-batch-size 4 "
+        "--context-parallel-size auto --cp-comm-type auto",
         f"{MODEL} --gpu h100 --gpus-per-node 4 --inter 25gbit --lora-rank 4",
         "--llama-preset 7B --num-layers 2 --seq-length 4096 --bf16 --gpu a100 --gpus-per-node 2 "
         "--recompute-activations --paro-prefetch-units 2",
