@@ -108,11 +108,10 @@ class Message(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Messages, one after the other; what follows `waits` for them, or for their key later."""
+    """Messages, one after the other; their key is waited for later, or at once."""
 
     key: str
     messages: tuple[Message, ...]
-    waits: bool = False
 
 
 # What a pass does, one after the other; a number computes this share of it, a key is waited for.
@@ -144,11 +143,13 @@ class Attention:
         )
         first, last = (back, there) if kind is Attending.BACKWARD else (there, back)
         return (
-            Send("first", (first(),), waits=True),
+            Send("first", (first(),)),
+            "first",
             Send("others", (there(pieces - 1), back(pieces - 1))),
             *within,
             "others",
-            Send("last", (last(int(kind is not Attending.CORE)),), waits=True),
+            Send("last", (last(int(kind is not Attending.CORE)),)),
+            "last",
         )
 
     def _within(self, kind: Attending) -> Pass:

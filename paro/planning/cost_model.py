@@ -42,7 +42,6 @@ class UnitSize:
     frozen_numel: int
     borrows: tuple[str, ...] = ()
     backward_needs_weight: bool = True
-    first_replicated: int = 0  # of a replicated unit: the first part that reads what trains of it
     replicated: bool = False  # params and grads are whole on every rank, under any strategy
     # Of the trainable buffer: its equal slices, and matrices are before this element of each.
     num_slices: int = 1
@@ -91,11 +90,6 @@ def buffers_of(units: Iterable[UnitSize]) -> list[Buffer]:
         for index, unit in enumerate(units)
         for trains in unit.kind.trains
     ]
-
-
-def first_trained(units: Sequence[UnitSize]) -> int:
-    """The index of the first unit that trains; the number of units if none does."""
-    return next((i for i, unit in enumerate(units) if unit.trainable_numel), len(units))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

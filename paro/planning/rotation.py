@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -30,20 +31,16 @@ MUON_ROTATES = (
 
 def rotation_conflict(config: LlamaConfig) -> str | None:
     """Why a model's weights cannot rotate on any ranks; None if they can on some."""
-    conflicts = {
-        "has no fp8, whose scales are those of whole weights: leave --fp8-format out": (
-            config.fp8_format is not None
-        ),
-        "computes blocks in slices, which are not compiled: leave --torch-compile out": (
-            config.torch_compile is not None
-        ),
-        "recomputes attention slice by slice and keeps nothing of it: leave --paro-recompute-keep "
-        "out": config.keeps_core,
-    }
-    for conflict, is_there in conflicts.items():
-        if is_there:
-            return f"--paro-materialize rotate {conflict}, or gather parameters"
-    return None
+    if config.fp8_format is not None:
+        conflict = "has no fp8, whose scales are those of whole weights: leave --fp8-format"
+    elif config.torch_compile is not None:
+        conflict = "computes blocks in slices, which are not compiled: leave --torch-compile"
+    elif config.keeps_core:
+        conflict = "recomputes attention slice by slice and keeps nothing of it: leave "
+        conflict += "--paro-recompute-keep"
+    else:
+        return None
+    return f"--paro-materialize rotate {conflict} out, or gather parameters"
 
 
 def rotation_infeasible_reason(
@@ -65,9 +62,8 @@ def rotation_infeasible_reason(
         )
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % degree or groups % degree:
-        common = math.gcd(heads, groups)
-        fitting = [d for d in range(2, common + 1) if common % d == 0 and world_size % d == 0]
-        some = ", ".join(map(str, fitting)) or "none"
+        common = math.gcd(heads, groups, world_size)
+        some = ", ".join(str(d) for d in range(2, common + 1) if common % d == 0) or "none"
         return (
             f"--paro-materialize rotate over {degree} ranks cannot cut --num-attention-heads "
             f"{heads} with --num-query-groups {groups}: both must be multiples of {degree}; of "
@@ -96,14 +92,11 @@ def rotating_units_of(
     backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
     `in_place`, where slices are sent in halves.
     """
-    shapes = parameter_shapes(config)
-    parts: dict[str, tuple[UnitSpec, PartSpec]] = {}  # by label; the embedding has a tied head's
+    shapes, units = parameter_shapes(config), []
     for spec, part in unit_parts(config):
-        parts.setdefault(spec.label_of(part), (spec, part))
-
-    def sized(label: str) -> Iterator[UnitSize]:
-        spec, part = parts[label]
-        cuts = spec.cuts_of(part)
+        if spec.borrows:  # a tied head has the embedding's
+            continue
+        label, cuts = spec.label_of(part), spec.cuts_of(part)
         own = {name: shapes.pop(name) for name in cuts}  # what is left is replicated
         halves: tuple[int | None, ...] = (None,)
         if in_place:
@@ -113,18 +106,9 @@ def rotating_units_of(
                 make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
             )
             name = label if half is None else f"{label} {half + 1}/2"
-            yield replace(unit_size(label, own, layout, is_trained), name=name, part=label)
-
-    units = [unit for label in parts for unit in sized(label)]
-    readers = (
-        index
-        for index, (spec, part) in enumerate(unit_parts(config))
-        if any(is_trained(f"{spec.name}.{name}") for name in part.replicated)
-    )
-    layout = partial(make_whole_layout, world_size=world_size)
-    norms = unit_size("norms", shapes, layout, is_trained)
-    first_replicated = next(readers, len(unit_parts(config)))
-    return replace(norms, replicated=True, first_replicated=first_replicated), *units
+            units.append(replace(unit_size(name, own, layout, is_trained), part=label))
+    whole = partial(make_whole_layout, world_size=world_size)
+    return replace(unit_size("norms", shapes, whole, is_trained), replicated=True), *units
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
@@ -133,43 +117,38 @@ def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
 
 
 def rotation_shape(
-    config: LlamaConfig, units: tuple[UnitSize, ...], ring: RingShape
+    config: LlamaConfig, units: tuple[UnitSize, ...], ring: RingShape, trained: frozenset[str]
 ) -> RotationShape:
     """What the actions of a step depend on; `units` are those of `rotating_units_of`."""
     numbers = number_buffers([unit.kind for unit in units])
-    halves: dict[str, list[tuple[int, ...]]] = {}
+    halves: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for unit, numbered in zip(units, numbers, strict=True):
-        halves.setdefault(unit.part, []).append(numbered.needed)
-    trainable = tuple(buffer for unit in numbers for buffer in unit.trainable)
-    norms = units[0]
-    assert norms.replicated, f"{norms.name} is cut"
-    parts = tuple(
-        PartShape(
-            halves=tuple(halves[spec.label_of(part)]),
-            backward_needs_weight=spec.backward_needs_weight,
-            recomputed=spec.recomputed_from is not None,
-            completes=not spec.borrows,
-        )
-        for spec, part in unit_parts(config)
+        halves[unit.part].append(numbered.needed)
+    specs, parts = unit_specs(config), unit_parts(config)
+    names = (
+        (spec.cuts_of(part), {f"{spec.name}.{name}" for name in part.replicated})
+        for spec, part in parts
     )
-    trained = (
-        index
-        for index, shape in enumerate(parts)
-        if any(buffer in trainable for half in shape.halves for buffer in half)
+    first_cut, first_replicated = (
+        next((n for n, own in enumerate(of_parts) if not trained.isdisjoint(own)), len(parts))
+        for of_parts in zip(*names, strict=True)
     )
-    first = min(next(trained, len(parts)), norms.first_replicated)
-    specs = unit_specs(config)
+    first = min(first_cut, first_replicated)
     starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # of units, and the end
-    first_unit = bisect_right(starts, first) - 1
+    groups = recomputed_groups(specs, bisect_right(starts, first) - 1)
     return RotationShape(
         ring=ring,
-        parts=parts,
-        trainable=trainable,
+        parts=tuple(
+            PartShape(
+                halves=tuple(halves[spec.label_of(part)]),
+                backward_needs_weight=spec.backward_needs_weight,
+                completes=not spec.borrows,
+            )
+            for spec, part in parts
+        ),
+        trainable=tuple(buffer for unit in numbers for buffer in unit.trainable),
         replicated=numbers[0].needed,
         first_trained=first,
-        first_replicated=norms.first_replicated,
-        recomputed=tuple(
-            range(starts[group[0]], starts[group[-1] + 1])
-            for group in recomputed_groups(specs, first_unit)
-        ),
+        first_replicated=first_replicated,
+        recomputed=tuple(range(starts[group[0]], starts[group[-1] + 1]) for group in groups),
     )

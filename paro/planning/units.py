@@ -35,7 +35,7 @@ from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.layout import make_whole_layout
 from paro.planning.context_parallel import travelling_bytes
-from paro.planning.cost_model import UnitSize, first_trained, unit_size
+from paro.planning.cost_model import UnitSize, unit_size
 from paro.planning.passes import StepCounts
 from paro.planning.rotation import rotating_units_of
 from paro.planning.run_plan import MicroBatch
@@ -95,14 +95,15 @@ def shape_of(
     """What the actions of a step with these units depend on, where parameters are not rotated."""
     # The loss writes gradients of the output weight in forward, if no other unit has it too.
     writes = units[-1].trainable_numel and not config.tie_embeddings_and_output_weights
-    return StepShape(
+    shape = StepShape(
         units=number_buffers([unit.kind for unit in units]),
         gathers=gathers,
         reduces=reduces,
         prefetch_units=prefetch_units,
-        recomputed=recomputed_groups(unit_specs(config), first_trained(units)),
         grads_in_forward=frozenset({len(units) - 1} if writes else ()),
     )
+    recomputed = recomputed_groups(unit_specs(config), shape.first_trained)
+    return replace(shape, recomputed=recomputed)
 
 
 @dataclass(frozen=True, kw_only=True)

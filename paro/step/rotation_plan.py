@@ -19,7 +19,6 @@ class PartShape:
 
     halves: tuple[tuple[int, ...], ...]  # buffers with whole slices, or with either half of them
     backward_needs_weight: bool  # backward reads the weights
-    recomputed: bool
     completes: bool  # no other part adds gradients to its buffers after it in backward
 
 
@@ -98,6 +97,7 @@ class _Walk:
         self._num_steps = shape.ring.num_steps
         self._trainable = frozenset(shape.trainable)
         self._together = {group[-1]: group for group in shape.recomputed}
+        self._again = frozenset(chain.from_iterable(shape.recomputed))
         self._policies = {
             buffer: SlicePolicy(shape.ring, trainable=buffer in self._trainable)
             for part in shape.parts
@@ -112,7 +112,7 @@ class _Walk:
             shifts_back = (
                 part.backward_needs_weight
                 and index >= self._shape.first_trained
-                and not part.recomputed
+                and index not in self._again
             )
             yield self._forward(index, Verb.FORWARD, shifts_back=shifts_back)
 

@@ -82,13 +82,12 @@ class CollectiveTimes:
             max(job.seconds for job in phase) for phase in self.phases(op, span, num_bytes)
         )
 
-    def shifts(
-        self, span: AxisSpan, num_bytes: int, *, in_place: bool = False
-    ) -> tuple[ParallelJobs, ...]:
-        """A pass of slices round the ring of an axis span, one shift of a slice after another.
+    def shift(self, span: AxisSpan, num_bytes: int, in_place: bool) -> tuple[ParallelJobs, ...]:
+        """A shift of all slices by one place of the ring of an axis span.
 
-        A ring all-gather sends the same messages, so a shift takes as long as one of its steps. In
-        place two chunks of a slice are in flight at a time, the next two after those have arrived.
+        A pass round the ring sends the messages of a ring all-gather, so a shift takes as long as
+        one of its steps. In place two chunks of a slice are in flight at a time, the next two after
+        those have arrived.
         """
         if not span or num_bytes == 0:
             return ()
@@ -97,8 +96,7 @@ class CollectiveTimes:
         chunk = chunk_numel(slice_bytes, 1, device_type=kind)
         turns = -(-slice_bytes // (2 * chunk)) if in_place else 1
         job = self._whole(Op.ALL_GATHER, span, num_bytes // turns, self._as_ring(span))
-        shift = job._replace(seconds=job.seconds / num_shifts * turns)
-        return ((shift,),) * num_shifts
+        return ((job._replace(seconds=job.seconds / num_shifts * turns),),)
 
     def hop(self, span: AxisSpan, num_bytes: int) -> TimedJob:
         """A message from every rank of a span to the next; one that leaves a group has one NIC."""

@@ -158,8 +158,6 @@ def communication_of(
     spans = spans_by_use(plan, coded_gradients=has_codes)
     if rotates:
         spans = rotation_spans(run.strategy, run.topology)
-    groups = needed_groups(names, spans, pipelined=True)
-    exchange = exchange_groups(plan) if has_codes else frozenset()
     dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
     axes = run.context.topology(world_size=run.world_size, group_size=run.group_size)
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
@@ -174,14 +172,14 @@ def communication_of(
         if "ho-ring" in names and has_both_links(one.span):
             count = pieces(one.op, one.span, one.num_bytes)
             taken["ho-ring"] = pipeline_bytes(one.span, one.num_bytes, one.itemsize, count)
-        if "flat" in names and one.span and one.op is not Op.ALL_REDUCE:
+        if "flat" in names and one.op is not Op.ALL_REDUCE:
             taken["flat"] = one.num_bytes
         for name, size in taken.items():
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
     return Communication(
-        num_groups=sum(map(len, groups.values()))
-        + len(exchange)
+        num_groups=sum(map(len, needed_groups(names, spans, pipelined=True).values()))
+        + len(exchange_groups(plan) if has_codes else ())
         + rotates
         + sum(one.number > 1 for one in dealt)
         + run.context.num_groups(axes),
@@ -205,8 +203,8 @@ def _code_bytes(run: RunPlan, units: Iterable[UnitSize]) -> int:
         if codes is not None:
             plan, world_size = make_comm_plan(own, topology), topology.world_size
             num_owners = world_size // exchange_span(plan)[0].inner
-            pieces = 2 * num_owners  # sent and received
-            pieces += world_size // own.optim if plan.replicas else 0
+            of_replicas = world_size // own.optim if plan.replicas else 0
+            pieces = 2 * num_owners + of_replicas  # sent and received
             if precision.inter_grad_error_feedback:
                 errors += num_owners * codes.error_bytes
             in_fp32 = 4 * 4 * codes.numel  # the sum of a piece and its transform

@@ -11,31 +11,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
 
 from model.config import LOSS_CHUNK_TOKENS
-from paro.layout import chunk_numel
 from paro.planning.passes import StepCounts
 from paro.planning.rotation import unit_parts
 from paro.planning.units import Activations, UnitActivations
-from paro.step.rotating import Slot
-from paro.step.rotation_plan import RotationShape
-
-
-@lru_cache(maxsize=64)
-def slot_bytes(numel: int, size: int, wire: int, device_type: str) -> Mapping[str | int, int]:
-    """The bytes of the slots of a slice, with elements of `size` bytes, and `wire` as gradients."""
-    found: dict[str | int, int] = {}
-    for slots, scratch, of_element in (
-        ((Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH, size),
-        ((Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH, wire),
-    ):
-        found |= dict.fromkeys(slots, numel * of_element)
-        chunk = chunk_numel(numel, of_element, device_type=device_type)
-        found[scratch] = 2 * chunk * of_element
-    return found
 
 
 class PartActivations(Activations):
@@ -44,21 +26,21 @@ class PartActivations(Activations):
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
         """The parts by name, in forward order."""
         shape = step.shape
-        assert isinstance(shape, RotationShape), "weights rotate"
         mlp = self.residual + 2 * self.ffn
         needed = {"attention": self.of_block - mlp, "mlp": mlp}
         begins = {group[0] for group in shape.recomputed}
         for index, (spec, part) in enumerate(unit_parts(self.config)):
-            own = shape.parts[index]
-            steps = shape.ring.num_steps * len(own.halves)
+            steps = shape.num_slices * len(shape.halves(index))
             if part.method == "look_up":
                 found = self._look_up(steps)
             elif part.method == "loss":
                 found = self._loss(steps)
             else:
                 found = self._in_block(steps, needed[part.method])
-                if own.recomputed:
-                    found = _recomputed(found, self.residual if index in begins else 0)
+                if spec.recomputed_from is not None:
+                    kept = self.residual if index in begins else 0
+                    peak = found.in_forward + found.kept
+                    found = replace(found, kept=kept, recomputed=found.kept - kept, in_forward=peak)
             yield f"{spec.name}.{part.method}" if len(spec.parts) > 1 else spec.name, found
 
     def _look_up(self, steps: int) -> UnitActivations:
@@ -92,10 +74,3 @@ class PartActivations(Activations):
             in_forward=residual + chunk * (4 + size % 4),
             in_backward=2 * residual + max(chunk * (4 + size % 4), chunk * size + gradient),
         )
-
-
-def _recomputed(part: UnitActivations, kept: int) -> UnitActivations:
-    """A part that keeps only so much of what its backward needs, and computes it again."""
-    return replace(
-        part, kept=kept, recomputed=part.kept - kept, in_forward=part.in_forward + part.kept
-    )

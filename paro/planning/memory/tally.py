@@ -17,19 +17,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
+from paro.layout import chunk_numel
 from paro.optim.deal import most_bytes
 from paro.planning.cost_model import UnitSize, model_state_bytes, muon_rounds
-from paro.planning.memory.rotating import slot_bytes
 from paro.planning.passes import LISTED_MICRO_BATCHES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF
 from paro.step.actions import Move, Verb
+from paro.step.rotating import Slot
 
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.GATHER: ("whole_params", 1),
@@ -100,10 +102,9 @@ class StepTally:
     activations: Sequence[tuple[str, UnitActivations]]  # of every unit, or part, by name
 
     def __post_init__(self) -> None:
-        kinds = ("whole_params", "whole_grads", "slices", "casts", "activations")
-        self.now = dict.fromkeys(kinds, 0)
-        self._kept = [0] * len(self.activations)
-        self._slices_done = [0] * len(self.activations)  # in backward
+        self.now: Counter[str] = Counter()  # bytes by kind
+        self._kept: Counter[int] = Counter()
+        self._slices_done: Counter[int] = Counter()  # in backward
         self._keeps: set[int] = set()  # buffers whose weights' casts stay
         self._cast: set[int] = set()  # units whose weights' casts exist
 
@@ -124,17 +125,14 @@ class StepTally:
 
     def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
-        most = LISTED_MICRO_BATCHES
-        if self.run.materialize.rotates:
-            most = 1  # all are alike
+        most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES  # 1: all are alike
         found: dict[tuple[int, int], MemorySnapshot] = {}
         actions = self.step.plan(min(num_micro_batches, most)).actions()
-        for move in (move for move in actions if move[0] in _COUNTED):
-            now = self.carry_out(move)
-            if now is not None:
-                key = now.converted, now.updated
-                if key not in found or now.total > found[key].total:
-                    found[key] = now
+        counted = (move for move in actions if move[0] in _COUNTED)
+        for now in filter(None, map(self.carry_out, counted)):
+            largest = found.setdefault((now.converted, now.updated), now)
+            if now.total > largest.total:
+                found[now.converted, now.updated] = now
         return [*found.values()]
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
@@ -142,51 +140,44 @@ class StepTally:
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)
+        unit, _, index = self.step.buffers[number]
         if verb in _ALLOCATIONS:
             counted, sign = _ALLOCATIONS[verb]
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
         if verb in (Verb.RELEASE, Verb.DROP):
             self._keeps.discard(number)
-            self._cast_weights(self.step.buffers[number].unit_index, exist=False)
+            self._cast_weights(index, exist=False)
         elif verb is Verb.KEEP:
             self._keeps.add(number)
-        elif verb in (Verb.STEP_REDUCE, Verb.UPDATE):
-            unit = self.step.buffers[number].unit
-            if verb is Verb.UPDATE:
-                return self.at("the update", updated=unit.trainable_numel)
+        elif verb is Verb.UPDATE:
+            return self.at("the update", updated=unit.trainable_numel)
+        elif verb is Verb.STEP_REDUCE:
             converted = unit.trainable_numel * unit.dealt
             return self.at(f"the reduction of {unit.name}", converted=converted)
         return None
 
     def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:
-        name, own = self.activations[index]
+        shape, (name, own) = self.step.shape, self.activations[index]
         if verb in (Verb.FORWARD, Verb.RECOMPUTE):
-            if any(not self._keeps.isdisjoint(needed) for needed in self.step.shape.halves(index)):
+            if any(not self._keeps.isdisjoint(needed) for needed in shape.halves(index)):
                 self._cast_weights(index, exist=True)
             if verb is Verb.RECOMPUTE:
                 self._keep(index, own.kept + own.recomputed)
                 return None
-            self._keep(index, own.kept if index >= self.step.shape.first_trained else 0)
+            self._keep(index, own.kept if index >= shape.first_trained else 0)
             return self.at(f"the forward of {name}", own.in_forward)
         if verb is Verb.LOSS:
             return self.at(f"the forward of {name}", own.in_loss)
         if verb is Verb.BACKWARD:
             return self.at(f"the backward of {name}", own.before_gradients)
-        freed = self._end_slice(index)
-        return self.at(f"the backward of {name}", own.in_backward, freed=freed)
-
-    def _end_slice(self, index: int) -> int:
-        """Counts a slice whose backward has run; the activations that its part keeps no longer."""
-        shape = self.step.shape
+        now = self.at(f"the backward of {name}", own.in_backward)
         self._slices_done[index] += 1
-        if self._slices_done[index] < shape.num_slices * len(shape.halves(index)):
-            return 0
-        before, self._slices_done[index] = self.now["activations"], 0
-        self._keep(index, self.activations[index][1].kept_to_the_end)
-        if index == shape.first_trained:  # the end of backward
-            self._kept = [0] * len(self._kept)
-            self.now["activations"] = 0
-        return before - self.now["activations"]
+        if self._slices_done[index] % (shape.num_slices * len(shape.halves(index))) == 0:
+            self._keep(index, own.kept_to_the_end)
+            if index == shape.first_trained:  # the end of backward
+                self._kept.clear()
+                self.now["activations"] = 0
+        return now
 
     def _keep(self, index: int, num_bytes: int) -> None:
         self.now["activations"] += num_bytes - self._kept[index]
@@ -198,23 +189,29 @@ class StepTally:
             size = self.activations[index][1].casts
             self.now["casts"] += size if exist else -size
 
-    def at(
-        self, name: str = "", transient: int = 0, *, freed: int = 0, **copied: int
-    ) -> MemorySnapshot:
-        """What is alive, with activations that are `freed` right after."""
-        now = {**self.now, "activations": self.now["activations"] + freed}
-        return MemorySnapshot(name, transient=transient, **now, **copied)
+    def at(self, name: str = "", transient: int = 0, **copied: int) -> MemorySnapshot:
+        """What is alive."""
+        return MemorySnapshot(name, transient=transient, **self.now, **copied)
 
     @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:
-        """Bytes of every buffer, whole, and of its slots."""
-        precision = self.run.precision
-        kinds = precision.compute, precision.frozen, precision.wire
-        compute, frozen, wire = (BYTES_OF[kind] for kind in kinds)
-        found: list[Mapping[str | int, int]] = []
-        num_slices = self.step.shape.num_slices
-        for buffer in self.step.buffers:
-            numel, size = buffer.numel, compute if buffer.trains else frozen
-            slots = slot_bytes(numel // num_slices, size, wire, self.run.device_type)
-            found.append({"whole_params": numel * size, "whole_grads": numel * wire, **slots})
-        return found
+        """Bytes of every buffer, whole, and of the slots of its slices."""
+        precision, device_type = self.run.precision, self.run.device_type
+        wire = BYTES_OF[precision.wire]
+
+        @cache
+        def sizes(numel: int, size: int) -> Mapping[str | int, int]:
+            found: dict[str | int, int]
+            found = {"whole_params": numel * size, "whole_grads": numel * wire}
+            of_slice = numel // self.step.shape.num_slices
+            for slots, scratch, of_element in (
+                ((Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH, size),
+                ((Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH, wire),
+            ):
+                found |= dict.fromkeys(slots, of_slice * of_element)
+                chunk = chunk_numel(of_slice, of_element, device_type=device_type)
+                found[scratch] = 2 * chunk * of_element
+            return found
+
+        kinds = {True: BYTES_OF[precision.compute], False: BYTES_OF[precision.frozen]}
+        return [sizes(buffer.numel, kinds[buffer.trains]) for buffer in self.step.buffers]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 
 from model.flops import flops_per_token
+from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
 from paro.planning.caching import cached_by
-from paro.planning.cost_model import first_trained
 from paro.planning.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.passes import StepCounts
@@ -75,7 +75,8 @@ class Estimator:
     @cached_property
     def first_trained(self) -> int:
         """The index of the first unit that trains; the number of units if none does."""
-        return first_trained(self.workload.units)
+        trains = self.workload.trained.__contains__
+        return first_trained_unit(unit_specs(self.workload.model), trains)
 
     @cached_property
     def _flops_per_token(self) -> float:

@@ -72,7 +72,7 @@ class RunMemory:
                 in_place=plan.materialize.in_place,
                 shares_scratch=plan.precision.compute == plan.precision.wire,
             )
-            shape = rotation_shape(plan.config, units, ring)
+            shape = rotation_shape(plan.config, units, ring, plan.trained)
         else:
             shape = shape_of(
                 plan.config,

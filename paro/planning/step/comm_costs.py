@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
 
 from paro.planning.cost_model import (
     Buffer,
@@ -42,6 +44,7 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
+_Sent = Mapping[Verb, tuple[Collective, ...]]
 THREAD = "thread"  # the training thread, beside links and comm streams
 
 
@@ -57,18 +60,12 @@ def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
     return busy
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferCosts:
+class BufferCosts(NamedTuple):
     """What the actions on one of a unit's flat buffers queue, one after the other."""
 
     queued: Mapping[Verb, tuple[Queued, ...]]
-    encoded_bytes: int = 0  # read and written to encode updated parameters and decode them
-    coding_bytes: int = 0  # the same of all codes, wherever they are made
-
-    @cached_property
-    def busy(self) -> Mapping[Verb, Mapping[Hashable, float]]:
-        """What every action keeps busy; see `busy_of`."""
-        return {verb: busy_of(work) for verb, work in self.queued.items()}
+    busy: Mapping[Verb, Mapping[Hashable, float]]  # what this keeps busy; see `busy_of`
+    codes: Mapping[Verb, int]  # bytes read and written to encode or decode for an action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,73 +97,66 @@ class CommCosts:
     @cached_property
     def coding_bytes(self) -> int:
         """Memory traffic of all codes of a step; 0 if none are sent."""
-        return sum(costs.coding_bytes for costs in self.of_buffers)
+        return sum(sum(costs.codes.values()) for costs in self.of_buffers)
 
     def _of_kind(self, buffer: Buffer) -> BufferCosts:
         run, (unit, trains, _) = self.run, buffer
-        sent = unit_collectives(unit, run.strategy, run.topology, run.precision)
-        own = {verb: found for (verb, of), found in sent.items() if of is trains}
-        queued = dict(self._queued(own))
-        return self._with_copies(unit, own, queued) if trains else BufferCosts(queued=queued)
+        found = unit_collectives(unit, run.strategy, run.topology, run.precision)
+        sent = {verb: collectives for (verb, of), collectives in found.items() if of is trains}
+        queued = dict(self._queued(sent))
+        codes = self._add_copies(unit, sent, queued) if trains else {}
+        return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
 
-    def _queued(
-        self, sent: dict[Verb, tuple[Collective, ...]]
-    ) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
-        """What the actions queue that send these collectives."""
-        for verb, collectives in sent.items():
-            if self.run.materialize.rotates and verb in PASS_OF.values():
-                (one,) = collectives
-                in_place = self.run.materialize.in_place
-                shifts = self.times.shifts(one.span, one.num_bytes, in_place=in_place)
-                found = [(shift, shifts[:1]) for shift, of in PASS_OF.items() if of is verb]
+    def _queued(self, sent: _Sent) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
+        """What the actions queue that send these collectives, whole or shift by shift."""
+        way, times = self.run.materialize, self.times
+        for verb in _KINDS:
+            if verb in (PASS_OF.values() if way.rotates else PASS_OF):
+                continue
+            collectives = sent.get(PASS_OF.get(verb, verb), ())
+            if verb in PASS_OF:
+                found = [times.shift(o.span, o.num_bytes, way.in_place) for o in collectives]
             else:
-                of_each = (self.times.phases(o.op, o.span, o.num_bytes) for o in collectives)
-                found = [(verb, tuple(phase for phases in of_each for phase in phases))]
-            for own, phases in found:
-                kind, use = _KINDS[own]
-                # On CPU ranks messages of weights and of gradients do not wait for each other.
-                if own is Verb.SHIFT_GRADS and self.device.cores is not None:
-                    use = "gradients"
-                if phases:
-                    yield own, (Queued(kind, kind, use, phases),)
+                found = [times.phases(o.op, o.span, o.num_bytes) for o in collectives]
+            kind, use = _KINDS[verb]
+            # On CPU ranks messages of weights and of gradients do not wait for each other.
+            if verb is Verb.SHIFT_GRADS and self.device.cores is not None:
+                use = "gradients"
+            if phases := tuple(chain.from_iterable(found)):
+                yield verb, (Queued(kind, kind, use, phases),)
 
-    def _with_copies(
-        self,
-        unit: UnitSize,
-        sent: dict[Verb, tuple[Collective, ...]],
-        queued: dict[Verb, tuple[Queued, ...]],
-    ) -> BufferCosts:
-        """Costs of a trainable buffer: its collectives, and what is copied beside them."""
+    def _add_copies(
+        self, unit: UnitSize, sent: _Sent, queued: dict[Verb, tuple[Queued, ...]]
+    ) -> dict[Verb, int]:
+        """Adds what is copied beside the collectives of a trainable buffer; the bytes of codes."""
         precision, strategy = self.run.precision, strategy_of(unit, self.run.strategy)
         params, grads, optim = (unit.trainable_numel // degree for degree in strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
         summed, (updated,) = sent[Verb.STEP_REDUCE], sent[Verb.GATHER_UPDATED]
-        reduced, gathered = queued.get(Verb.REDUCE), queued.get(Verb.GATHER_UPDATED)
         copy_rate = self.device.memory_bytes_per_second
-        coded = encoded = decoded = 0
-        if reduced:
+        codes: dict[Verb, int] = {}
+        if reduced := queued.get(Verb.REDUCE):
             added = grads * (wire + 2 * accumulate) / copy_rate
             queued[Verb.REDUCE] = (*reduced, self._beside("add", reduced[-1].phases[-1][-1], added))
         if finished := queued.get(Verb.STEP_REDUCE):
             first = finished[0].phases[0][0]
             if summed[-1].is_coded:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
-                outside = summed[1].span[0].inner
-                coded = unit.trainable_numel // outside * (CODING_BYTES + feedback)
-                code = self._beside("code", first, coding_seconds(self.device, coded))
-                finished = (code, *finished)
+                numel = unit.trainable_numel // summed[1].span[0].inner
+                codes[Verb.STEP_REDUCE] = numel * (CODING_BYTES + feedback)
+                seconds = coding_seconds(self.device, codes[Verb.STEP_REDUCE])
+                finished = (self._beside("code", first, seconds), *finished)
             if wire != accumulate:  # before and after
                 converted = (grads + optim) * unit.dealt * (wire + accumulate) / copy_rate
                 finished = (self._beside("convert", first, converted), *finished)
             queued[Verb.STEP_REDUCE] = finished
-        if gathered and updated.is_coded:
-            encoded = optim * (_ENCODED_BYTES + _DECODED_BYTES)
-            decoded = (params - optim) * _DECODED_BYTES
-            seconds = coding_seconds(self.device, decoded)
+        if (gathered := queued.get(Verb.GATHER_UPDATED)) and updated.is_coded:
+            codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
+            codes[Verb.GATHER_UPDATED] = (params - optim) * _DECODED_BYTES
+            seconds = coding_seconds(self.device, codes[Verb.GATHER_UPDATED])
             code = self._beside("decode", gathered[0].phases[0][0], seconds)
             queued[Verb.GATHER_UPDATED] = (*gathered, code)
-        coding = encoded + decoded + coded
-        return BufferCosts(queued=queued, encoded_bytes=encoded, coding_bytes=coding)
+        return codes
 
     def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:
         """Work in the stream of another job; on CPU ranks it takes processor time."""

@@ -16,19 +16,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
-from model.units import unit_specs
+from model.units import PartSpec, unit_specs
 from paro.errors import UserError
 from paro.optim.states import adamw_states, bytes_of
 from paro.planning.machine.machine import Device, Machine
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.actions import Verb
-from paro.step.rotation_plan import RotationShape
+from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy
 
 # Share of the memory bandwidth at which CPU ranks make codes, where the machine file gives no rate:
@@ -54,31 +55,15 @@ class Computing:
     batch: MicroBatch
     device: Device
 
-    @property
-    def _rotates(self) -> bool:
-        return isinstance(self.step.shape, RotationShape)
-
     @cached_property
     def per_unit(self) -> tuple[UnitSeconds, ...]:
         """The times of every unit, or of all slices of every part together, in forward order."""
         shape = self.step.shape
-        computed = [[part.method for part in spec.parts] for spec in unit_specs(self.model)]
-        if self._rotates:
-            computed = [[method] for methods in computed for method in methods]
-        again = {index for group in shape.recomputed for index in group}
-        found = []
-        for index, methods in enumerate(computed):
-            trained = self._trained(index) if index >= shape.first_trained else None
-            if methods == ["look_up"]:
-                whole = self._embedding(trained)
-            elif methods == ["loss"]:
-                whole = self._loss(trained)
-            else:
-                products = sum(self._product_flops[method] for method in methods)
-                attention = self._attention_flops if "attention" in methods else 0.0
-                whole = self._forward_and_back(products, attention, trained, index in again)
-            found.append(self._in_slices(whole, shape.num_slices * len(shape.halves(index))))
-        return tuple(found)
+        computed: list[tuple[PartSpec, ...]] = [spec.parts for spec in unit_specs(self.model)]
+        if shape.num_slices > 1:
+            computed = [(part,) for parts in computed for part in parts]
+        again = frozenset(chain.from_iterable(shape.recomputed))
+        return tuple(self._times(n, parts, n in again) for n, parts in enumerate(computed))
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -99,9 +84,7 @@ class Computing:
         """Time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
-    def collect_seconds(
-        self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
-    ) -> float:
+    def collect_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
         """Time to collect gradients, one by one, in the training thread.
 
         Where weights rotate, to add them to the received sums, and complete sums to the
@@ -111,39 +94,21 @@ class Computing:
         compute, wire = BYTES_OF[precision.compute], BYTES_OF[precision.wire]
         accumulate, degree = BYTES_OF[precision.accumulate], self.step.shape.num_slices
         of_element: float = compute + (wire if strategy.grads > 1 else 2 * accumulate)
-        if self._rotates:
+        if degree > 1:
             of_element = compute + 2 * wire - wire / degree + (wire + 2 * accumulate) / degree
-        return self.memory_seconds(trainable_numel * of_element)
+        return self.memory_seconds(numel * of_element)
 
-    def update_seconds(
-        self, strategy: Strategy, precision: PrecisionConfig, trainable_numel: int
-    ) -> float:
-        of_element = (
-            2 * BYTES_OF[precision.accumulate]
-            + 2 * bytes_of(adamw_states(precision))
-            + BYTES_OF[precision.compute]
-        )
-        return self.memory_seconds(trainable_numel // strategy.optim * of_element)
+    def update_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
+        twice = BYTES_OF[precision.accumulate] + bytes_of(adamw_states(precision))
+        of_element = 2 * twice + BYTES_OF[precision.compute]
+        return self.memory_seconds(numel // strategy.optim * of_element)
 
     def _seconds(self, flops: float) -> float:
         return flops / self.device.sustained_flops
 
-    def _trained(self, index: int) -> float:
-        """The share that trains of the weights that a unit or part reads."""
-        # A tied head borrows them: they are of the last buffer's unit.
-        units = {self.step.buffers[half[-1]].unit for half in self.step.shape.halves(index)}
-        return sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
-
     @property
     def _residual_bytes(self) -> int:
         return self.batch.tensor_bytes(self.model.hidden_size)
-
-    def _embedding(self, trained: float | None) -> UnitSeconds:
-        backward = 0 if trained is None else 3 * self._residual_bytes
-        return {
-            Verb.FORWARD: self.memory_seconds(2 * self._residual_bytes),
-            Verb.BACKWARD: self.memory_seconds(backward),
-        }
 
     @cached_property
     def _attention_flops(self) -> float:
@@ -155,65 +120,58 @@ class Computing:
 
     @cached_property
     def _product_flops(self) -> dict[str, float]:
-        """Of a forward of the parts of a block, their products with weights, by method."""
-        block, found = unit_specs(self.model)[1], {}
-        for part in block.parts:
-            shapes = (block.shapes[name] for name in part.cuts)
-            weights = sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-            found[part.method] = 2.0 * self.batch.num_tokens * weights
-        return found
+        """Of a forward's products with weights, by method; the head's are as the embedding's."""
+        embedding, block, *_ = unit_specs(self.model)
+        shapes, found = {**embedding.shapes, **block.shapes}, {}
+        for part in (*embedding.parts, *block.parts):
+            weights = (math.prod(shapes[name]) for name in part.cuts if len(shapes[name]) > 1)
+            found[part.method] = 2.0 * self.batch.num_tokens * sum(weights)
+        return found | {"loss": found["look_up"]}
 
-    def _forward_and_back(
-        self, products: float, attention: float, trained: float | None, recomputed: bool
-    ) -> UnitSeconds:
-        """Of FLOPs of a forward; `trained` is the share of the weights that trains.
-
-        None: backward does not reach them.
-        """
-        forward = self._seconds(products + attention)
-        if trained is None:
-            return {Verb.FORWARD: forward}
-        recompute = self.model.recompute
-        core = attention if recompute is not None and recompute.core_attention else 0.0
-        again = self._seconds(products) if self.model.keeps_core else forward
-        backward = self._seconds((1 + trained) * products + 2 * attention + core)
-        return {
-            Verb.FORWARD: forward,
-            Verb.RECOMPUTE: again if recomputed else 0.0,
-            Verb.BACKWARD: _FIRST_GRADIENT_SHARE * backward,
-            Verb.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward,
-        }
-
-    def _loss(self, trained: float | None) -> UnitSeconds:
-        """Head and loss: the logits, and as much again for the gradients of each operand."""
-        products = 2.0 * self.batch.num_tokens * self.model.vocab_size * self.model.hidden_size
-        logits = self._seconds(products)
-        shape = self.step.shape
-        if isinstance(shape, RotationShape):
-            # No gradients in forward, so backward recomputes the logits.
-            found = self._forward_and_back(products, 0.0, trained, recomputed=False)
-            if trained is not None:
-                found[Verb.BACKWARD] += logits
-            return found
-        passes = 1.0 if trained is None else 2.0 + trained
-        if not shape.grads_in_forward:
-            return {Verb.FORWARD: passes * logits}
-        first_chunk = min(1.0, LOSS_CHUNK_TOKENS / self.batch.num_tokens) * logits
-        loss = passes * logits - first_chunk
-        return {Verb.FORWARD: passes * logits - loss, Verb.LOSS: loss}
-
-    def _in_slices(self, whole: UnitSeconds, number: int) -> UnitSeconds:
-        """The times with the extra cost of computing in this number of slices."""
+    def _of_slices(self, index: int) -> tuple[float, float]:
+        """What it adds to a forward, and to a backward, that a part is computed in slices."""
+        number = self.step.shape.num_slices * len(self.step.shape.halves(index))
         piece = self.device.piece_seconds
         adding = self.memory_seconds(3 * self._residual_bytes)  # to the output, or its gradient
-        forward = (number - 1) * (piece * _FORWARD_SHARE + adding)
-        backward = (number - 1) * (piece * (1 - _FORWARD_SHARE) + adding)
-        found = {**whole, Verb.FORWARD: whole[Verb.FORWARD] + forward}
-        if whole.get(Verb.RECOMPUTE):
-            found[Verb.RECOMPUTE] = whole[Verb.RECOMPUTE] + forward
-        if whole.get(Verb.BACKWARD):
-            found[Verb.GRADIENTS] = whole.get(Verb.GRADIENTS, 0.0) + backward
-        return found
+        shares = (_FORWARD_SHARE, 1 - _FORWARD_SHARE)
+        forward, backward = ((number - 1) * (piece * share + adding) for share in shares)
+        return forward, backward
+
+    def _times(self, index: int, parts: Sequence[PartSpec], recomputed: bool) -> UnitSeconds:
+        """The times of a unit as a whole, or of a part in slices."""
+        shape, method = self.step.shape, parts[0].method
+        more, more_back = self._of_slices(index)
+        reached = index >= shape.first_trained  # by backward
+        if method == "look_up":
+            forward = self.memory_seconds(2 * self._residual_bytes) + more
+            backward = self.memory_seconds(3 * self._residual_bytes)
+            of_back = {Verb.BACKWARD: backward, Verb.GRADIENTS: more_back}
+            return {Verb.FORWARD: forward, **(of_back if reached else {})}
+        products = sum([self._product_flops[part.method] for part in parts])
+        attention = self._attention_flops if method == "attention" else 0.0
+        forward = self._seconds(products + attention)
+        if not reached:
+            return {Verb.FORWARD: forward + more}
+        # A tied head borrows its weights: they are of the last buffer's unit.
+        units = {self.step.buffers[half[-1]].unit for half in shape.halves(index)}
+        trained = sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
+        if method == "loss" and isinstance(shape, StepShape):
+            # As much again for the gradients of each operand.
+            loss, of_chunk = (2 + trained) * forward, LOSS_CHUNK_TOKENS / self.batch.num_tokens
+            later = loss - min(1.0, of_chunk) * forward if shape.grads_in_forward else 0.0
+            return {Verb.FORWARD: loss - later, Verb.LOSS: later}
+        recompute = self.model.recompute
+        again = self._seconds(products) if self.model.keeps_core else forward
+        core = attention if recompute is not None and recompute.core_attention else 0.0
+        backward = self._seconds((1 + trained) * products + 2 * attention + core)
+        # Where weights rotate, the loss makes no gradients in forward: it computes logits again.
+        logits = forward if method == "loss" else 0.0
+        return {
+            Verb.FORWARD: forward + more,
+            Verb.RECOMPUTE: again + more if recomputed else 0.0,
+            Verb.BACKWARD: _FIRST_GRADIENT_SHARE * backward + logits,
+            Verb.GRADIENTS: (1 - _FIRST_GRADIENT_SHARE) * backward + more_back,
+        }
 
 
 def coding_seconds(device: Device, num_bytes: float) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
 from paro.collectives.schedule import Op
-from paro.planning.context_parallel import Attending, Attention, Message, Send, To, attends
+from paro.planning.context_parallel import Attending, Attention, Message, Pass, Send, To, attends
 from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.step.comm_costs import THREAD, busy_of
@@ -38,7 +38,7 @@ class ContextCosts:
             batch=batch,
             topology=batch.context.topology(world_size=ranks, group_size=self.group_size),
         )
-        return {one: tuple(map(self._timed, attention.does(one))) for one in Attending}
+        return {one: tuple(self._timed(attention.does(one))) for one in Attending}
 
     def attended(self, move: Move) -> tuple[tuple[Attending, float], ...]:
         """The passes over attention that an action makes, and the compute time of each."""
@@ -51,7 +51,18 @@ class ContextCosts:
             forward *= min(1.0, whole / (forward * forwards))
         return tuple((one, one.num_forwards * forward) for one in passes)
 
-    def program(self, attending: Attending, seconds: float, name: str, kind: str) -> Program:
+    def program(self, move: Move, whole: Compute, name: str) -> Program:
+        """Computes for an action; attention, which may wait for other ranks, is nearest the input.
+
+        So it comes first in forward, and last in backward.
+        """
+        passes = self.attended(move)
+        attention = (self._attend(*one, name, whole.kind) for one in passes)
+        rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
+        parts = (rest, *attention) if move[0] is Verb.GRADIENTS else (*attention, rest)
+        return chain.from_iterable(parts)
+
+    def _attend(self, attending: Attending, seconds: float, name: str, kind: str) -> Program:
         """What the training thread does for a pass over a unit's attention."""
         for request in self.passes[attending]:
             if isinstance(request, float):
@@ -61,7 +72,7 @@ class ContextCosts:
 
     def exposed(self, attending: Attending, seconds: float) -> float:
         """For how long a pass waits for other ranks if nothing else is sent."""
-        alone = GroupSpeed(num_groups=1), self.program(attending, seconds, "", "")
+        alone = GroupSpeed(num_groups=1), self._attend(attending, seconds, "", "")
         return Simulation([alone]).run() - seconds
 
     @cached_property
@@ -76,22 +87,22 @@ class ContextCosts:
         moves = ((verb, number) for verb in verbs for number in range(len(self.computing.per_unit)))
         busy: defaultdict[Hashable, float] = defaultdict(float)
         for (attending, seconds), count in Counter(chain(*map(self.attended, moves))).items():
-            busy[THREAD] += count * self.exposed(attending, seconds)
-            queues = (one for one in self.passes[attending] if isinstance(one, Queue))
-            parts = chain.from_iterable(queue.parts for queue in queues)
-            for load, took in busy_of(parts).items():
-                if load != THREAD:
-                    busy[load] += count * took
+            requests = self.passes[attending]
+            parts = (part for one in requests if isinstance(one, Queue) for part in one.parts)
+            loads = {**busy_of(parts), THREAD: self.exposed(attending, seconds)}
+            for load, took in loads.items():
+                busy[load] += count * took
         return busy
 
-    def _timed(self, does: Send | float | str) -> Queue | Wait | float:
-        if isinstance(does, float):
-            return does
-        if isinstance(does, str):
-            return Wait(does)
-        phases = tuple(chain.from_iterable(map(self._phases, does.messages)))
-        part = Queued("attention", KIND, KIND, phases)
-        return Queue(does.key, (part,), waits=does.waits or not self.overlaps)
+    def _timed(self, does: Pass) -> Iterator[Queue | Wait | float]:
+        for one in does:
+            if isinstance(one, Send):
+                phases = tuple(chain.from_iterable(map(self._phases, one.messages)))
+                yield Queue(one.key, (Queued("attention", KIND, KIND, phases),))
+                if not self.overlaps:
+                    yield Wait(one.key)
+            else:
+                yield Wait(one) if isinstance(one, str) else one
 
     def _phases(self, message: Message) -> tuple[ParallelJobs, ...]:
         if isinstance(message.to, Op):

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from paro.optim.deal import newton_schulz_flops
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
@@ -26,7 +25,6 @@ from paro.planning.step.context import ContextCosts
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait
 from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
-from paro.step.plan import StepPlan
 
 # What an action queues comes after what another has queued for the same buffer.
 AFTER = {Verb.GATHER: Verb.GATHER_UPDATED, Verb.STEP_REDUCE: Verb.REDUCE}
@@ -53,11 +51,6 @@ class StepCosts:
     counts: StepCounts
     num_micro_batches: int
     context: ContextCosts | None = None  # None: no ranks share samples
-
-    @property
-    def plan(self) -> StepPlan:
-        """The actions of the step."""
-        return self.counts.plan(self.num_micro_batches)
 
     @property
     def run(self) -> RunPlan:
@@ -88,7 +81,7 @@ class StepCosts:
             if verb is Verb.GRADIENTS:
                 took += self.collect_seconds(unit.trainable_numel) / num_slices
         elif verb is Verb.UPDATE:
-            encoded = self.comm_costs.of_buffers[number].encoded_bytes
+            encoded = self.comm_costs.of_buffers[number].codes.get(verb, 0)
             took = self.update_seconds(unit.trainable_numel) + coding_seconds(self.device, encoded)
         elif verb is Verb.REDUCE and unit.replicated:
             took = self.collect_seconds(unit.trainable_numel)
@@ -100,13 +93,11 @@ class StepCosts:
             took = self.computing.memory_seconds(num_bytes)
         return unit, took
 
-    def collect_seconds(self, trainable_numel: int) -> float:
-        return self.computing.collect_seconds(
-            self.run.strategy, self.run.precision, trainable_numel
-        )
+    def collect_seconds(self, numel: int) -> float:
+        return self.computing.collect_seconds(self.run.strategy, self.run.precision, numel)
 
-    def update_seconds(self, trainable_numel: int) -> float:
-        return self.computing.update_seconds(self.run.strategy, self.run.precision, trainable_numel)
+    def update_seconds(self, numel: int) -> float:
+        return self.computing.update_seconds(self.run.strategy, self.run.precision, numel)
 
     @cached_property
     def muon_seconds(self) -> float:
@@ -115,17 +106,16 @@ class StepCosts:
         For bytes as ranks send them on average.
         """
         run, units = self.run, self.counts.units
-        steps = run.muon.muon_num_ns_steps
         dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
+        steps = run.muon.muon_num_ns_steps
         flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
         computing = flops / self.device.sustained_flops
         sent = exchanged(units, run.strategy, run.topology, run.precision)
-        links = ((self.machine.intra, sent.intra), (self.machine.inter, sent.inter))
-        ranks = self.machine.group_size if self.machine.nic is Nic.SHARED else 1
+        machine = self.machine
+        sharing = machine.group_size if machine.nic is Nic.SHARED else 1
+        links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, sharing))
         moving = sum(
-            num_bytes * 8 / link.bits_per_second * (ranks if link is self.machine.inter else 1)
-            for link, num_bytes in links
-            if link is not None
+            num_bytes * 8 / link.bits_per_second * ranks for link, num_bytes, ranks in links if link
         )
         return max(computing, moving) if run.overlaps else computing + moving
 
@@ -135,8 +125,8 @@ class StepCosts:
         """What the training thread of a group's ranks does in a step."""
         yield Compute(self.device.step_seconds, "step", "other")
         yield Compute(self.muon_seconds, "Newton-Schulz", "update")
-        at_once = self.comm_costs.at_once
-        for move in self.plan.actions():
+        at_once, context = self.comm_costs.at_once, self.context
+        for move in self.counts.plan(self.num_micro_batches).actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
                 yield Wait((cause, number))
@@ -144,31 +134,19 @@ class StepCosts:
                 unit, trains, _ = self.counts.buffers[number]
                 parts = self.comm_costs.of_buffers[number].queued.get(verb, ())
                 name = unit.name if trains else f"{unit.name} (frozen)"
-                after = AFTER.get(verb), number
-                yield Queue((verb, number), parts, name, after, verb in at_once)
+                yield Queue((verb, number), parts, name, (AFTER.get(verb), number))
+                if verb in at_once:
+                    yield Wait((verb, number))
             elif verb is Verb.NORM:
                 seconds = scalar_seconds(self.machine)
                 job = TimedJob(stream=(), seconds=seconds, intra=0.0, inter=0.0, cpu=0.0)
                 norm = Queued("norm", "agree", "agree", ((job,),), joins=True)
-                yield Queue(verb, (norm,), waits=True)
+                yield Queue(verb, (norm,))
+                yield Wait(verb)
             if verb in _COMPUTES:
                 unit, seconds = self.computed(move)
-                compute = Compute(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
-                if self.context is None:
-                    yield compute
-                else:
-                    yield from self._attend(move, compute, unit.name, self.context)
-
-    def _attend(self, move: Move, whole: Compute, name: str, context: ContextCosts) -> Program:
-        """Computes for an action; attention, which may wait for other ranks, is nearest the input.
-
-        So it comes first in forward, and last in backward.
-        """
-        passes = context.attended(move)
-        attention = (context.program(*one, name, whole.kind) for one in passes)
-        rest = (whole._replace(seconds=whole.seconds - sum(seconds for _, seconds in passes)),)
-        parts = (rest, *attention) if move[0] is Verb.GRADIENTS else (*attention, rest)
-        return chain.from_iterable(parts)
+                whole = Compute(seconds, f"{_COMPUTES[verb]} {unit.name}", _COMPUTES[verb])
+                yield from context.program(move, whole, unit.name) if context else (whole,)
 
     # Lower bound #
 
@@ -184,19 +162,16 @@ class StepCosts:
         step = self.counts.of_step(count)
         whole = self._least(step, forwards=count, backwards=count, more=update)
         least = max(whole, passes) + self.device.step_seconds
-        fastest = max(
-            (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter)), default=1.0
-        )
-        return least / max(1.0, fastest) + scalar_seconds(self.machine)
+        factors = (f for g in self.machine.uneven for f in (g.compute, g.intra, g.inter))
+        return least / max([1.0, *factors]) + scalar_seconds(self.machine)
 
     def _least(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
         """The least seconds of so many passes that queue this; the thread takes some `more`."""
         busy = self.busy(counts)
-        forward = self.computing.forward_seconds
-        backward = self.computing.seconds - forward
-        backward += self.collect_seconds(self.counts.num_trained)
+        forward, collecting = self.computing.forward_seconds, self.counts.num_trained
+        backward = self.computing.seconds - forward + self.collect_seconds(collecting)
         busy[THREAD] += forwards * forward + backwards * backward + more
         attention = () if self.context is None else self.context.loads
         for of_pass, number in zip(attention, (forwards, backwards), strict=False):

@@ -52,7 +52,6 @@ class Queue(NamedTuple):
     parts: tuple[Queued, ...]
     of: str = ""  # what it is about
     after: Hashable = None  # it begins after what was queued last under this key
-    waits: bool = False  # for it, at once
 
 
 class Wait(NamedTuple):
@@ -98,10 +97,8 @@ class _Work:
 
     def blocker(self) -> _Work:
         """The unfinished work at the start of the chain that this one waits for."""
-        found = self
-        while pending := next((work for work in found.after if not work.done), None):
-            found = pending
-        return found
+        pending = next((work for work in self.after if not work.done), None)
+        return self if pending is None else pending.blocker()
 
 
 _Works = tuple[_Work, ...]
@@ -218,8 +215,7 @@ class Simulation:
                 continue
             if isinstance(request, Queue):
                 self._queue(actor, request)
-                if not request.waits:
-                    continue
+                continue
             works = actor.queued.pop(request.key, ())
             if works and not all(work.done for work in works):
                 actor.waiting, actor.start = tuple(w for w in works if not w.done), self.now

@@ -37,35 +37,30 @@ class Timeline:
     exposed: dict[str, float]  # seconds for which the slowest group waits, by kind
     activities: tuple[Activity, ...] = ()
 
-    @property
-    def exposed_seconds(self) -> float:
-        return sum(self.exposed.values())
-
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
     """Simulates one step; `record` keeps the activities of all streams, for every micro-batch."""
     count = costs.num_micro_batches
-    if record or count <= _MAX_SIMULATED:
-        return _simulate(costs, record=record)
-    shorter = _simulate(replace(costs, num_micro_batches=2), record=False)
-    longer = _simulate(replace(costs, num_micro_batches=3), record=False)
+    if count > _MAX_SIMULATED and not record:
+        shorter, longer = (simulate(replace(costs, num_micro_batches=n)) for n in (2, 3))
 
-    def extended(low: float, high: float) -> float:
-        return high + (count - 3) * (high - low)
+        def extended(low: float, high: float) -> float:
+            return high + (count - 3) * (high - low)
 
-    return Timeline(
-        seconds=extended(shorter.seconds, longer.seconds),
-        compute_seconds=extended(shorter.compute_seconds, longer.compute_seconds),
-        exposed={
-            kind: max(0.0, extended(shorter.exposed[kind], longer.exposed[kind]))
-            for kind in longer.exposed
-        },
-    )
-
-
-def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
-    programs = ((speed, costs.program()) for speed in _speeds(costs))
-    in_order = costs.machine.launch_order == "implicit"
+        return Timeline(
+            seconds=extended(shorter.seconds, longer.seconds),
+            compute_seconds=extended(shorter.compute_seconds, longer.compute_seconds),
+            exposed={
+                kind: max(0.0, extended(shorter.exposed[kind], longer.exposed[kind]))
+                for kind in EXPOSED
+            },
+        )
+    machine = costs.machine
+    others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
+    usual = [GroupSpeed(num_groups=others)] if others else []
+    # One actor stands for all groups of the same speed.
+    programs = ((speed, costs.program()) for speed in (*usual, *machine.uneven))
+    in_order = machine.launch_order == "implicit"
     simulation = Simulation(programs, record=record, launches_in_order=in_order)
     total = simulation.run()
     slowest = max(simulation.actors, key=lambda actor: sum(actor.computed.values()))
@@ -75,11 +70,3 @@ def _simulate(costs: StepCosts, *, record: bool) -> Timeline:
         exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
         activities=tuple(simulation.activities),
     )
-
-
-def _speeds(costs: StepCosts) -> list[GroupSpeed]:
-    """Speeds of the actors; one actor stands for all groups of the same speed."""
-    machine = costs.machine
-    others = machine.num_groups - sum(part.num_groups for part in machine.uneven)
-    usual = [GroupSpeed(num_groups=others)] if others else []
-    return [*usual, *machine.uneven]

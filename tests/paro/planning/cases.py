@@ -18,6 +18,7 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import StepCosts
 from paro.precision import PrecisionConfig
+from paro.step.plan import StepPlan
 
 DEVICE = Device(
     name="typed",
@@ -77,9 +78,14 @@ def costs(given: Workload, strategy: str = "IIG") -> StepCosts:
     return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
+def plan_of(step: StepCosts) -> StepPlan:
+    """The actions of a step."""
+    return step.counts.plan(step.num_micro_batches)
+
+
 def compute_seconds(step: StepCosts) -> float:
     """Of the training thread, action by action."""
-    of_actions = sum(step.computed(move)[1] for move in step.plan.actions())
+    of_actions = sum(step.computed(move)[1] for move in plan_of(step).actions())
     return step.device.step_seconds + step.muon_seconds + of_actions
 
 

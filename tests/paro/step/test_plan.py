@@ -16,7 +16,7 @@ from paro.step.actions import Move, StepShape, UnitKind, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.plan import StepPlan
 from paro.step.updating import UpdatingPolicy
-from tests.paro.planning.cases import BF16, ORDERS, costs, order_case
+from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, plan_of
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -60,7 +60,8 @@ def test_the_engine_does_what_the_plan_lists(
         for num_micro_batches in (1, 3):
             rank.model.record = []
             rank.step(num_micro_batches)
-            plan = costs(replace(given, global_batch_size=4 * num_micro_batches), strategy).plan
+            several = replace(given, global_batch_size=4 * num_micro_batches)
+            plan = plan_of(costs(several, strategy))
             wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
             assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
 
@@ -78,7 +79,7 @@ def test_a_bucket_is_reduced_and_gathered_once(
     rank.step(1)
     rank.model.record = record = []
     rank.step(2)
-    plan = costs(given, "IIG").plan
+    plan = plan_of(costs(given, "IIG"))
     wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
     moves = [move for move in wanted if move[0] is not Verb.GATHER_UPDATED]
     assert [move for move in record if move[0] is not Verb.GATHER_UPDATED] == moves
@@ -96,7 +97,8 @@ def test_a_bucket_is_reduced_and_gathered_once(
 def test_updated_parameters_are_gathered_so_many_units_ahead(
     strategy: str, way: Materialize, ahead: int | None
 ) -> None:
-    plan = costs(order_case("plain", materialize=way, updated_ahead=ahead), strategy).plan
+    case = order_case("plain", materialize=way, updated_ahead=ahead)
+    plan = plan_of(costs(case, strategy))
     forward, found = plan.micro_batches[0][0], {}
     if way is Materialize.ROTATE:
         forward = forward[1:]  # after the wait for the norms

@@ -13,7 +13,7 @@ from paro.planning.run_plan import Materialize
 from paro.planning.search.search_space import Workload
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.step.actions import Move, Verb
-from tests.paro.planning.cases import ORDERS, costs, machine, order_case
+from tests.paro.planning.cases import ORDERS, costs, machine, order_case, plan_of
 from tests.paro.planning.lone_rank import LoneRank, silence
 from tests.paro.step.test_plan import engine, from_forward_on
 
@@ -47,7 +47,7 @@ def check(given: Workload, strategy: str) -> None:
         record = recorded(rank)
         rank.step(num_micro_batches)
         size = given.machine.world_size * num_micro_batches
-        plan = costs(replace(given, global_batch_size=size), strategy).plan
+        plan = plan_of(costs(replace(given, global_batch_size=size), strategy))
         first = sum(not isinstance(unit, RotatingUnit) for unit in rank.model.units)
         wanted = [move for move in from_forward_on(plan, OF_SLICES) if move[1] >= first]
         assert by_buffer([move for move in record if move[1] >= first]) == by_buffer(wanted)

@@ -11,7 +11,7 @@ from paro.planning.run_plan import Materialize
 from paro.step.actions import Buckets, UnitKind, Verb, number_buffers
 from paro.step.updating import UpdatingPolicy
 from tests.helpers.late_streams import LateStreams
-from tests.paro.planning.cases import costs, order_case
+from tests.paro.planning.cases import costs, order_case, plan_of
 
 
 def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: int) -> set[int]:
@@ -21,7 +21,7 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
     updated: dict[int, Event] = {}
     inside: dict[int, Event] = {}
     given = order_case("plain", materialize=way, updated_ahead=ahead)
-    for verb, number, *_ in costs(given, "IIG").plan.actions():
+    for verb, number, *_ in plan_of(costs(given, "IIG")).actions():
         if verb is Verb.GATHER_UPDATED:
             updated[number] = streams.submit("between", partial(sent.add, number))
         elif verb in (Verb.GATHER, Verb.SHIFT):

@@ -12,7 +12,7 @@ from paro.planning.cost_model import sent_by, unit_collectives
 from paro.planning.search.estimator import Estimator
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import ORDERS, order_case
+from tests.paro.planning.cases import ORDERS, order_case, plan_of
 from tests.paro.training.test_dry_run import planned, printed
 
 SIZES = (
@@ -165,7 +165,7 @@ def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     collectives = [unit_collectives(buffer.unit, *given) for buffer in buffers]
     sent = [
         sent_by(collectives[number].get((verb, buffers[number].trains), ()))
-        for verb, number, *_ in step.plan.actions()
+        for verb, number, *_ in plan_of(step).actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]
     assert sum(sent, Sent()) == estimator.sent(candidate)

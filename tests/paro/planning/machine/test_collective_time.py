@@ -85,12 +85,12 @@ def test_in_place_two_chunks_are_under_way_at_a_time(cores: int | None) -> None:
         (64 << 20, 8 if cores else 2),
     ):
         times = [
-            CollectiveTimes(own, "native").shifts(run, num_bytes, in_place=True)
+            CollectiveTimes(own, "native").shift(run, num_bytes, in_place=True)
             for own in (typed, late)
         ]
-        for (plain,), (with_latency,) in zip(*times, strict=True):
-            assert plain.seconds == pytest.approx(num_bytes / 8 * 8 / 2000e9)
-            assert with_latency.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
+        ((plain,),), ((with_latency,),) = times
+        assert plain.seconds == pytest.approx(num_bytes / 8 * 8 / 2000e9)
+        assert with_latency.seconds - plain.seconds == pytest.approx(pairs * 1e-6)
 
 
 CORES = 0.25
