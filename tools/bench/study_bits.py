@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -17,7 +15,15 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.distributed.user_errors import run_script
-from tools.bench.shared.trainings import QUICKSTART, Found, Losses, data_flags, run_missing
+from tools.bench.shared.trainings import (
+    ABLATED,
+    QUICKSTART,
+    Found,
+    Losses,
+    Variant,
+    data_flags,
+    run_missing,
+)
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table
 from tools.shared.picture import check_can_draw, drawing
@@ -30,7 +36,6 @@ and continued.
 
   python tools/bench/study_bits.py --json bits.json --folder runs/bits --plot bits.png
 """
-ABLATED = "tools/bench/bits/ablated.py"
 FLAGS = (
     "--distributed-backend gloo --paro-strategy IIG --paro-group-size 2 --num-layers 6 "
     "--hidden-size 256 --num-attention-heads 4 --seq-length 256 "
@@ -43,15 +48,6 @@ LONG = 1000  # iterations of the long trainings
 SHORT, SEEDS = 240, (1, 2, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Bits of gradients and of updates, and what else differs, as flags or as another script."""
-
-    name: str
-    flags: str
-    script: str = "pretrain_llama.py"
-
-
 def _bits(grads: int, params: int) -> str:
     return f"--paro-inter-grad-bits {grads} --paro-inter-param-bits {params}"
 
@@ -61,8 +57,8 @@ VARIANTS = (
     Variant("8/8", _bits(8, 8)),
     Variant("4/8", _bits(4, 8)),
     Variant("4/4", _bits(4, 4)),
-    Variant("4/4 without transform", _bits(4, 4), f"{ABLATED} transform"),
-    Variant("4/4 without transform+blocks", _bits(4, 4), f"{ABLATED} transform+blocks"),
+    Variant("4/4 without transform", _bits(4, 4), script=f"{ABLATED} transform"),
+    Variant("4/4 without transform+blocks", _bits(4, 4), script=f"{ABLATED} transform+blocks"),
     Variant("4/4 with error feedback", f"{_bits(4, 4)} --paro-inter-grad-error-feedback"),
     Variant("16/16 in fp8 (hybrid)", f"{_bits(16, 16)} --fp8-format hybrid"),
 )
@@ -166,7 +162,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--folder", type=Path, required=True, metavar="DIR", help="of trainings; is emptied")
     add("--data", type=Path, default=QUICKSTART, metavar="DIR", help="quickstart's")
     add("--plot", type=Path, metavar="FILE", help="draw the differences (png, svg, pdf)")
-    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     args = parser.parse_args(argv)
     data = data_flags(args.data)
     check_can_draw(args.plot)
@@ -175,7 +170,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         {key_of(job): flags_of(job, data) for job in JOBS},
         args.json,
         args.folder,
-        deadline=time.monotonic() + 60.0 * args.minutes,
     )
     print(table(found))
     if args.plot is not None:

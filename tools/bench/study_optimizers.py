@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,11 @@ from paro.distributed.user_errors import run_script
 from paro.errors import check_least
 from paro.report.log import print_line
 from tools.bench.shared.trainings import (
+    ABLATED,
     QUICKSTART,
     Found,
     Losses,
+    Variant,
     data_flags,
     read_found,
     run_missing,
@@ -54,20 +55,10 @@ LEAST_RATE = 0.1  # of the schedule, relative to its highest
 SEEDS = (1, 2, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """An optimizer with its flags, its part of the iterations, and what trains."""
-
-    name: str
-    flags: str = ""
-    part: float = 1.0
-    script: str = "pretrain_llama.py"
-
-
 ADAMW = Variant("AdamW")
 MUON = Variant("Muon", "--optimizer muon --muon-extra-scale-factor 0.2")
 SHORTER = Variant("Muon, 3/4 of the iterations", MUON.flags, 0.75)
-IN_PARTS = Variant("Muon, parts in most steps", MUON.flags, script="tools/bench/blockwise_muon.py")
+IN_PARTS = Variant("Muon, parts in most steps", MUON.flags, script=f"{ABLATED} whole-matrices")
 ROUNDED = Variant("AdamW, moments in bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")
 SWEPT = (ADAMW, MUON)
 # Whose learning rate they take.
@@ -87,9 +78,10 @@ class Job:
         return f"{self.variant.name}, learning rate {self.lr:g}, seed {self.seed}"
 
     def flags(self, iterations: int, interval: int) -> list[str]:
+        """The script of the training, and its flags."""
         own = f"--lr {self.lr:g} --min-lr {LEAST_RATE * self.lr:g} --seed {self.seed}"
         own += f" --train-iters {round(self.variant.part * iterations)} --eval-interval {interval}"
-        return [*FLAGS.split(), *self.variant.flags.split(), *own.split()]
+        return f"{self.variant.script} {FLAGS} {self.variant.flags} {own}".split()
 
 
 def sweep(variant: Variant, found: Found) -> dict[float, float]:
@@ -240,7 +232,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="N",
         help="trainings side by side, each with one thread; default: as many as cores",
     )
-    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     add("--data", type=Path, default=QUICKSTART, metavar="DIR", help="quickstart's")
     args = parser.parse_args(argv)
     check_least(1, train_iters=args.train_iters, eval_interval=args.eval_interval)
@@ -248,28 +239,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = data_flags(args.data)
     picture = args.folder / "curves.png"
     check_can_draw(picture, "--folder")
-    file, deadline = args.folder / "runs.json", time.monotonic() + 60.0 * args.minutes
+    file = args.folder / "runs.json"
     found = read_found(file)
-    while True:
-        jobs = jobs_for(found)
+    while {job.name for job in jobs_for(found)} - {*found}:
         flags = {
-            job.name: [
-                job.variant.script,
-                *job.flags(args.train_iters, args.eval_interval),
-                *data,
-            ]
-            for job in jobs
+            job.name: [*job.flags(args.train_iters, args.eval_interval), *data]
+            for job in jobs_for(found)
         }
-        found = run_missing(
-            (sys.executable,),
-            flags,
-            file,
-            args.folder,
-            at_once=args.at_once,
-            deadline=deadline,
-        )
-        if time.monotonic() > deadline or all(job.name in found for job in jobs_for(found)):
-            break
+        found = run_missing((sys.executable,), flags, file, args.folder, at_once=args.at_once)
     text = report(found)
     write_text(args.folder / "report.md", text)
     plot(found, picture)

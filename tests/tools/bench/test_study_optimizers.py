@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paro.arguments.parser import parse_args
-from tools.bench.shared.trainings import Found, Losses
+from tools.bench.shared.trainings import ABLATED, Found, Losses
 from tools.bench.study_optimizers import (
     ADAMW,
     FIRST,
@@ -90,7 +90,11 @@ def test_steps_to_a_loss_are_interpolated(loss: float, step: float | None) -> No
 
 def test_flags_are_those_of_a_run() -> None:
     for variant in LIKE:
-        args = parse_args([*Job(variant, 1e-3, 2).flags(400, 20), "--mock-data"])
+        flags = Job(variant, 1e-3, 2).flags(400, 20)
+        ablated = [ABLATED, "whole-matrices"]
+        script = ablated if variant == IN_PARTS else ["pretrain_llama.py"]
+        assert flags[: len(script)] == script
+        args = parse_args([*flags[len(script) :], "--mock-data"])
         assert (args.lr, args.min_lr, args.seed) == (1e-3, 1e-4, 2)
         assert args.train_iters == (300 if variant == SHORTER else 400)
         assert args.optimizer == ("muon" if LIKE[variant] == MUON else "adam")

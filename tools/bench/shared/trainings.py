@@ -35,8 +35,19 @@ class Losses:
         return self.held_out[-1][1]
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a training differs in: flags, its part of the iterations, or the script."""
+
+    name: str
+    flags: str = ""
+    part: float = 1.0
+    script: str = "pretrain_llama.py"
+
+
 Found = dict[str, Losses]  # by the name of the training
 QUICKSTART = ROOT / "runs/quickstart"
+ABLATED = "tools/bench/ablated.py"
 
 
 def data_flags(folder: Path) -> list[str]:
@@ -60,12 +71,11 @@ def run_missing(
     folder: Path,
     *,
     at_once: int = 1,
-    deadline: float = float("inf"),
 ) -> Found:
     """Runs the trainings that the file lacks, `at_once` side by side, and adds each to it.
 
-    `launch` with the `flags` of a training starts it; with none of them after `deadline`, by
-    `time.monotonic`. `UserError` if the file holds one of the same name with other flags.
+    `launch` with the `flags` of a training starts it. `UserError` if the file holds one of the same
+    name with other flags.
     """
     found = read_found(file)
     for name, words in flags.items():
@@ -75,7 +85,7 @@ def run_missing(
     failures: list[RunError] = []
 
     def work(name: str) -> Losses | None:
-        if failures or time.monotonic() > deadline:
+        if failures:
             return None
         try:
             return train(name, launch, flags[name], folder / str(missing.index(name)))

@@ -1,4 +1,4 @@
-"""Muon whose Newton-Schulz takes parts of matrices in most steps."""
+"""What stands in for a part of a method that is taken out."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ import torch
 
 from paro.optim import matrices
 from paro.optim.muon_config import MuonConfig
-from tools.bench import blockwise_muon
-from tools.bench.blockwise_muon import EVERY, in_parts, update
+from paro.quantization.blocks import hadamard
+from tools.bench import ablated
+from tools.bench.ablated import EVERY, in_parts, scaled, update
 
 CONFIG = MuonConfig(muon_fp32_matmul_prec="highest")
+
+
+def test_what_replaces_the_transform_has_its_scale_and_mixes_nothing() -> None:
+    values = torch.randn(100, generator=torch.Generator().manual_seed(1))
+    both = [transform(transform(values))[:100] for transform in (hadamard, scaled)]
+    torch.testing.assert_close(both[0], 32 * values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(both[1], both[0], rtol=1e-5, atol=1e-5)
+    assert scaled(values).numel() == hadamard(values).numel() == 128
+    one = torch.zeros(32)
+    one[3] = 1.0
+    assert int(scaled(one).count_nonzero()) == 1
+    assert int(hadamard(one).count_nonzero()) == 32
 
 
 def test_every_part_is_made_orthogonal_by_itself_and_scaled_by_its_shape() -> None:
@@ -29,7 +42,7 @@ def test_a_step_of_five_takes_whole_matrices(monkeypatch: pytest.MonkeyPatch) ->
         yield matrices.orthogonal is in_parts
 
     monkeypatch.setattr(matrices, "orthogonal", matrices.orthogonal)  # restored afterwards
-    monkeypatch.setattr(blockwise_muon, "_update", steps)
+    monkeypatch.setattr(ablated, "_update", steps)
     muon: Any = None
     found = [next(iter(update(muon, step=step))) for step in range(1, EVERY + 1)]
     assert found == [True] * (EVERY - 1) + [False]

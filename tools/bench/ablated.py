@@ -1,0 +1,73 @@
+"""Runs pretrain_llama.py with a part of a method taken out, to see what it is for."""
+
+# ablated.py WITHOUT ARGS: `transform` sends codes of the gradients themselves, not of their
+# Hadamard transforms; `transform+blocks` also has one scale for 2,048 elements, not for 128.
+# `whole-matrices`: in most steps Newton-Schulz takes parts of matrices, as MuonBP does on the
+# shards of ranks (arXiv 2510.16981). Here parts have as many rows, on any ranks, and the update of
+# each is scaled by its own shape.
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run as a script: the repository root is not on sys.path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor
+
+from paro.collectives import coded
+from paro.distributed.user_errors import run_script
+from paro.optim import matrices
+from paro.optim.muon_config import MuonConfig
+from paro.quantization import blocks, ranges
+from paro.quantization.formats import PAD
+from pretrain_llama import main as pretrain
+
+WITHOUT = ("transform", "transform+blocks", "whole-matrices")
+PARTS = 4  # of a matrix
+EVERY = 5  # so many steps, whole matrices
+
+_whole, _update = matrices.orthogonal, matrices.MuonStep.update
+
+
+def scaled(values: Tensor) -> Tensor:
+    """Like `hadamard`, applied twice it gives 32 times the values; but it mixes none."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % PAD))
+    return padded * PAD**0.5
+
+
+def in_parts(matrix: Tensor, config: MuonConfig) -> Tensor:
+    """What Newton-Schulz makes of each part of a matrix."""
+    rows, columns = matrix.shape
+    found = []
+    for part in matrix.chunk(PARTS):
+        scale = config.scale(part.shape[0], columns) / config.scale(rows, columns)
+        found.append(_whole(part, config) * scale)
+    return torch.cat(found)
+
+
+def update(self: matrices.MuonStep, *, step: int, **more: Any) -> Iterator[int]:
+    """A step of Muon, with whole matrices or with parts."""
+    matrices.orthogonal = _whole if step % EVERY == 0 else in_parts
+    yield from _update(self, step=step, **more)
+
+
+def main() -> None:
+    what, *argv = sys.argv[1:]
+    assert what in WITHOUT, what
+    if what == "whole-matrices":
+        matrices.MuonStep.update = update  # type: ignore[method-assign]
+    else:
+        blocks.hadamard = coded.hadamard = scaled
+    if what == "transform+blocks":
+        ranges.GRADIENT_BLOCK = 2048
+    sys.argv = ["pretrain_llama.py", *argv]
+    run_script("pretrain_llama.py", pretrain)
+
+
+if __name__ == "__main__":
+    main()
