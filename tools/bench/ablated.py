@@ -3,8 +3,8 @@
 # ablated.py WITHOUT ARGS: `transform` sends codes of the gradients themselves, not of their
 # Hadamard transforms; `transform+blocks` also has one scale for 2,048 elements, not for 128.
 # `whole-matrices`: in most steps Newton-Schulz takes parts of matrices, as MuonBP does on the
-# shards of ranks (arXiv 2510.16981). Here parts have as many rows, on any ranks, and the update of
-# each is scaled by its own shape.
+# shards of ranks (arXiv 2510.16981). Here parts have equal numbers of rows, on any ranks, and the
+# update of each is scaled by its own shape.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pretrain_llama import main as pretrain
 
 WITHOUT = ("transform", "transform+blocks", "whole-matrices")
 PARTS = 4  # of a matrix
-EVERY = 5  # so many steps, whole matrices
+EVERY = 5  # steps, of which the last takes whole matrices
 
 _whole, _update = matrices.orthogonal, matrices.MuonStep.update
 

@@ -125,7 +125,8 @@ class StepTally:
 
     def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
-        most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES  # 1: all are alike
+        # Where weights rotate, micro-batches allocate the same.
+        most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
         found: dict[tuple[int, int], MemorySnapshot] = {}
         actions = self.step.plan(min(num_micro_batches, most)).actions()
         counted = (move for move in actions if move[0] in _COUNTED)
@@ -201,8 +202,10 @@ class StepTally:
 
         @cache
         def sizes(numel: int, size: int) -> Mapping[str | int, int]:
-            found: dict[str | int, int]
-            found = {"whole_params": numel * size, "whole_grads": numel * wire}
+            found: dict[str | int, int] = {
+                "whole_params": numel * size,
+                "whole_grads": numel * wire,
+            }
             of_slice = numel // self.step.shape.num_slices
             for slots, scratch, of_element in (
                 ((Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH, size),

@@ -44,7 +44,7 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
-_Sent = Mapping[Verb, tuple[Collective, ...]]
+_ByVerb = Mapping[Verb, tuple[Collective, ...]]
 THREAD = "thread"  # the training thread, beside links and comm streams
 
 
@@ -107,7 +107,7 @@ class CommCosts:
         codes = self._add_copies(unit, sent, queued) if trains else {}
         return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
 
-    def _queued(self, sent: _Sent) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
+    def _queued(self, sent: _ByVerb) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
         """What the actions queue that send these collectives, whole or shift by shift."""
         way, times = self.run.materialize, self.times
         for verb in _KINDS:
@@ -126,7 +126,7 @@ class CommCosts:
                 yield verb, (Queued(kind, kind, use, phases),)
 
     def _add_copies(
-        self, unit: UnitSize, sent: _Sent, queued: dict[Verb, tuple[Queued, ...]]
+        self, unit: UnitSize, sent: _ByVerb, queued: dict[Verb, tuple[Queued, ...]]
     ) -> dict[Verb, int]:
         """Adds what is copied beside the collectives of a trainable buffer; the bytes of codes."""
         precision, strategy = self.run.precision, strategy_of(unit, self.run.strategy)

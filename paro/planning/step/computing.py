@@ -138,7 +138,7 @@ class Computing:
         return forward, backward
 
     def _times(self, index: int, parts: Sequence[PartSpec], recomputed: bool) -> UnitSeconds:
-        """The times of a unit as a whole, or of a part in slices."""
+        """The times of a unit as a whole, or of a part in slices; a block begins with attention."""
         shape, method = self.step.shape, parts[0].method
         more, more_back = self._of_slices(index)
         reached = index >= shape.first_trained  # by backward
@@ -147,7 +147,7 @@ class Computing:
             backward = self.memory_seconds(3 * self._residual_bytes)
             of_back = {Verb.BACKWARD: backward, Verb.GRADIENTS: more_back}
             return {Verb.FORWARD: forward, **(of_back if reached else {})}
-        products = sum([self._product_flops[part.method] for part in parts])
+        products = sum(self._product_flops[part.method] for part in parts)
         attention = self._attention_flops if method == "attention" else 0.0
         forward = self._seconds(products + attention)
         if not reached:
