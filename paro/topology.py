@@ -110,6 +110,15 @@ def nested_range(span: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, in
     return start, start + size
 
 
+def by_units(span: AxisSpan, units: int) -> AxisSpan:
+    """A span in the order in which its axes cut a buffer of `units` units, one after the other.
+
+    If there are several, each position along the outermost axis has the shards of one of them.
+    """
+    assert units == 1 or span[-1].size == units, f"{units} units for the positions of {span}"
+    return span if units == 1 else (*span[-1:], *span[:-1])
+
+
 @lru_cache(maxsize=1024)  # plans ask for the same one again and again
 def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:
     """The topology with axis boundaries at 1, every degree, the group size and the world size."""

@@ -21,11 +21,10 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Hops, Op, count_pieces, cut, make_schedule
 from paro.collectives.spans import ring_levels
 from paro.collectives.transfer import ChunkedBuffer, Level, Scratch, Transfer
-from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, AllEvents, Event
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Use, nested_range
+from paro.topology import AxisSpan, Use
 
 ALGORITHMS: dict[str, Hops] = {
     "ring": ring.hops,
@@ -58,10 +57,10 @@ class ScheduledCollectives(Collectives):
         self._ends = ends
 
     def run(self, request: Request) -> Event:
-        op, whole, span, comm_dtype, shard, after = request
+        op, whole, span, comm_dtype, shard, after, _ = request
         if not span:
             return after or DONE
-        own = shard_in(whole, span, self._rank)
+        own = request._replace(shard=None).own(self._rank)
         if shard is not None and shard.data_ptr() != own.data_ptr():
             outermost = ring_levels(self._algorithm, span)[-1]
             after = self._submit(Use.GATHER, outermost, lambda: _copy(own, shard), after=after)
@@ -91,11 +90,13 @@ class ScheduledCollectives(Collectives):
         members = self._groups.topology.members(span, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
         shard_numel = whole.numel() // len(members)
-        # The second bound keeps every piece of a small shard non-empty.
+        # The second bound keeps every piece of a small shard non-empty. Single pieces are sent with
+        # those of other groups, which are no neighbours if they are of other units.
         pieces = min(count_pieces(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
+        pieces = max(pieces, min(2, request.units))
         hops, place = ALGORITHMS[self._algorithm], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
-        ranges = [cut(*nested_range(span, member, whole.numel()), pieces) for member in members]
+        ranges = [cut(*request.range_of(member), pieces) for member in members]
         levels = [
             self._ends.level(request.use, part, len(steps))
             for part, steps in zip(parts, schedule.of_level, strict=True)

@@ -6,7 +6,7 @@ import torch
 
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
-from paro.collectives.wire import as_nested, nested, shard_in
+from paro.collectives.wire import as_nested
 from paro.distributed.comm_stream import DONE, Event
 from paro.topology import Use
 
@@ -28,13 +28,13 @@ class FlatCollectives(Collectives):
         def gather() -> None:
             by_rank = torch.empty_like(whole)
             self._wire.all_gather(Use.GATHER, span, by_rank, request.own(self._rank))
-            nested(whole, span).copy_(as_nested(by_rank, span))
+            request.nested().copy_(as_nested(by_rank, span))
 
         def scatter() -> None:
             by_rank = torch.empty_like(whole, dtype=comm_dtype)
-            as_nested(by_rank, span).copy_(nested(whole, span))
+            as_nested(by_rank, span).copy_(request.nested())
             own = self._wire.reduce_scatter(Use.REDUCE, span, by_rank)
-            shard_in(whole, span, self._rank).copy_(own)
+            request.own(self._rank).copy_(own)
 
         def add_up() -> None:
             self._wire.all_reduce(Use.REDUCE, span, whole, comm_dtype)

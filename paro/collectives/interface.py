@@ -11,11 +11,11 @@ from torch import Tensor
 
 from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans
-from paro.collectives.wire import Wire, shard_in
+from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, Use, by_units, nested_range
 
 
 class Request(NamedTuple):
@@ -27,6 +27,7 @@ class Request(NamedTuple):
     comm_dtype: torch.dtype
     shard: Tensor | None = None  # of an all-gather: this rank's; None: it is in `whole` already
     after: Event | None = None
+    units: int = 1  # of which `whole` consists; see `by_units`
 
     @property
     def use(self) -> Use:
@@ -39,7 +40,17 @@ class Request(NamedTuple):
 
     def own(self, rank: int) -> Tensor:
         """The shard of this rank."""
-        return shard_in(self.whole, self.span, rank) if self.shard is None else self.shard
+        return self.whole[slice(*self.range_of(rank))] if self.shard is None else self.shard
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """(start, stop) of a rank's shard in `whole`."""
+        return nested_range(by_units(self.span, self.units), rank, self.whole.numel())
+
+    def nested(self) -> Tensor:
+        """`whole` viewed with one dim per axis, innermost first, and one for shard elements."""
+        order = by_units(self.span, self.units)
+        view = self.whole.view(*(axis.size for axis in order), -1)
+        return view if self.units == 1 else view.movedim(0, -2)
 
 
 class Endpoint:
@@ -64,8 +75,9 @@ class Collectives(Endpoint, ABC):
     """Collectives on flat buffers along `span`, an axis span ordered innermost first.
 
     All work in place on nested shards (layout.py): `whole` is the buffer at the coarse degree of
-    the span and contains this rank's shard at the fine degree. Every call queues jobs on comm
-    streams and returns their completion; an empty span costs nothing. Data is sent in `comm_dtype`.
+    the span and contains this rank's shard at the fine degree; with `units` those of so many units
+    (`by_units`). Every call queues jobs on comm streams and returns their completion; an empty span
+    costs nothing. Data is sent in `comm_dtype`.
     """
 
     _algorithm = "native"
@@ -78,18 +90,27 @@ class Collectives(Endpoint, ABC):
         *,
         shard: Tensor | None = None,
         after: Event | None = None,
+        units: int = 1,
     ) -> Event:
         """Fills `whole` from the shards of the ranks along `span`.
 
         This rank's shard is `shard`, or if that is None, already in its range of `whole`.
         """
-        return self.run(Request(Op.ALL_GATHER, whole, span, whole.dtype, shard, after=after))
+        request = Request(Op.ALL_GATHER, whole, span, whole.dtype, shard, after=after, units=units)
+        return self.run(request)
 
     def reduce_scatter(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
+        self,
+        whole: Tensor,
+        span: AxisSpan,
+        comm_dtype: torch.dtype,
+        *,
+        after: Event | None = None,
+        units: int = 1,
     ) -> Event:
         """Writes the sum over `span` to this rank's shard of `whole`; the rest is undefined."""
-        return self.run(Request(Op.REDUCE_SCATTER, whole, span, comm_dtype, after=after))
+        request = Request(Op.REDUCE_SCATTER, whole, span, comm_dtype, after=after, units=units)
+        return self.run(request)
 
     def all_reduce(
         self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None

@@ -11,15 +11,17 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, Use, nested_range
 
 
 class NativeCollectives(Collectives):
     """One backend call per axis: gathers from outermost to innermost, reductions in reverse."""
 
     def run(self, request: Request) -> Event:
-        op, whole, span, comm_dtype, shard, after = request
+        op, whole, span, comm_dtype, shard, after, units = request
         event = after or DONE
+        if units > 1 and len(span) > 1:
+            return self._run_by_units(request, event)
         if op is Op.ALL_GATHER:
             return self._gather(whole, span, shard, event)
         if op is Op.ALL_REDUCE and span:
@@ -55,6 +57,33 @@ class NativeCollectives(Collectives):
             job = partial(self._spread_now, part, axis, comm_dtype)
             event = self._submit(Use.REDUCE, axis, job, after=event)
         return event
+
+    def _run_by_units(self, request: Request, event: Event) -> Event:
+        """Along the outermost axis the parts of all units at once, then every unit by itself."""
+        op, whole, span, comm_dtype, *_ = request
+        inner, outermost = span[:-1], span[-1:]
+        units = whole.view(request.units, -1)
+        parts = units[:, slice(*nested_range(inner, self._rank, units.shape[1]))]
+        if op is Op.ALL_GATHER:
+            job = partial(self._gather_parts, parts, outermost, request.own(self._rank))
+            event = self._submit(Use.GATHER, outermost, job, after=event)
+            for unit in units:
+                event = self._gather(unit, inner, None, event)
+            return event
+        for unit in units:
+            event = self._scatter(unit, inner, comm_dtype, event)
+        job = partial(self._scatter_parts, parts, outermost, comm_dtype)
+        return self._submit(Use.REDUCE, outermost, job, after=event)
+
+    def _gather_parts(self, parts: Tensor, axis: AxisSpan, own: Tensor) -> None:
+        moved = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
+        self._wire.all_gather(Use.GATHER, axis, moved.view(-1), own)
+        parts.copy_(moved)
+
+    def _scatter_parts(self, parts: Tensor, axis: AxisSpan, comm_dtype: torch.dtype) -> None:
+        moved = parts.to(comm_dtype).contiguous().view(-1)
+        own = self._wire.reduce_scatter(Use.REDUCE, axis, moved)
+        parts[axis[0].digit(self._rank)].copy_(own)
 
     # Each job converts to the communication dtype and back, so that intermediate results between
     # two axes need no second buffer.

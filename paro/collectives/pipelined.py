@@ -16,7 +16,7 @@ from paro.collectives.pipeline import SLOTS, PipelineStage, cut_evenly, make_pip
 from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, ring_levels
 from paro.collectives.transfer import Scratch
-from paro.collectives.wire import Wire, as_nested, nested
+from paro.collectives.wire import Wire, as_nested
 from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
@@ -127,7 +127,7 @@ class _StageJobs:
 
     def _piece(self, piece: int) -> Tensor:
         """A piece of all shards: a dim per axis, innermost first, and one for elements."""
-        return nested(self.request.whole, self.request.span)[..., slice(*self.ranges[piece])]
+        return self.request.nested()[..., slice(*self.ranges[piece])]
 
     def _handed(self, piece: int) -> Tensor:
         """The piece as stages hand it on: of the shards that this rank exchanges between groups."""

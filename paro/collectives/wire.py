@@ -204,13 +204,8 @@ def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
     return whole[start:stop]
 
 
-def nested(whole: Tensor, span: AxisSpan) -> Tensor:
-    """A nested buffer viewed with one dim per axis, innermost first, and one for shard elements."""
-    return whole.view(*(axis.size for axis in span), -1)
-
-
 def as_nested(by_rank: Tensor, *levels: AxisSpan) -> Tensor:
-    """A buffer in the order of backends, viewed with the dims of `nested`.
+    """A buffer in the order of backends, viewed with the dims of `Request.nested`.
 
     Backends order by rank: by rank of the inner level, if there are two, then of the outer one. The
     most significant digit of a rank is that of its outermost axis.

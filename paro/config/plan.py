@@ -269,7 +269,8 @@ def nearest_surviving(
             rotated_over=degree,
             in_place=in_place,
         )
-        return model_state_bytes(strategy, in_buckets(units, strategy, precision), precision).total
+        dealt = in_buckets(units, strategy, precision, world.group_size)
+        return model_state_bytes(strategy, dealt, precision).total
 
     def distance(other: Strategy) -> tuple[float, int]:
         ratios = (other.params / strategy.params, other.grads / strategy.grads)

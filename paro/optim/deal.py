@@ -10,14 +10,14 @@
 # whole result to all others.
 
 # [Note: buckets]
-# Where parameters and gradients have one degree, and optimizer state a larger one, a matrix need
-# not be spread over all ranks of the larger one. As many units in a row as the ratio of the degrees
-# is, laid out alike, form a bucket. Its shards lie one after the other. The step reduce-scatter of
-# the bucket, and the all-gather of what is updated, are even as ever and send what those of its
-# units would. But an optimizer range of the bucket is the whole shard of one of its units: with IIG
-# a group updates whole units, whose matrices its ranks exchange inside. Units that are left over
-# have even ranges, and an exchange over the larger degree. So have all where parameters are whole
-# on every rank: their bucket would need collectives inside a group apart from those between groups.
+# Where optimizer state is spread over several groups, and parameters and gradients are not spread
+# as far, a matrix need not be spread over all these ranks. As many units in a row as there are
+# groups that share the state (or its ranks for one of parameters and gradients, if these are at a
+# degree above the group's), laid out alike, form a bucket. Its shards lie one after the other. The
+# step reduce-scatter of the bucket, and the all-gather of what is updated, are even as ever and
+# send what those of its units would. But an optimizer range is one of a single unit, at the smaller
+# degree: a group updates whole units, whose matrices its ranks exchange inside. Units that are left
+# over have even ranges, and an exchange over the larger degree.
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def muon_places(layout: UnitLayout) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def places_to_deal_to(strategy: Strategy, precision: PrecisionConfig) -> int:
+def places_to_deal_to(strategy: Strategy, precision: PrecisionConfig, group_size: int) -> int:
     """How many units form a bucket (Note: buckets), if they are dealt; else 1."""
-    degree = strategy.params
     may_be = precision.optimizer == "muon" and not precision.has_codes
-    return strategy.optim // degree if may_be and strategy.grads == degree > 1 else 1
+    degree = max(strategy.params, strategy.grads, group_size)
+    return max(1, strategy.optim // degree) if may_be else 1
 
 
 def first_of_buckets(kinds: Sequence[Hashable], places: int) -> list[int]:

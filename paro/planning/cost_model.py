@@ -160,10 +160,10 @@ def muon_stop(unit: UnitSize, precision: PrecisionConfig) -> int:
 
 
 def in_buckets(
-    units: Sequence[UnitSize], strategy: Strategy, precision: PrecisionConfig
+    units: Sequence[UnitSize], strategy: Strategy, precision: PrecisionConfig, group_size: int
 ) -> tuple[UnitSize, ...]:
     """The same units with the buckets in which they are dealt to places."""
-    places = places_to_deal_to(strategy, precision)
+    places = places_to_deal_to(strategy, precision, group_size)
     trained = [unit for unit in units if unit.trainable_numel]
     kinds = [(unit.trainable_numel, unit.matrices) if unit.matrices else None for unit in trained]
     dealt = iter(first_of_buckets(kinds, places))

@@ -96,7 +96,7 @@ class RunPlan(RunFlags):
     @property
     def places(self) -> int:
         """How many units with Muon's matrices form a bucket."""
-        return places_to_deal_to(self.strategy, self.precision)
+        return places_to_deal_to(self.strategy, self.precision, self.group_size)
 
     @property
     def overlaps(self) -> bool:

@@ -66,19 +66,21 @@ class ShardedUnit(UnitShards):
         if strategy.grads > 1 and trainable:
             self._grad_U = whole(dtype=context.reduce_dtype, tally=ledger.whole_grads)
         self._casts = [Casts() for _ in layout.boxes]
-        self._grad_boxes = self._boxes(self.grad_shard, self._grad_U) if trainable else {}
+        self._grad_boxes: dict[str, Tensor] = {}
         self.num_arrived = 0
 
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Makes each parameter a permanent view of the whole buffer; it has its `Casts`."""
+        """Makes each parameter, and its gradient, a permanent view; it has its `Casts`."""
         boxes = self._boxes(self.param_shard, self._param_U)
         for (name, box), casts in zip(boxes.items(), self._casts, strict=True):
             parameters[name].casts = casts  # type: ignore[attr-defined]
             # Not nn.Parameter(box): that shares the buffer's version counter, so autograd would
             # treat a later gather as an in-place change of a saved tensor.
             parameters[name].data = box
+        if self.trainable:
+            self._grad_boxes = self._boxes(self.grad_shard, self._grad_U)
 
     def _boxes(self, shard: Tensor, buffer_U: ElasticBuffer | None) -> dict[str, Tensor]:
         return box_views(shard, self.layout) if buffer_U is None else buffer_U.boxes

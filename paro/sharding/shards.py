@@ -20,7 +20,7 @@ from paro.quantization.blocks import decode, encode, split_encoded
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
 from paro.strategy import CommPlan, Strategy
-from paro.topology import AxisSpan, Topology, nested_range, split_by_link
+from paro.topology import AxisSpan, Topology, by_units, nested_range, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,8 @@ class UnitShards:
     def _own(self, shard: Tensor, span: AxisSpan) -> tuple[int, int]:
         """Where this rank's range of the bucket, at the span's fine degree, is in a shard."""
         size, number = shard.numel(), self.bucket.index(self)
-        own = nested_range(span, self.context.rank, size * len(self.bucket))
+        order = by_units(span, len(self.bucket))
+        own = nested_range(order, self.context.rank, size * len(self.bucket))
         begin, end = (min(max(0, at - number * size), size) for at in own)
         return begin, end
 
@@ -203,7 +204,8 @@ class UnitShards:
         span, collectives = self.context.comm_plan.gather_updated, self.context.collectives
         with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
             if not self._is_encoded:
-                updated = collectives.all_gather(self._params_of_bucket, span)
+                units = len(self.bucket)
+                updated = collectives.all_gather(self._params_of_bucket, span, units=units)
                 for unit in self.bucket:
                     unit._updated = updated
                 return
@@ -243,8 +245,9 @@ class UnitShards:
             )
             return context.coded_reduction.reduce(gradients, self.optim_grad, after=event)
         span, grads = comm_plan.step_reduce, self._grads_of_bucket
-        event = collectives.reduce_scatter(grads, span, comm_dtype, after=event)
-        own = shard_in(grads, span, context.rank)
+        units = len(self.bucket)
+        event = collectives.reduce_scatter(grads, span, comm_dtype, after=event, units=units)
+        own = shard_in(grads, by_units(span, units), context.rank)
         return collectives.all_reduce(own, comm_plan.replicas, comm_dtype, after=event)
 
     def wait_reduced(self) -> None:
@@ -254,15 +257,15 @@ class UnitShards:
     def lead(self, units: Sequence[UnitShards]) -> None:
         """Makes one bucket of this unit and those that follow it, which are laid out alike.
 
-        There are as many as the step reduce-scatter has ranks: each updates one unit's shard.
+        There are as many as the outermost axis of the collectives once a step has positions: those
+        of each update one unit.
         """
-        bucket, size = (self, *units), self.grad_shard.numel()
+        bucket = (self, *units)
         params = torch.cat([unit.param_shard for unit in bucket])
         grads = torch.cat([unit.grad_shard for unit in bucket])
-        assert params.numel() == grads.numel() == size * len(bucket), f"{self.name} leads others"
-        for number, unit in enumerate(bucket):
-            part = slice(number * size, (number + 1) * size)
-            unit.param_shard, unit.grad_shard = params[part], grads[part]
+        both = zip(params.chunk(len(bucket)), grads.chunk(len(bucket)), strict=True)
+        for unit, (param_shard, grad_shard) in zip(bucket, both, strict=True):
+            unit.param_shard, unit.grad_shard = param_shard, grad_shard
             unit.bucket, unit._params_of_bucket, unit._grads_of_bucket = bucket, params, grads
 
 

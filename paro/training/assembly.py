@@ -175,7 +175,7 @@ def _units_of(config: RunConfig) -> tuple[UnitSize, ...]:
     """The units of a model that is not rotated."""
     trains, world_size = config.trained.__contains__, config.world.size
     units = units_of(config.model, world_size=world_size, is_trained=trains)
-    return in_buckets(units, config.strategy, config.precision)
+    return in_buckets(units, config.strategy, config.precision, config.world.group_size)
 
 
 def _matrix_exchanges(

@@ -60,6 +60,7 @@ _gathering = partial(Mutation, GatheringPolicy, strategy="IIG")
 _updating = partial(Mutation, UpdatingPolicy, old="return self._queue", new="return []  #")
 _rotating = partial(Mutation, SlicePolicy, strategy="IIG")
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
+_by_units = partial(Mutation, NativeCollectives, "_run_by_units", strategy="NNG", more=MUON)
 _pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
 _NEXT, _GRADS = "(Verb.WAIT_SHIFTED,)", "(Verb.WAIT_GRADS,)"
 # An order that is no call of a wait and no `after=`.
@@ -90,6 +91,8 @@ MUTATIONS = (
     _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("gather_updated", "unit._updated = updated", "pass"),
     Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
+    _by_units("inner, None, event)", "inner, None, DONE)"),
+    _by_units("inner, comm_dtype, event)", "inner, comm_dtype, DONE)"),
     Mutation(Collectives, "run_after", "after=after", "after=None", "IIG", f"{CODES} {HO_RING}"),
     _pipelined("ready = ends[stage.after]", "ready = DONE", "GGG"),
     _pipelined("[*first, memory.left[slot]]", "[*first]", "GGG"),
@@ -108,6 +111,8 @@ CAUGHT = {
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
     "collectives.native NativeCollectives._gather: after=event": ("GGG", ""),
     "collectives.native NativeCollectives._scatter: after=event": ("GGG", ""),
+    "collectives.native NativeCollectives._run_by_units: after=event": ("NNG", MUON),
+    "collectives.native NativeCollectives._run_by_units: after=event #2": ("NNG", MUON),
     "collectives.native NativeCollectives._sum: after=event": ("NNN", ""),
     "collectives.native NativeCollectives._sum: after=event #2": ("NNN", ""),
     "collectives.pipelined PipelinedCollectives.run: after=ready": ("GGG", HO_RING),

@@ -178,9 +178,10 @@ def test_strategies_train_as_one_process_does(
                 ("IIG", LAST),
                 ("ING", LORA),
                 ("NIG", "--grad-reduce-in-bf16 --bf16"),
+                ("NNG", "--paro-collective h-ring"),
             ],
         ),
-        (6, 3, [("IIG", ""), ("GGG", ""), ("III", "")]),
+        (6, 3, [("IIG", ""), ("GGG", ""), ("III", ""), ("NNG", "")]),
         (6, 2, [("IIG", ""), ("2,2,6", "--paro-prefetch-units 2 --paro-updated-ahead 3")]),
         (
             8,
@@ -188,6 +189,7 @@ def test_strategies_train_as_one_process_does(
             [
                 ("IIG", f"{FIVE} --paro-collective ho-ring"),
                 ("2,2,4", f"{FIVE} --group-query-attention --num-query-groups 1"),
+                ("ING", FIVE),
             ],
         ),
     ],

@@ -4,7 +4,8 @@
 #
 #   allocations      the largest memory snapshot of a step (tally.py)
 #   buffers          in which HO-Ring's pipeline (collectives/pipelined.py) hands pieces on, and
-#                    those that flat collectives permute; each comm stream keeps its own
+#                    those that flat collectives permute, or native ones gather between groups for
+#                    several units; each comm stream keeps its own
 #   fragmentation    a share of the two: what torch's allocator holds in addition, for rounding,
 #                    library workspaces and free blocks that are too small
 #   communicators    NCCL's buffers, once for each process group that the rank makes
@@ -161,8 +162,8 @@ def communication_of(
     dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
     axes = run.context.topology(world_size=run.world_size, group_size=run.group_size)
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
-    for one in (
-        one
+    for one, dealt_units in (
+        (one, unit.dealt)
         for unit in {unit.traffic_kind: unit for unit in units}.values()
         for (verb, _), collectives in unit_collectives(unit, *given).items()
         for one in collectives
@@ -174,6 +175,8 @@ def communication_of(
             taken["ho-ring"] = pipeline_bytes(one.span, one.num_bytes, one.itemsize, count)
         if "flat" in names and one.op is not Op.ALL_REDUCE:
             taken["flat"] = one.num_bytes
+        if "native" in names and one.op is Op.ALL_GATHER and dealt_units > 1 < len(one.span):
+            taken["native"] = one.whole_bytes // one.span[-1].inner  # parts of all units
         for name, size in taken.items():
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))

@@ -58,6 +58,7 @@ class MemorySnapshot(NamedTuple):
     transient: int = 0
     # Elements of whole units, whose shard a reduction converts, or the update copies.
     converted: int = 0
+    dealt: int = 1  # units of the bucket that is reduced
     updated: int = 0
 
     @property
@@ -84,6 +85,10 @@ class MemorySnapshot(NamedTuple):
         of_converted = 0 if nothing_left or wire == accumulate else BYTES_OF[wire]
         of_updated = 0 if accumulate == "fp32" else 4
         copied = self.converted // strategy.grads * of_converted
+        if self.dealt > 1:  # units are reduced one by one, then the parts of all between groups
+            degree = strategy.optim // self.dealt
+            of_part = of_converted if strategy.grads == degree else BYTES_OF[wire]
+            copied = max(copied, self.dealt * self.converted // degree * of_part)
         copied += self.updated // strategy.optim * of_updated
         if self.updated and precision.optimizer == "muon":
             wire_bytes = BYTES_OF[precision.matrix_wire]
@@ -127,13 +132,14 @@ class StepTally:
         """Of the points of a step that copy the same, the largest; without model states."""
         # Where weights rotate, micro-batches allocate the same.
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
-        found: dict[tuple[int, int], MemorySnapshot] = {}
+        found: dict[tuple[int, ...], MemorySnapshot] = {}
         actions = self.step.plan(min(num_micro_batches, most)).actions()
         counted = (move for move in actions if move[0] in _COUNTED)
         for now in filter(None, map(self.carry_out, counted)):
-            largest = found.setdefault((now.converted, now.updated), now)
+            copied = now.converted, now.dealt, now.updated
+            largest = found.setdefault(copied, now)
             if now.total > largest.total:
-                found[now.converted, now.updated] = now
+                found[copied] = now
         return [*found.values()]
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
@@ -153,8 +159,8 @@ class StepTally:
         elif verb is Verb.UPDATE:
             return self.at("the update", updated=unit.trainable_numel)
         elif verb is Verb.STEP_REDUCE:
-            converted = unit.trainable_numel * unit.dealt
-            return self.at(f"the reduction of {unit.name}", converted=converted)
+            copied = {"converted": unit.trainable_numel, "dealt": unit.dealt}
+            return self.at(f"the reduction of {unit.name}", **copied)
         return None
 
     def _compute(self, verb: Verb, index: int) -> MemorySnapshot | None:

@@ -59,7 +59,7 @@ class RunMemory:
             rotated_over=degree,
             in_place=plan.materialize.in_place,
         )
-        return in_buckets(units, plan.strategy, plan.precision)
+        return in_buckets(units, plan.strategy, plan.precision, plan.group_size)
 
     @cached_by(lambda plan: plan.step_kind)
     def step(self, plan: RunPlan) -> StepCounts:

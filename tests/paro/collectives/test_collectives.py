@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import timedelta
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from paro.collectives.schedule import COLLECTIVES
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.groups import GroupConfig
 from paro.distributed.links import make_links
-from paro.topology import AxisSpan, Topology, Use, make_topology, nested_range
+from paro.topology import AxisSpan, Topology, Use, by_units, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -31,8 +32,8 @@ TYPES = [
 
 
 def whole(numel: int, dtype: torch.dtype, factor: int = 1) -> Tensor:
-    """Small integers, whose sums are exact in every type."""
-    return (torch.arange(numel) % 8 * factor).to(dtype)
+    """Small integers, whose sums are exact in every type; no two shards are equal."""
+    return (torch.arange(numel) % 7 * factor).to(dtype)
 
 
 # HO-Ring as it runs under NCCL; three pieces do not divide a shard of 24 elements' eights evenly.
@@ -92,26 +93,27 @@ def check_collectives(
     for number, span in enumerate(sorted(spans, key=lambda span: [axis.index for axis in span])):
         members = topology.members(span, rank)
         types = TYPES if span == axes else TYPES[number % len(TYPES) :][:1]
-        for dtype, comm_dtype in types:
+        for (dtype, comm_dtype), units in product(types, {1, span[-1].size if span else 1}):
             numel = size * 24
-            shard = slice(*nested_range(span, rank, numel))
-            label = f"{name} over {[axis.index for axis in span]} as {dtype} by {comm_dtype}"
+            shard = slice(*nested_range(by_units(span, units), rank, numel))
+            axes_named = f"{[axis.index for axis in span]} of {units}"
+            label = f"{name} over {axes_named} as {dtype} by {comm_dtype}"
 
             gathered = torch.full((numel,), -1, dtype=dtype)
             gathered[shard] = whole(numel, dtype)[shard]
-            collectives.all_gather(gathered, span).wait()
+            collectives.all_gather(gathered, span, units=units).wait()
             if not torch.equal(gathered, whole(numel, dtype)):
                 wrong.append(f"all_gather in place: {label}")
             gathered = torch.full((numel,), -1, dtype=dtype)
             if span:
                 own = whole(numel, dtype)[shard].clone()
-                collectives.all_gather(gathered, span, shard=own).wait()
+                collectives.all_gather(gathered, span, shard=own, units=units).wait()
                 if not torch.equal(gathered, whole(numel, dtype)):
                     wrong.append(f"all_gather: {label}")
 
             total = whole(numel, dtype, sum(member % 3 for member in members))
             summed = whole(numel, dtype, rank % 3)
-            collectives.reduce_scatter(summed, span, comm_dtype).wait()
+            collectives.reduce_scatter(summed, span, comm_dtype, units=units).wait()
             if not torch.equal(summed[shard], total[shard]):
                 wrong.append(f"reduce_scatter: {label}")
             summed = whole(numel, dtype, rank % 3)

@@ -246,7 +246,7 @@ def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: st
     strategy = parse_strategy(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
     precision = PrecisionConfig(compute="bf16", optimizer="muon")
-    of_rank = in_buckets(units, strategy, precision)
+    of_rank = in_buckets(units, strategy, precision, 8)
     ((places, rounds),) = muon_rounds(of_rank, strategy, precision, 8).items()
     assert places.number == (world_size if letters == "IGG" else 8)
     owned = Counter(dealt.owner for one in rounds for dealt in one)
@@ -257,7 +257,11 @@ def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: st
 
 @pytest.mark.parametrize(
     ("degrees", "num_layers", "is_equal"),
-    [("IIG", 4, True), ("2,2,4", 4, True), ("IIG", 5, False), ("NIG", 4, False)],
+    [
+        *((name, 4, True) for name in ("IIG", "NNG", "NIG", "ING", "2,2,4", "1,2,8", "1,1,4")),
+        ("IIG", 5, False),
+        ("IGG", 4, False),
+    ],
 )
 def test_whole_blocks_cross_groups_with_adamws_bytes(
     degrees: str, num_layers: int, is_equal: bool

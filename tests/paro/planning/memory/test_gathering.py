@@ -65,9 +65,14 @@ def adapted(config: LlamaConfig = SMALL, targets: str = "all-linear") -> LlamaCo
 WIDE = replace(SMALL, ffn_hidden_size=2048)  # weights outweigh activations
 LOGITS, LARGE_HEAD = (replace(SMALL, vocab_size=size) for size in (2048, 16384))
 TIED = replace(LARGE_HEAD, tie_embeddings_and_output_weights=True)
+# Blocks outweigh their largest matrices, and model states what is alive in backward.
+NARROW = replace(SMALL, ffn_hidden_size=64, num_layers=16)
 UNFUSED = replace(SMALL, attention_backend="unfused", ffn_hidden_size=512)
 GROUPED_RUNS = replace(SMALL, recompute=replace(RUNS_OF_TWO, keeps_core=True), num_query_groups=2)
 one, short = (partial(run, micro_batch_size=1, seq_length=length) for length in (64, 8))
+of_four = partial(
+    short, config=SMALL, precision=replace(BF16, optimizer="muon"), prefetch_units=0, group_size=2
+)
 IN_CHUNKS = ("chunks of logits", "chunks of logits in fp32")
 # A run, and where its peak is.
 CASES = {
@@ -109,9 +114,10 @@ CASES = {
         short("ING", WIDE, BF16, num_micro_batches=1),
         "reduction",
     ),
-    "gradients of four blocks, reduced at once": (
-        short("2,2,8", SMALL, replace(BF16, optimizer="muon"), prefetch_units=0),
-        "the reduction of blocks.0",
+    "gradients of four blocks, reduced at once": (of_four("IIG"), "the reduction of blocks.0"),
+    "gradients of four blocks, of which parts are reduced at once": (
+        of_four("NNG", config=NARROW, precision=replace(FP32, optimizer="muon")),
+        "the reduction of blocks.12",
     ),
     "bf16 gradients converted for the update": (short("NNN", WIDE, ALL_BF16), "update"),
 }
