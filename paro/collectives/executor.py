@@ -90,10 +90,10 @@ class ScheduledCollectives(Collectives):
         members = self._groups.topology.members(span, self._rank)
         sizes = tuple(len(self._groups.topology.members(part, self._rank)) for part in parts)
         shard_numel = whole.numel() // len(members)
-        # The second bound keeps every piece of a small shard non-empty. Single pieces are sent with
-        # those of other groups, which are no neighbours if they are of other units.
+        # The second bound keeps every piece of a small shard non-empty.
         pieces = min(count_pieces(shard_numel * comm_dtype.itemsize), max(1, shard_numel // 8))
-        pieces = max(pieces, min(2, request.units))
+        if request.units > 1:  # h-ring joins shards that are not cut: those of units lie apart
+            pieces = max(2, pieces)
         hops, place = ALGORITHMS[self._algorithm], members.index(self._rank)
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*request.range_of(member), pieces) for member in members]

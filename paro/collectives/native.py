@@ -59,7 +59,7 @@ class NativeCollectives(Collectives):
         return event
 
     def _run_by_units(self, request: Request, event: Event) -> Event:
-        """Along the outermost axis the parts of all units at once, then every unit by itself."""
+        """Along the outermost axis the parts of all units at once, else every unit by itself."""
         op, whole, span, comm_dtype, *_ = request
         inner, outermost = span[:-1], span[-1:]
         units = whole.view(request.units, -1)

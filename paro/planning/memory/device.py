@@ -175,7 +175,8 @@ def communication_of(
             taken["ho-ring"] = pipeline_bytes(one.span, one.num_bytes, one.itemsize, count)
         if "flat" in names and one.op is not Op.ALL_REDUCE:
             taken["flat"] = one.num_bytes
-        if "native" in names and one.op is Op.ALL_GATHER and dealt_units > 1 < len(one.span):
+        by_units = dealt_units > 1 and len(one.span) > 1
+        if "native" in names and one.op is Op.ALL_GATHER and by_units:
             taken["native"] = one.whole_bytes // one.span[-1].inner  # parts of all units
         for name, size in taken.items():
             key = name, one.use, one.span
