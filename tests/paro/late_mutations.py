@@ -60,7 +60,7 @@ _gathering = partial(Mutation, GatheringPolicy, strategy="IIG")
 _updating = partial(Mutation, UpdatingPolicy, old="return self._queue", new="return []  #")
 _rotating = partial(Mutation, SlicePolicy, strategy="IIG")
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
-_by_units = partial(Mutation, NativeCollectives, "_run_by_units", strategy="NNG", more=MUON)
+_by_units = partial(Mutation, NativeCollectives, "_run_by_units", more=MUON)
 _pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
 _NEXT, _GRADS = "(Verb.WAIT_SHIFTED,)", "(Verb.WAIT_GRADS,)"
 # An order that is no call of a wait and no `after=`.
@@ -91,8 +91,14 @@ MUTATIONS = (
     _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("gather_updated", "unit._updated = updated", "pass"),
     Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
-    _by_units("inner, None, event)", "inner, None, DONE)"),
-    _by_units("inner, comm_dtype, event)", "inner, comm_dtype, DONE)"),
+    _by_units("inner, None, event)", "inner, None, DONE)", "NNG"),
+    _by_units(
+        "inner, comm_dtype, event)",
+        "inner, comm_dtype, DONE)",
+        strategy="2,2,8",
+        world_size=8,
+        group_size=4,
+    ),
     Mutation(Collectives, "run_after", "after=after", "after=None", "IIG", f"{CODES} {HO_RING}"),
     _pipelined("ready = ends[stage.after]", "ready = DONE", "GGG"),
     _pipelined("[*first, memory.left[slot]]", "[*first]", "GGG"),
@@ -111,7 +117,6 @@ CAUGHT = {
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
     "collectives.native NativeCollectives._gather: after=event": ("GGG", ""),
     "collectives.native NativeCollectives._scatter: after=event": ("GGG", ""),
-    "collectives.native NativeCollectives._run_by_units: after=event": ("NNG", MUON),
     "collectives.native NativeCollectives._run_by_units: after=event #2": ("NNG", MUON),
     "collectives.native NativeCollectives._sum: after=event": ("NNN", ""),
     "collectives.native NativeCollectives._sum: after=event #2": ("NNN", ""),
@@ -171,6 +176,7 @@ _CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
 _CONTEXT = "what attention waits for; tests/paro/context_parallel/test_partwise.py removes each"
+_FIRST = "the trainer gathers what several units updated after no other job"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
 # The others, and why no run on late streams goes wrong without them: all those of a module, or one.
@@ -185,6 +191,7 @@ MODULES = {
     "training.local_copies": _COPIES,
 }
 ELSEWHERE = {
+    "collectives.native NativeCollectives._run_by_units: after=event": _FIRST,
     "collectives.pipeline make_pipeline: after=index_of.get((piece, number - 1))": _PIPELINE,
     "distributed.exposed_time Exposure.wait: stage.wait()": _STAGES,
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
