@@ -11,13 +11,13 @@
 
 # [Note: buckets]
 # Where optimizer state is spread over several groups, and parameters and gradients are not spread
-# as far, a matrix need not be spread over all these ranks. Its degree is then the group's, or that
-# of parameters or gradients if one is larger. As many units in a row as the state's degree has of
-# it, laid out alike, form a bucket. Its shards lie one after the other. The step reduce-scatter of
-# the bucket, and the all-gather of what is updated, are even as ever and send what those of its
-# units would. But an optimizer range of the bucket is one of a single unit, at the smaller degree:
-# a group updates whole units, whose matrices its ranks exchange inside. Units that are left over
-# have even ranges, and an exchange over the larger degree.
+# as far, a matrix need not be spread over all these ranks: the size of a group is enough, or the
+# degree of parameters or of gradients if that is larger. The degree of the optimizer state, divided
+# by this one, is the number of consecutive units with equal layouts that form a bucket. Its buffers
+# have one unit after another. The step reduce-scatter of the bucket, and the all-gather of updated
+# parameters, are even and send what those of its units would. But an optimizer range of the bucket
+# is part of a single unit: a group updates whole units, whose matrices its ranks exchange inside.
+# Units that are left over have even ranges, and an exchange over the larger degree.
 
 from __future__ import annotations
 

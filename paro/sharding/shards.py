@@ -159,13 +159,13 @@ class UnitShards:
 
     @property
     def optim_param(self) -> Tensor:
-        """The optimizer's range of `param_shard`, as a view; in a bucket all of it, or nothing."""
+        """The optimizer's range of `param_shard`: a view; empty if another group has the unit."""
         begin, end = self._own(self.param_shard, self.context.comm_plan.gather_updated)
         return self.param_shard[begin:end]
 
     @property
     def optim_grad(self) -> Tensor:
-        """The optimizer's range of `grad_shard`, as a view; in a bucket all of it, or nothing."""
+        """The optimizer's range of `grad_shard`: a view; empty if another group has the unit."""
         begin, end = self._own(self.grad_shard, self.context.comm_plan.step_reduce)
         return self.grad_shard[begin:end]
 
@@ -257,8 +257,8 @@ class UnitShards:
     def lead(self, units: Sequence[UnitShards]) -> None:
         """Makes one bucket of this unit and those that follow it, which are laid out alike.
 
-        There are as many as the outermost axis of the collectives once a step has positions: those
-        of each update one unit.
+        There are as many as positions along the outermost axis of the step reduce-scatter. The
+        ranks at each position update one of them.
         """
         bucket = (self, *units)
         params = torch.cat([unit.param_shard for unit in bucket])
