@@ -26,6 +26,12 @@ class Conversation(NamedTuple):
     messages: list[Message]
     first_answer: int = 0
 
+    def is_answer(self, number: int) -> bool:
+        """Whether this message is trained on; one of the assistant is not if its weight is 0."""
+        message = self.messages[number]
+        is_read = number < self.first_answer or message.get("weight") == 0
+        return message["role"] == ASSISTANT and not is_read
+
 
 def conversation_of(keys: Sequence[str], values: Sequence[Any]) -> Conversation:
     """The messages under one key, or a prompt and a completion under two: each a text or messages.
@@ -48,6 +54,9 @@ def _messages(key: str, value: Any) -> list[Message]:
             f"the value of {key!r} is no list of messages such as "
             '{"role": "user", "content": "..."}'
         )
+    for message in found:
+        if message.get("weight") not in (None, 0, 1):
+            raise UserError(f"the weight {message['weight']!r} of a message is neither 0 nor 1")
     # A column of rows has every field in every message.
     return [{name: part for name, part in each.items() if part is not None} for each in found]
 
@@ -85,14 +94,18 @@ class ChatTemplate:
         ids, marks = list(rendered["input_ids"]), np.array(rendered["assistant_masks"], np.uint8)
         if any(message["role"] == ASSISTANT for message in messages[:first]):
             marks[: self._prefix(ids, messages[:first])] = READ
+        for number in range(first, len(messages)):
+            if messages[number]["role"] == ASSISTANT and not conversation.is_answer(number):
+                begin = self._prefix(ids, messages[:number])
+                marks[begin : self._prefix(ids, messages[: number + 1])] = READ
         return ids, marks
 
     def _compared(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        messages, first = conversation
+        messages = conversation.messages
         ids = list(self._render(messages)["input_ids"])
         marks = np.full(len(ids), READ, np.uint8)
-        for number in range(first, len(messages)):
-            if messages[number]["role"] == ASSISTANT:
+        for number in range(len(messages)):
+            if conversation.is_answer(number):
                 begin = self._prefix(ids, messages[:number], add_generation_prompt=True)
                 marks[begin : self._prefix(ids, messages[: number + 1])] = ANSWERED
         return ids, marks

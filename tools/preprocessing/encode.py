@@ -16,7 +16,7 @@ from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
-from tools.preprocessing.conversations import ASSISTANT, chat_template_of, conversation_of
+from tools.preprocessing.conversations import chat_template_of, conversation_of
 
 NAMED_BAD = 3  # how many of the documents that were left out are named
 
@@ -137,7 +137,7 @@ def _conversations(
             continue
         if plan.append_eod and ids[-1] != tokenizer.eod:
             ids.append(tokenizer.eod)
-            is_answer = conversation.messages[-1]["role"] == ASSISTANT
+            is_answer = conversation.is_answer(len(conversation.messages) - 1)
             answered = np.append(answered, np.uint8(is_answer))
         sequences.append(ids)
         marks.append(answered)

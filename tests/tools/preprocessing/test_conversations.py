@@ -101,6 +101,18 @@ def test_of_a_prompt_nothing_is_answered(tmp_path: Path, template: str) -> None:
     assert [one[1].strip(), other[1].strip()] == [f"return x{END}", f"f(x){END}"]
 
 
+@pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
+def test_a_message_of_weight_0_is_read(tmp_path: Path, template: str, after: str) -> None:
+    tokenizer = folder_with(tmp_path, template)
+    first, second = ({**TALK[number], "weight": 0} for number in (2, 4))
+    lines = ([*TALK[:2], first, *TALK[3:]], [*TALK[:4], second])
+    source = write_lines(tmp_path / "a.jsonl", *({"messages": line} for line in lines))
+    preprocess(source, tokenizer, "--append-eod")
+    (one, other) = written(tmp_path / "out_messages_document", tokenizer)
+    assert one[0] == other[0]
+    assert [one[1], other[1]] == [f"f(x){END}{after}{END}", f"return x{END}{after}"]
+
+
 def test_columns_of_rows_are_conversations_too(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
@@ -119,6 +131,8 @@ BAD = [
     (MARKED, {"messages": TALK[:2]}, "the assistant answers nothing"),
     (PLAIN, {"messages": "x"}, "'messages' is no list of messages"),
     (PLAIN, {"messages": [{"from": "human", "value": "x"}]}, "'messages' is no list of messages"),
+    (PLAIN, {"messages": [{**TALK[2], "weight": 0.5}]}, "the weight 0.5 ... neither 0 nor 1"),
+    (PLAIN, {"messages": [{**TALK[2], "weight": 0}]}, "the assistant answers nothing"),
     (PLAIN, {"messages": [{"role": "user", "content": 5}]}, "the chat template does not take it"),
     (PLAIN, {"text": "x"}, "no key 'messages'; its keys are: text"),
     ("{{ raise_exception('roles') }}", {"messages": TALK}, "does not take it: roles"),
