@@ -146,6 +146,7 @@ def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Wor
         context=sharding.context.layout,
         seq_length=task.seq_length,
         micro_batch_size=batches.micro_batch_size,
+        eval_micro_batch_size=batches.eval_micro_batch_size or 0,
         global_batch_size=batches.global_batch_size,
         precision=task.precision,
         muon=task.muon,

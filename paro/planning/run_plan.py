@@ -73,6 +73,7 @@ class RunFlags:
     collective: str = "native"
     materialize: Materialize = Materialize.GATHER
     device_type: str = "cuda"
+    eval_micro_batch_size: int = 0  # 0: no evaluation, or as in training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,6 @@ class RunPlan(RunFlags):
     world_size: int
     strategy: Strategy
     num_micro_batches: int  # the most of a step
-    eval_micro_batch_size: int = 0  # 0: no evaluation
 
     @property
     def step_kind(self) -> tuple[object, ...]:

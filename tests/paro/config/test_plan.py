@@ -17,6 +17,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.planning.machine.files import machine_to_json
 from paro.planning.survival import survival
+from paro.training.memory_check import predict_memory
 from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine
@@ -64,6 +65,10 @@ def test_auto_keeps_to_the_memory_of_a_dry_run() -> None:
     assert large.strategy.name != small.strategy.name
     words = f"{flags} {dry} --device-memory-gb 2"
     refused(lambda: configured(words), "nothing fits the 2 GB of a device")
+    evaluates = "--eval-global-batch-size 10240 --eval-micro-batch-size 320"
+    peak = predict_memory(configured(f"{flags} {dry} --device-memory-gb 12 {evaluates}"), "cuda")
+    assert "in an evaluation" in peak.allocations.name
+    assert peak.total <= 12e9
 
 
 @pytest.mark.parametrize("strategy", ["IIG", "auto"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.native import NativeCollectives
 from paro.collectives.shifts import make_ring
 from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import InlineStreams
@@ -158,6 +159,28 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     predicted = communication(text, ("flat",), precision=precision)
     assert sum(permuted.values()) == predicted.buffer_bytes
     assert (predicted.buffer_bytes > 0) is (text != "NNN")  # an all-reduce permutes nothing
+
+
+@pytest.mark.parametrize("text", ["NNG", "NIG", "ING", "1,2,8", "IIG", "NGG"])
+def test_parts_that_native_gathers_for_several_units_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    gathered = [0]
+    original = NativeCollectives._gather_parts
+
+    def noted(self: NativeCollectives, parts: Tensor, axis: AxisSpan, own: Tensor) -> None:
+        gathered.append(parts.nbytes)
+        original(self, parts, axis, own)
+
+    monkeypatch.setattr(NativeCollectives, "_gather_parts", noted)
+    strategy, topology = on_ranks(text, world_size=8, group_size=4)
+    precision = replace(BF16, optimizer="muon")
+    rank = lone_rank(TINY, strategy, topology, precision, collective="native")
+    silence(monkeypatch)
+    rank.step(2)
+    assert max(gathered) == communication(text, ("native",), precision=precision).buffer_bytes
+    # One axis needs no parts, and the gradients at G no bucket.
+    assert (max(gathered) > 0) is (text not in ("IIG", "NGG"))
 
 
 def test_figures_are_the_machine_file_s_or_published_ones() -> None:
