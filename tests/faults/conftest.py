@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.faults.job import ITERATIONS, Job, Pause, Run
+from tests.faults.points import Point
 
 FAILED = pytest.StashKey[bool]()
 RECORD = "FAULTS_RECORD"  # names the JSON file in which the ends of all scenarios are kept
@@ -51,7 +52,7 @@ class Scenario:
         self.jobs.append(self.run.start(*self.flags, *flags, **how))
         return self.jobs[-1]
 
-    def paused(self, target: str, call: int, *flags: object, at: int = 0, **how: Any) -> Job:
+    def paused(self, target: Point, call: int, *flags: object, at: int = 0, **how: Any) -> Job:
         """A job of which `at` ranks (0: all) are paused in a call; the fault strikes now."""
         pause = Pause(self.run.root, target, call, how.pop("only", None))
         before = [pause.also(other) for other in how.pop("before", [])] or [pause]

@@ -19,6 +19,7 @@ from typing import Any
 from paro.checkpoint.directory import TRACKER, iterations_in
 from paro.checkpoint.manifest import read_manifest
 from tests.end_to_end.test_training import MODEL
+from tests.faults.points import Point
 from tests.helpers.processes import children, lives
 from tests.helpers.scripts import Script
 
@@ -37,7 +38,7 @@ class Pause:
     """For `before`: the ranks stop where they call a function, until `Run.release`."""
 
     folder: Path
-    target: str  # "package.module:Class.function"
+    target: Point
     call: int = 1
     only: int | None = None  # rank
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.faults.conftest import Scenario
 from tests.faults.job import LIMIT_SECONDS, Run
+from tests.faults.points import Point
 from tests.helpers.corpora import write_corpus
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
@@ -37,7 +38,7 @@ def test_truncated_data(scenario: Scenario, suffix: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("suffix", [".bin", ".npy"])
 def test_data_cut_short_in_a_step(scenario: Scenario, suffix: str, tmp_path: Path) -> None:
     """While it is open. The order in the cache is built again by the next start."""
-    job = scenario.paused("data.gpt_dataset:GPTDataset.__getitem__", 60)
+    job = scenario.paused(Point.READ_SAMPLE, 60)
     paths = list(tmp_path.rglob(f"*{suffix}"))
     contents = [path.read_bytes() for path in paths]
     for path in paths:
@@ -51,7 +52,7 @@ def test_data_cut_short_in_a_step(scenario: Scenario, suffix: str, tmp_path: Pat
 
 def test_a_stuck_builder_of_indices(scenario: Scenario, tmp_path: Path) -> None:
     """Another run holds the lock of the corpus."""
-    builder, first = scenario.paused("data.index_cache:build_order", 1), scenario.run
+    builder, first = scenario.paused(Point.BUILD_INDEX, 1), scenario.run
     scenario.run = Run(tmp_path / "other")
     waiting = scenario.start()
     told = f"for process {builder.pids()[0]} of this machine, which builds indices and holds the"

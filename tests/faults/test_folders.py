@@ -12,13 +12,11 @@ import pytest
 
 from tests.faults.conftest import Scenario
 from tests.faults.places import Printing, fill, other_host, small_disk
+from tests.faults.points import Point
 from tests.helpers.scripts import run_script
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
-WRITES = "paro.checkpoint.save:_write"
-READS_BACK = "paro.checkpoint.save:_read_back"
-STEPS = "paro.training.loop:train_step"
 HOW = pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
 
 
@@ -26,7 +24,7 @@ HOW = pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"]
 @pytest.mark.root
 def test_disk_full_in_a_save(scenario: Scenario, how: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "ckpt") as disk:
-        job = scenario.paused(WRITES, 2, *how.split())
+        job = scenario.paused(Point.WRITE_FILES, 2, *how.split())
         filler = fill(disk)
         scenario.run.release()
         scenario.ends(job, [1], "No space left on device", within=30.0)
@@ -37,7 +35,7 @@ def test_disk_full_in_a_save(scenario: Scenario, how: str, tmp_path: Path) -> No
 @pytest.mark.root
 def test_disk_full_for_one_save_only(scenario: Scenario, tmp_path: Path) -> None:
     with small_disk(tmp_path / "ckpt") as disk:
-        job = scenario.paused(WRITES, 2, "--on-save-failure", "continue")
+        job = scenario.paused(Point.WRITE_FILES, 2, "--on-save-failure", "continue")
         filler = fill(disk)
         scenario.run.release()
         job.wait_for(lambda: "training continues (--on-save-failure" in job.text())
@@ -51,7 +49,7 @@ def test_disk_full_for_one_save_only(scenario: Scenario, tmp_path: Path) -> None
 def test_disk_full_for_a_record(scenario: Scenario, flag: str, tmp_path: Path) -> None:
     """It is left out from there on, with a line."""
     with small_disk(tmp_path / "small", "256k") as disk:
-        job = scenario.paused(STEPS, 5, flag, disk / "record")
+        job = scenario.paused(Point.STEP, 5, flag, disk / "record")
         fill(disk)
         scenario.run.release()
         scenario.ends(job, [0], within=30.0)
@@ -62,7 +60,7 @@ def test_disk_full_for_a_record(scenario: Scenario, flag: str, tmp_path: Path) -
 @pytest.mark.root
 def test_disk_full_for_the_log(scenario: Scenario, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", "256k") as disk:
-        job = scenario.paused(STEPS, 5, before=[Printing(disk / "log")])
+        job = scenario.paused(Point.STEP, 5, before=[Printing(disk / "log")])
         fill(disk)
         scenario.run.release()
         scenario.ends(job, [1], "standard output cannot be written: No space left", within=30.0)
@@ -89,7 +87,7 @@ def test_disk_full_in_preprocessing(scenario: Scenario, tmp_path: Path) -> None:
 @HOW
 def test_folder_removed(scenario: Scenario, how: str) -> None:
     """The run creates it again and saves what it has."""
-    job = scenario.paused(STEPS, 5, *how.split())
+    job = scenario.paused(Point.STEP, 5, *how.split())
     job.wait_for(lambda: "successfully saved checkpoint" in job.text())
     shutil.rmtree(scenario.run.save)
     scenario.run.release()
@@ -98,7 +96,7 @@ def test_folder_removed(scenario: Scenario, how: str) -> None:
 
 
 def test_folder_removed_in_a_save(scenario: Scenario) -> None:
-    job = scenario.paused(READS_BACK, 2, at=1)
+    job = scenario.paused(Point.READ_BACK, 2, at=1)
     shutil.rmtree(scenario.run.save)
     scenario.run.release()
     scenario.ends(job, [1], "iteration 6 is not saved: --save ", within=30.0)
@@ -110,7 +108,7 @@ def test_mount_gone(scenario: Scenario, tmp_path: Path) -> None:
     """Nothing is written into the folder that the mount has hidden."""
     with small_disk(tmp_path / "disk") as disk, small_disk(tmp_path / "ckpt") as mount:
         subprocess.run(["mount", "--bind", disk, mount], check=True)
-        job = scenario.paused(STEPS, 5)
+        job = scenario.paused(Point.STEP, 5)
         subprocess.run(["umount", "-l", mount], check=True)
         scenario.run.release()
         scenario.ends(job, [1], "is it still mounted?", within=30.0)
@@ -122,7 +120,7 @@ def test_mount_gone(scenario: Scenario, tmp_path: Path) -> None:
 @pytest.mark.root
 def test_mount_read_only(scenario: Scenario, tmp_path: Path) -> None:
     with small_disk(tmp_path / "ckpt") as mount:
-        job = scenario.paused(STEPS, 5)
+        job = scenario.paused(Point.STEP, 5)
         subprocess.run(["mount", "-o", "remount,ro", mount], check=True)
         scenario.run.release()
         scenario.ends(job, [1], "Read-only file system", within=30.0)
@@ -132,7 +130,7 @@ def test_mount_read_only(scenario: Scenario, tmp_path: Path) -> None:
 
 def test_two_jobs(scenario: Scenario) -> None:
     """The second is refused and changes nothing; the first ends as if it had been alone."""
-    job = scenario.paused(READS_BACK, 2, at=1)
+    job = scenario.paused(Point.READ_BACK, 2, at=1)
     before = sorted(scenario.run.save.rglob("*"))
     second = scenario.start()
     scenario.ends(second, [1], f"--save {scenario.run.save} is in use by process ", within=30.0)
@@ -146,7 +144,7 @@ def test_two_jobs(scenario: Scenario) -> None:
 def test_owner_killed_on_another_host(scenario: Scenario) -> None:
     """Its heartbeat is watched for a minute, as its process cannot be seen."""
     scenario.ranks, scenario.plain = 1, True
-    first = scenario.paused(STEPS, 5, before=[other_host])
+    first = scenario.paused(Point.STEP, 5, before=[other_host])
     first.kill()
     second = scenario.start()
     scenario.continues(second, 3, within=90.0)
@@ -157,7 +155,7 @@ def test_owner_killed_on_another_host(scenario: Scenario) -> None:
 def test_owner_stopped_for_longer_than_a_minute(scenario: Scenario) -> None:
     """It is replaced; when it is woken it ends and leaves everything to its successor."""
     scenario.ranks, scenario.plain = 1, True
-    first = scenario.paused(READS_BACK, 2, before=[other_host])
+    first = scenario.paused(Point.READ_BACK, 2, before=[other_host])
     for pid in first.tree():
         os.kill(pid, signal.SIGSTOP)
     second = scenario.start()

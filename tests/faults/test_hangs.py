@@ -9,6 +9,7 @@ import pytest
 
 from tests.faults.conftest import Scenario
 from tests.faults.job import ITERATIONS, LIMIT_SECONDS
+from tests.faults.points import Point
 from tests.helpers.processes import children
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 def test_a_stopped_reader(scenario: Scenario, ranks: int) -> None:
     """A process that reads ahead stops while it hands a batch over, where torch has no limit."""
     scenario.ranks = ranks
-    job = scenario.paused("paro.training.loop:train_step", 5, "--num-workers", 1)
+    job = scenario.paused(Point.STEP, 5, "--num-workers", 1)
     for server in children(job.pids()[-1]):
         for reader in children(server):
             os.kill(reader, signal.SIGSTOP)
@@ -32,10 +33,10 @@ def test_a_stopped_reader(scenario: Scenario, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("target", "call", "phase", "saved"),
     [
-        ("data.mock:MockDataset.__getitem__", 40, "training, after iteration 4", 3),
-        ("paro.checkpoint.lease:Contender.attempt", 1, "claiming the folder of --save", 0),
-        ("paro.checkpoint.storage:BoundedWriter.write_data", 2, "saving, after iteration 6", 3),
-        ("paro.report.report:Report.close", 1, "ending the run, after iteration 12", ITERATIONS),
+        (Point.READ_MOCK_SAMPLE, 40, "training, after iteration 4", 3),
+        (Point.CLAIM_FOLDER, 1, "claiming the folder of --save", 0),
+        (Point.WRITE_DATA, 2, "saving, after iteration 6", 3),
+        (Point.CLOSE_REPORT, 1, "ending the run, after iteration 12", ITERATIONS),
     ],
     ids=["data", "claim", "save", "end"],
 )
@@ -51,8 +52,7 @@ def test_a_dead_disk(scenario: Scenario, target: str, call: int, phase: str, sav
 
 def test_a_rank_stays_away_at_the_end(scenario: Scenario) -> None:
     """All is saved; the other rank says where it has waited."""
-    barrier = "paro.distributed.control:Control.barrier"
-    job = scenario.paused(barrier, 1, only=1, at=1)
+    job = scenario.paused(Point.BARRIER, 1, only=1, at=1)
     told = "at the end, while waiting for the others: "
     scenario.ends(job, [1], told, within=LIMIT_SECONDS + 20)
     scenario.is_whole()

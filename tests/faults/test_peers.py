@@ -12,11 +12,11 @@ import pytest
 from tests.faults.conftest import Scenario
 from tests.faults.job import LIMIT_SECONDS
 from tests.faults.places import two_nodes
+from tests.faults.points import Point
 from tests.helpers.processes import lives
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
-IN_A_STEP = "paro.sharding.distributed_model:DistributedModel.forward_backward"
 LOST = "no connection to another rank, which has ended, hangs or is cut off: "
 
 
@@ -68,7 +68,7 @@ def test_a_rank_never_starts(scenario: Scenario) -> None:
 
 def test_a_stopped_rank(scenario: Scenario) -> None:
     """Without a launcher nobody ends it: it ends by itself once it is woken."""
-    job = scenario.paused(IN_A_STEP, 30, plain=True)
+    job = scenario.paused(Point.MICRO_BATCH, 30, plain=True)
     job.signal(signal.SIGSTOP, 1)
     scenario.run.release()
     waiting, stopped = job.scripts
@@ -81,7 +81,7 @@ def test_a_stopped_rank(scenario: Scenario) -> None:
 
 def test_a_stopped_rank_of_torchrun(scenario: Scenario) -> None:
     """The agent kills it 30 s after the others have ended."""
-    job = scenario.paused(IN_A_STEP, 30)
+    job = scenario.paused(Point.MICRO_BATCH, 30)
     job.signal(signal.SIGSTOP, 1)
     scenario.run.release()
     scenario.ends(job, [1], LOST, within=LIMIT_SECONDS + 45)
@@ -98,7 +98,8 @@ def test_link_down(scenario: Scenario, down: float | None, statuses: Sequence[in
     """TCP repeats what was lost: a link that comes back in time is no fault."""
     with two_nodes("faults") as nodes:
         env = {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "nic"}
-        job = scenario.paused(IN_A_STEP, 14, plain=True, before=nodes, env=env)  # iteration 4
+        in_iteration_4 = {"call": 14, "plain": True, "before": nodes, "env": env}
+        job = scenario.paused(Point.MICRO_BATCH, **in_iteration_4)
         nodes[0].set_link("down")
         scenario.run.release()
         if down is not None:

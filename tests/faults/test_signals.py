@@ -8,18 +8,19 @@ import pytest
 
 from tests.faults.conftest import Scenario
 from tests.faults.job import ITERATIONS
+from tests.faults.points import Point
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
 
 # Where a rank is paused, in which call, more flags, and the iteration that is saved by then.
 PHASES = {
-    "before the rendezvous": ("paro.distributed.process_group:open_store", 1, "", 0),
-    "building": ("paro.training.memory_check:check_memory", 1, "", 0),
-    "a step": ("paro.sharding.distributed_model:DistributedModel.forward_backward", 30, "", 6),
-    "evaluating": ("paro.training.loop:evaluate", 1, "", 3),
-    "saving": ("paro.checkpoint.save:_write", 2, "", 3),
-    "saving, async": ("paro.checkpoint.save:_write", 2, "--async-save", 3),
-    "the last barrier": ("paro.distributed.control:Control.barrier", 1, "", ITERATIONS),
+    "before the rendezvous": (Point.RENDEZVOUS, 1, "", 0),
+    "building": (Point.BUILDING, 1, "", 0),
+    "a step": (Point.MICRO_BATCH, 30, "", 6),
+    "evaluating": (Point.EVALUATE, 1, "", 3),
+    "saving": (Point.WRITE_FILES, 2, "", 3),
+    "saving, async": (Point.WRITE_FILES, 2, "--async-save", 3),
+    "the last barrier": (Point.BARRIER, 1, "", ITERATIONS),
 }
 
 
