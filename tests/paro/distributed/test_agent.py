@@ -47,7 +47,7 @@ def test_ranks_die_with_an_agent_that_is_killed(tmp_path: Path) -> None:
         ranks = pids(tmp_path)
         assert all(map(lives, ranks))
         agent.send_signal(signal.SIGKILL)
-        wait_for(lambda: not any(map(lives, ranks)), 5)
+        wait_for(lambda: not any(map(lives, ranks)), 30)  # of the 60 s that they sleep
     finally:
         agent.kill()
         agent.wait()

@@ -68,9 +68,9 @@ def test_a_standstill_shows_once_where_every_thread_stands() -> None:
 
 def test_a_long_step_goes_on_micro_batch_by_micro_batch() -> None:
     stream = Stream()
-    dog = watchdog(stream, dump=1.0)
+    dog = watchdog(stream, dump=2.0)
     dog.begins("training", 7)
-    for _ in range(20):
+    for _ in range(30):
         dog.progressed()
         time.sleep(0.1)
     assert stream.getvalue() == ""
