@@ -28,6 +28,7 @@ from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.report.log import print_line
+from tools.preprocessing.conversations import TOOLS
 from tools.preprocessing.encode import (
     EncodedBatch,
     EncodingPlan,
@@ -224,7 +225,8 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="documents are conversations, written by the tokenizer's own chat template, with "
         "marks of the tokens that the assistant answers: under one of --json-keys a list of "
-        "messages with role and content, or under two a prompt and its completion",
+        "messages with role and content, or under two a prompt and its completion; with the key "
+        "tools in addition, also of what the assistant may call",
     )
     group.add_argument(
         "--skip-malformed",
@@ -343,10 +345,10 @@ def job_of(args: argparse.Namespace) -> Job:
         skip_malformed=args.skip_malformed,
         conversations=args.apply_chat_template,
     )
-    if plan.conversations and len(plan.keys) > 2:
+    if plan.conversations and len({*plan.keys} - {TOOLS}) not in (1, 2):
         raise UserError(
             f"--json-keys {' '.join(plan.keys)}: with --apply-chat-template give one key of "
-            "messages, or those of prompt and completion"
+            f"messages, or those of prompt and completion, and for tools {TOOLS}"
         )
     pieces = tuple(pieces_of(args))
     prepare(plan)  # reports a mistake in the tokenizer before any process starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +16,7 @@ from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 
 ASSISTANT = "assistant"
+TOOLS = "tools"  # the key of what the assistant may call
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")  # how a template marks answers
 
 Message = dict[str, Any]
@@ -25,6 +27,7 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     first_answer: int = 0
+    tools: list[dict[str, Any]] | None = None
 
     def is_answer(self, number: int) -> bool:
         """Whether this message is trained on; one of the assistant is not if its weight is 0."""
@@ -32,19 +35,41 @@ class Conversation(NamedTuple):
         is_read = number < self.first_answer or message.get("weight") == 0
         return message["role"] == ASSISTANT and not is_read
 
+    def before(self, number: int) -> Conversation:
+        """Its messages before this one."""
+        return self._replace(messages=self.messages[:number])
+
 
 def conversation_of(keys: Sequence[str], values: Sequence[Any]) -> Conversation:
     """The messages under one key, or a prompt and a completion under two: each a text or messages.
 
-    `UserError` for anything else.
+    The last key may be that of tools. `UserError` for anything else.
     """
-    if len(keys) == 1:
-        return Conversation(_messages(keys[0], values[0]))
+    given = dict(zip(keys, values, strict=True))
+    tools = _tools(given.pop(TOOLS, None))
+    if len(given) == 1:
+        return Conversation(_messages(*given.popitem()), tools=tools)
     prompt, completion = (
         [{"role": role, "content": value}] if isinstance(value, str) else _messages(key, value)
-        for role, key, value in zip(("user", ASSISTANT), keys, values, strict=True)
+        for role, (key, value) in zip(("user", ASSISTANT), given.items(), strict=True)
     )
-    return Conversation(prompt + completion, len(prompt))
+    return Conversation(prompt + completion, len(prompt), tools)
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """What the assistant may call; of a column, whose rows have equal fields, it is JSON."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        found = value
+    if not found and found in (None, []):
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise UserError(
+            f"the value of {TOOLS!r} is no list of tools such as "
+            '{"type": "function", "function": {...}}, and no JSON of one'
+        )
+    return found
 
 
 def _messages(key: str, value: Any) -> list[Message]:
@@ -82,6 +107,8 @@ class ChatTemplate:
         The template says what is answered by its generation marks. Without any, it is what each
         message of the assistant adds to the prompt before it.
         """
+        if conversation.tools and TOOLS not in self.text:
+            raise UserError("the chat template does not write the tools of a conversation")
         ids, marks = self._marked(conversation) if self._has_marks else self._compared(conversation)
         marks[:1] = READ  # no token precedes it
         if not marks.any():
@@ -89,42 +116,47 @@ class ChatTemplate:
         return ids, marks
 
     def _marked(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        messages, first = conversation
-        rendered = self._render(messages, return_assistant_tokens_mask=True)
+        messages, first, _ = conversation
+        rendered = self._render(conversation, return_assistant_tokens_mask=True)
         ids, marks = list(rendered["input_ids"]), np.array(rendered["assistant_masks"], np.uint8)
         if any(message["role"] == ASSISTANT for message in messages[:first]):
-            marks[: self._prefix(ids, messages[:first])] = READ
+            marks[: self._prefix(ids, conversation.before(first))] = READ
         for number in range(first, len(messages)):
             if messages[number]["role"] == ASSISTANT and not conversation.is_answer(number):
-                begin = self._prefix(ids, messages[:number])
-                marks[begin : self._prefix(ids, messages[: number + 1])] = READ
+                marks[self._added(ids, conversation, number)] = READ
         return ids, marks
 
     def _compared(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        messages = conversation.messages
-        ids = list(self._render(messages)["input_ids"])
+        ids = list(self._render(conversation)["input_ids"])
         marks = np.full(len(ids), READ, np.uint8)
-        for number in range(len(messages)):
+        for number in range(len(conversation.messages)):
             if conversation.is_answer(number):
-                begin = self._prefix(ids, messages[:number], add_generation_prompt=True)
-                marks[begin : self._prefix(ids, messages[: number + 1])] = ANSWERED
+                marks[self._added(ids, conversation, number, add_generation_prompt=True)] = ANSWERED
         return ids, marks
 
-    def _prefix(self, ids: list[int], messages: list[Message], **options: bool) -> int:
+    def _added(
+        self, ids: list[int], conversation: Conversation, number: int, **options: bool
+    ) -> slice:
+        """Where the ids are that a message adds to those before it, rendered with `options`."""
+        begin = self._prefix(ids, conversation.before(number), **options)
+        return slice(begin, self._prefix(ids, conversation.before(number + 1)))
+
+    def _prefix(self, ids: list[int], first: Conversation, **options: bool) -> int:
         """How many of the ids these first messages are; `UserError` unless they are the same."""
-        part = list(self._render(messages, **options)["input_ids"])
+        part = list(self._render(first, **options)["input_ids"])
         if part != ids[: len(part)]:
             raise UserError(
-                f"the first {len(messages)} messages become other tokens when more follow, so it "
-                "is not known which are answered: mark answers in the chat template with "
+                f"the first {len(first.messages)} messages become other tokens when more follow, "
+                "so it is not known which are answered: mark answers in the chat template with "
                 "{% generation %} and {% endgeneration %}"
             )
         return len(part)
 
-    def _render(self, messages: list[Message], **options: bool) -> Any:
+    def _render(self, conversation: Conversation, **options: bool) -> Any:
         try:
             return self._tokenizer.apply_chat_template(
-                messages,
+                conversation.messages,
+                tools=conversation.tools,
                 tokenize=True,
                 return_dict=True,
                 tokenizer_kwargs={"verbose": False},  # no warning of long ones

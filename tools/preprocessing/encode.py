@@ -16,7 +16,7 @@ from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
-from tools.preprocessing.conversations import chat_template_of, conversation_of
+from tools.preprocessing.conversations import TOOLS, chat_template_of, conversation_of
 
 NAMED_BAD = 3  # how many of the documents that were left out are named
 
@@ -34,7 +34,8 @@ class EncodingPlan:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the data sets that are written."""
-        return ("_".join(self.keys),) if self.conversations else self.keys
+        together = "_".join(key for key in self.keys if key != TOOLS)
+        return (together,) if self.conversations else self.keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

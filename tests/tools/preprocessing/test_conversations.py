@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,40 @@ def test_a_message_of_weight_0_is_read(tmp_path: Path, template: str, after: str
     (one, other) = written(tmp_path / "out_messages_document", tokenizer)
     assert one[0] == other[0]
     assert [one[1], other[1]] == [f"f(x){END}{after}{END}", f"return x{END}{after}"]
+
+
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
+WITH_TOOLS = "{% if tools %}{{ tools[0].function.name + '\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_tools_are_written_where_their_key_is_given(tmp_path: Path, template: str) -> None:
+    tokenizer = folder_with(tmp_path, WITH_TOOLS + template)
+    given = [[TOOL], json.dumps([TOOL]), None, []]
+    lines = [{"messages": TALK[1:3], "tools": tools} for tools in given]
+    source = write_lines(tmp_path / "a.jsonl", *lines)
+    preprocess(source, tokenizer, "--json-keys", "messages", "tools")
+    found = written(tmp_path / "out_messages_document", tokenizer)
+    assert [text.startswith(f"now\n{BEGIN}user") for text, _ in found] == [True, True, False, False]
+    assert {answered.strip() for _, answered in found} == {f"return x{END}"}
+    preprocess(source, tokenizer)
+    assert not any(
+        "now" in text for text, _ in written(tmp_path / "out_messages_document", tokenizer)
+    )
+
+
+def test_tools_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    run = partial(preprocess, tmp_path / "a.jsonl")
+    for template, tools, told in [
+        (WITH_TOOLS + PLAIN, "now", "line 1: the value of 'tools' is no list of tools"),
+        (WITH_TOOLS + PLAIN, [5], "line 1: the value of 'tools' is no list of tools"),
+        (PLAIN, [TOOL], "line 1: the chat template does not write the tools"),
+    ]:
+        write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
+        tokenizer = folder_with(tmp_path, template)
+        chat_template_of.cache_clear()
+        refused(lambda: run(tokenizer, "--json-keys", "messages", "tools"), told)  # noqa: B023
+    refused(lambda: run(tokenizer, "--json-keys", "tools"), "--json-keys tools: with")
 
 
 def test_columns_of_rows_are_conversations_too(tmp_path: Path) -> None:
