@@ -219,10 +219,9 @@ def test_what_ci_runs_needs_the_other_targets() -> None:
 # Commands that take seconds
 
 
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(parent: Path) -> Path:
     """A copy of the repository with an environment in it."""
-    folder = tmp_path_factory.mktemp("readme") / "llama-paro"
+    folder = parent / "llama-paro"
     folder.mkdir()
     ours = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -243,9 +242,15 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    return checkout(tmp_path)
+
+
 @pytest.fixture(scope="module")
-def prepared(scratch: Path) -> Path:
-    """The same with small versions of the reader's files, and launchers that start nothing."""
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with small versions of the reader's files, and launchers that start nothing."""
+    scratch = checkout(tmp_path_factory.mktemp("readme"))
     text = "some words to make pieces of, naïve ones and 雪 too\n"
     (scratch / "text.txt").write_text(text * 40, encoding="utf-8")
     pieces = scratch / "pieces"
@@ -317,7 +322,8 @@ def test_an_adapter_as_printed(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-    shutil.copytree(prepared / "Llama-2-7b-hf", prepared / model, dirs_exist_ok=True)
+    if not (prepared / model).exists():
+        shutil.copytree(prepared / "Llama-2-7b-hf", prepared / model)
     (prepared / model / "chat_template.jinja").write_text(template)
     turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "law"}]
     (prepared / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 30)
