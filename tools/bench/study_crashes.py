@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -121,10 +122,8 @@ class Launched:
 
     def is_saving(self) -> int | None:
         """The iteration being written, or None; saves cut short by earlier kills do not count."""
-        for key, iteration in self.unfinished().items():
-            if key not in self.cut_short:
-                return iteration
-        return None
+        found = self.unfinished().items()
+        return next((iteration for key, iteration in found if key not in self.cut_short), None)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -177,13 +176,12 @@ def kill_one(
     if len(ranks) != args.ranks or training.process.poll() is not None:
         return None
     rank = drawn.randrange(len(ranks))
+    processes = [psutil.Process(pid) for pid in ranks]
     begin = time.monotonic()
     saving = training.is_saving() if writing is None else writing
-    os.kill(ranks[rank], signal.SIGKILL)
-    while any(_runs(pid) for pid in ranks):
-        if time.monotonic() - begin > 120.0:
-            raise TimeoutError(f"ranks {ranks} stay after one was killed")
-        time.sleep(0.01)
+    processes[rank].kill()
+    if psutil.wait_procs(processes, timeout=120.0)[1]:
+        raise TimeoutError(f"ranks {ranks} stay after one was killed")
     gone = time.monotonic() - begin
     training.cut_short |= training.unfinished().keys()
     return Kill(
@@ -192,14 +190,6 @@ def kill_one(
         asynchronous=training.asynchronous,
         survivors_gone_seconds=gone,
     )
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def disturb(
@@ -232,17 +222,13 @@ def disturb(
 
 def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) -> list[bool]:
     """Which kills are still missing: inside a save (True), or at any moment (False)."""
-    mine = [kill for kill in study.kills if kill.asynchronous == asynchronous]
-    num_inside = sum(kill.inside_save for kill in mine)
-    half, inside = args.kills // 2, args.inside // 2
-    if asynchronous:
-        half, inside = args.kills - half, args.inside - inside
-    kinds = []
-    if num_inside < inside:
-        kinds.append(True)
-    if len(mine) - num_inside < half - inside:
-        kinds.append(False)
-    return kinds
+
+    def share(count: int) -> int:
+        return count - count // 2 if asynchronous else count // 2
+
+    kinds = Counter(kill.inside_save for kill in study.kills if kill.asynchronous == asynchronous)
+    wanted = {True: share(args.inside), False: share(args.kills) - share(args.inside)}
+    return [inside for inside, count in wanted.items() if kinds[inside] < count]
 
 
 def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> None:
