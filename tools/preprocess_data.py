@@ -225,8 +225,8 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="documents are conversations, written by the tokenizer's own chat template, with "
         "marks of the tokens that the assistant answers: under one of --json-keys a list of "
-        "messages with role and content, or under two a prompt and its completion; with the key "
-        "tools in addition, also of what the assistant may call",
+        "messages with role and content, or under two a prompt and its completion. A further key "
+        "tools adds what the assistant may call",
     )
     group.add_argument(
         "--skip-malformed",
@@ -348,7 +348,7 @@ def job_of(args: argparse.Namespace) -> Job:
     if plan.conversations and len({*plan.keys} - {TOOLS}) not in (1, 2):
         raise UserError(
             f"--json-keys {' '.join(plan.keys)}: with --apply-chat-template give one key of "
-            f"messages, or those of prompt and completion, and for tools {TOOLS}"
+            f"messages, or those of prompt and completion; {TOOLS} may come in addition"
         )
     pieces = tuple(pieces_of(args))
     prepare(plan)  # reports a mistake in the tokenizer before any process starts

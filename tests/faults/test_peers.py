@@ -98,8 +98,8 @@ def test_link_down(scenario: Scenario, down: float | None, statuses: Sequence[in
     """TCP repeats what was lost: a link that comes back in time is no fault."""
     with two_nodes("faults") as nodes:
         env = {"MASTER_ADDR": "10.78.0.1", "GLOO_SOCKET_IFNAME": "nic"}
-        in_iteration_4 = {"call": 14, "plain": True, "before": nodes, "env": env}
-        job = scenario.paused(Point.MICRO_BATCH, **in_iteration_4)
+        # In iteration 4.
+        job = scenario.paused(Point.MICRO_BATCH, 14, plain=True, before=nodes, env=env)
         nodes[0].set_link("down")
         scenario.run.release()
         if down is not None:
