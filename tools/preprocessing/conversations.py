@@ -43,7 +43,7 @@ class Conversation(NamedTuple):
 def conversation_of(keys: Sequence[str], values: Sequence[Any]) -> Conversation:
     """The messages under one key, or a prompt and a completion under two: each a text or messages.
 
-    The last key may be that of tools. `UserError` for anything else.
+    The key of tools may come in addition. `UserError` for anything else.
     """
     given = dict(zip(keys, values, strict=True))
     tools = _tools(given.pop(TOOLS, None))
@@ -57,12 +57,12 @@ def conversation_of(keys: Sequence[str], values: Sequence[Any]) -> Conversation:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """What the assistant may call; of a column, whose rows have equal fields, it is JSON."""
+    """What the assistant may call; a text is JSON, as in columns, whose rows have equal fields."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         found = value
-    if not found and found in (None, []):
+    if found in (None, []):
         return None
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise UserError(

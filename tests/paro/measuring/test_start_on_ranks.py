@@ -37,9 +37,10 @@ def briefly() -> None:
 
 
 def one_dies() -> None:
-    """Rank 3 ends where it would time links; the others end by themselves, not by torchrun.
+    """Rank 3 ends where it would time links.
 
-    With a launcher they may be ended at any time, before or after they say what they met.
+    The others ignore torchrun's SIGTERM and know of no launcher, which could end them before they
+    say what they met.
     """
     briefly()
     curve = links._curve

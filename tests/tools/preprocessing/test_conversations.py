@@ -134,18 +134,21 @@ def test_tools_are_written_where_their_key_is_given(tmp_path: Path, template: st
     )
 
 
-def test_tools_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    run = partial(preprocess, tmp_path / "a.jsonl")
-    for template, tools, told in [
+@pytest.mark.parametrize(
+    ("template", "tools", "told"),
+    [
         (WITH_TOOLS + PLAIN, "now", "line 1: the value of 'tools' is no list of tools"),
         (WITH_TOOLS + PLAIN, [5], "line 1: the value of 'tools' is no list of tools"),
         (PLAIN, [TOOL], "line 1: the chat template does not write the tools"),
-    ]:
-        write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
-        tokenizer = folder_with(tmp_path, template)
-        chat_template_of.cache_clear()
-        refused(lambda: run(tokenizer, "--json-keys", "messages", "tools"), told)  # noqa: B023
-    refused(lambda: run(tokenizer, "--json-keys", "tools"), "--json-keys tools: with")
+    ],
+)
+def test_tools_that_cannot_be_written_are_refused(
+    tmp_path: Path, template: str, tools: Any, told: str
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
+    run = partial(preprocess, source, folder_with(tmp_path, template), "--json-keys")
+    refused(lambda: run("messages", "tools"), told)
+    refused(lambda: run("tools"), "--json-keys tools: with")
 
 
 def test_columns_of_rows_are_conversations_too(tmp_path: Path) -> None:
