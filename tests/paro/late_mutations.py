@@ -161,10 +161,10 @@ CAUGHT = {
 }
 
 _STREAMS = "LateStreams stands for it; tests/paro/distributed/test_comm_stream.py"
-_MESSAGES = "messages from point to point, on threads; tests/paro/collectives/test_executor.py"
+_MESSAGES = "messages of threads; tests/paro/collectives/test_late_messages.py"
 _SCHEDULE = "data of a schedule; tests/paro/collectives/test_schedule.py"
 _PIPELINE = "data of the plan; a mutation of PipelinedCollectives.run ignores it"
-_RING = "of threads, which NCCL's path does not run; tests/paro/collectives/test_shifts.py"
+_RING = "messages of threads, as in a ring; tests/paro/collectives/test_late_messages.py"
 _COUNTS = "no order needs it: bytes and seconds sent before must not count for what follows"
 _SAVES = (
     "no order needs it, a save reads masters: what is sent does not count as saving, and a lost "

@@ -53,6 +53,8 @@ def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict
             )
         event.wait()
         last.wait()
+        gathered = gathered.clone()  # as it is now, not once the threads have ended
+        results = {label: result.clone() for label, result in results.items()}
         collectives.close()
     assert torch.equal(gathered, everybody[0])
     total = everybody.double().sum(0)

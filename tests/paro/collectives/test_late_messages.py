@@ -1,0 +1,146 @@
+"""Every wait for a message, and for what comes before one, is seen when it is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paro.distributed.comm_stream import Stage
+from paro.topology import Link, make_topology, nested_range
+from tests.helpers.late_messages import late_messages
+from tests.helpers.ranks import run_ranks
+from tests.helpers.waits import changed
+from tests.paro.collectives.test_collectives import make
+from tests.paro.collectives.test_executor import run_in_pieces
+from tests.paro.collectives.test_shifts import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class FilledLate:
+    """An event whose wait does, after a while, what the event stands for."""
+
+    fill: Callable[[], object]
+
+    def wait(self) -> None:
+        time.sleep(0.2)
+        self.fill()
+
+    def stages(self) -> Iterator[Stage]:
+        return iter(())
+
+
+def gather_late_shards(name: str) -> list[str]:
+    """Gathers shards that an event fills: in their place, and elsewhere."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    topology, wrong = make_topology(world_size=size, group_size=2, degrees=()), []
+    wanted = torch.arange(31.0 * size)
+    own = slice(*nested_range(topology.axes, rank, wanted.numel()))
+    for elsewhere in (False, True):
+        collectives, _ = make(name, topology)
+        whole = torch.zeros_like(wanted)
+        late = torch.zeros_like(wanted[own]) if elsewhere else whole[own]
+        event = FilledLate(lambda late=late: late.copy_(wanted[own]))
+        shard = late if elsewhere else None
+        collectives.all_gather(whole, topology.axes, shard=shard, after=event).wait()
+        collectives.close()
+        if not torch.equal(whole, wanted):
+            wrong.append(f"{name}: a shard was gathered before it was filled")
+    return wrong
+
+
+def shift() -> list[str]:
+    return [
+        wrong
+        for in_place in (False, True)
+        for wrong in rotate(dist.get_world_size(), in_place=in_place, overlap=True)[0]
+    ]
+
+
+def gather_and_reduce(name: str) -> list[str]:
+    try:
+        run_in_pieces(name, 2, 31 * dist.get_world_size(), overlap=True)
+    except AssertionError as error:
+        return [str(error) or "other values were gathered"]
+    return []
+
+
+def complaints_of(module: str) -> list[str]:
+    """What goes wrong in the runs of a module when all messages are late."""
+    wrong = []
+    if module == "shifts":
+        with late_messages(may_change=False) as complaints:
+            wrong += shift()
+        return wrong + complaints
+    for name, slow in product(("h-ring", "ho-ring"), Link):
+        with late_messages(may_change=True, slow=slow) as complaints:
+            wrong += gather_and_reduce(name) + gather_late_shards(name)
+        wrong += complaints
+    return wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A wait, or an order, and the text of its function without it."""
+
+    module: str
+    function: str
+    old: str
+    new: str
+
+    def complaints(self) -> list[str]:
+        with changed(f"paro.collectives.{self.module}", self.function, self.old, self.new):
+            return complaints_of(self.module)
+
+
+_ring = partial(Removal, "shifts")
+_level = partial(Removal, "transfer", "Transfer._run_level")
+_run = partial(Removal, "executor", "ScheduledCollectives.run")
+_OLD_SENDS = "> MESSAGES_UNDER_WAY:\n                self._sends[level].popleft()"
+_LAST_SENDS = "while self._sends[level]:\n            self._sends[level].popleft()"
+OF_RINGS = (
+    _ring("Ring.shift", "message.wait()", "pass"),
+    _ring("Ring._exchange_ahead", "arriving.popleft().wait()", "arriving.popleft()"),
+    _ring("Ring._exchange_ahead", "leaving[number].wait()", "pass"),
+)
+REMOVALS = (
+    *OF_RINGS,
+    _level("pending.wait()", "pass"),
+    _level("self._await(partial(self._all_arrived, receive.after))", "pass"),
+    _level(f"{_OLD_SENDS}.wait()", _OLD_SENDS),
+    _level("self._await(lambda: self._unsent[level] == 0)", "pass"),
+    _level(f"{_LAST_SENDS}.wait()", _LAST_SENDS),
+    _run("_copy(own, shard), after=after)", "_copy(own, shard))"),
+    _run("request._replace(after=after)", "request._replace(after=None)"),
+    _run("own.to(comm_dtype)), after=event)", "own.to(comm_dtype)), after=DONE)"),
+    Removal(
+        "executor",
+        "ScheduledCollectives._start",
+        "transfer.run_level, level), after=request.after)",
+        "transfer.run_level, level))",
+    ),
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("module", ["shifts", "transfer"])
+def test_late_messages_change_nothing(module: str) -> None:
+    assert run_ranks(complaints_of, 4, module) == 4 * [[]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "removal",
+    [
+        pytest.param(one, marks=() if one in OF_RINGS else pytest.mark.verify, id=one.old)
+        for one in REMOVALS
+    ],
+)
+def test_a_missing_wait_is_seen(removal: Removal) -> None:
+    assert any(run_ranks(removal.complaints, 4))
