@@ -12,10 +12,11 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers import purity
+from tests.helpers import margins, purity
 
 # Set before this process imports torch, and for its children. Ranks share the cores of one machine.
 # torch resolves the names of addresses that it connects to, only for logs, and a lost answer blocks
@@ -155,5 +156,34 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    with purity.held(item), purity.timed(item, item.config.getoption("--most-seconds")):
-        return (yield)
+    try:
+        with purity.held(item), purity.timed(item, item.config.getoption("--most-seconds")):
+            return (yield)
+    finally:
+        closest = margins.take_closest()
+        if closest is not None:
+            item.user_properties.append(("closest", (closest.ratio, closest.label)))
+        if item.get_closest_marker("bits"):
+            from tests.helpers.cpus import cpu_kind  # imports torch
+
+            item.user_properties.append(("cpu", cpu_kind()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the comparison of trainings closest to failing, and on which CPUs bits were equal."""
+    noted: dict[str, list[Any]] = {"closest": [], "cpu": []}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties if report.when == "call" else ():
+                if name in noted:
+                    noted[name].append((value, report.nodeid))
+    of_margins = sorted(noted["closest"], reverse=True)
+    for number, ((ratio, label), test) in enumerate(of_margins):
+        if number == 0 or ratio > margins.MOST:
+            terminalreporter.line(
+                f"{number + 1}. of {len(of_margins)} tests that compare trainings: {ratio:.2f} of "
+                f"the allowed difference (without a fault at most {margins.MOST}), {label}, {test}"
+            )
+    if noted["cpu"]:
+        kinds = ", ".join(sorted({kind for kind, _ in noted["cpu"]}))
+        terminalreporter.line(f"kernels and quantization, bit by bit: on {kinds}")

@@ -14,6 +14,7 @@ from data.indexed_dataset import IndexedDataset
 from paro.planning.machine.files import read_machine
 from tests.end_to_end.test_training import read_metrics, run_main
 from tests.fixtures.write import END, FIXTURES, MODEL, RUNS, SAVED
+from tests.helpers.margins import assert_near
 from tests.helpers.parameters import load_parameters
 from tools.convert_checkpoint import main as convert
 from tools.inspect_checkpoint import main as inspect
@@ -51,8 +52,8 @@ def test_a_run_resumes(written: Path, name: str) -> None:
     assert [*resumed] == [*wanted]
     for iteration in range(SAVED + 1, END + 1):
         for field in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples"):
-            expected = pytest.approx(wanted[iteration][field], rel=TOLERANCES.get(name, 1e-5))
-            assert resumed[iteration][field] == expected, (iteration, field)
+            figures = [resumed[iteration][field]], [wanted[iteration][field]]
+            assert_near(*figures, TOLERANCES.get(name, 1e-5), f"{field} of {iteration}")
 
 
 @pytest.mark.parametrize("form", ["hf", "megatron"])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from paro.distributed import links
 from paro.distributed.comm_stream import CommStreams
 from paro.distributed.control import Control
+from tests.helpers.comparison import ADAM_EPS
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.training import TINY, Trained, train
@@ -23,7 +24,7 @@ Result = TypeVar("Result")
 Change = Callable[[CommStreams, torch.device], CommStreams]
 
 RANKS, GROUP_SIZE = 4, 2
-STEPS = f"{TINY} --train-iters 3 --global-batch-size 8"
+STEPS = f"{TINY} {ADAM_EPS} --train-iters 3 --global-batch-size 8"
 
 
 class NcclRefusedError(Exception):

@@ -9,14 +9,14 @@ import torch
 
 from paro.strategy import legal_letters
 from tests.gpu.one_gpu import RANKS, NcclRefusedError, on_ranks, train_cases, train_on_threads
+from tests.helpers.comparison import Allowed, assert_same
 from tests.helpers.training import Trained
-from tests.paro.test_parity import assert_same
 
 Record = Callable[[str, object], None]  # of pytest: into the JUnit report
 
 ROTATED = "--paro-strategy IIG --paro-materialize rotate"
 HO_RING = "--paro-collective ho-ring"
-MUON = "--optimizer muon"
+MUON = "--optimizer muon --muon-fp32-matmul-prec highest"  # in bf16 rounding grows too large
 OF_ADAMW = [
     *(f"--paro-strategy {letters}" for letters in legal_letters()),
     *(f"--paro-strategy {letters} {HO_RING}" for letters in ("GGG", "NIG", "NNN")),
@@ -28,7 +28,8 @@ OF_ADAMW = [
 ]
 OF_MUON = [f"{MUON} --paro-strategy {letters}" for letters in ("NNN", "IIG", "GGG")]
 CASES = OF_ADAMW + OF_MUON
-TOLERANCE = 1e-4  # kernels choose other orders of summation for other shapes
+# Kernels choose other orders of summation for other shapes.
+ON_GPU = Allowed(movement=1e-3, scalar=1e-5)
 
 
 def check(backend: str, cases: list[str]) -> None:
@@ -41,7 +42,7 @@ def compare_all(found: list[list[Trained]], backend: str, cases: list[str]) -> N
     for rank, of_rank in enumerate(found):
         for case, trained in zip(cases, of_rank, strict=True):
             alone = muon if MUON in case else adamw
-            assert_same(trained, alone, f"rank {rank}: {case}", TOLERANCE)
+            assert_same(trained, alone, f"rank {rank}: {case}", ON_GPU)
 
 
 @pytest.mark.gpu

@@ -7,11 +7,11 @@ import torch
 
 from paro.distributed.control import Control
 from tests.gpu.one_gpu import flags_of
-from tests.gpu.test_ranks import HO_RING, ROTATED, TOLERANCE
+from tests.gpu.test_ranks import HO_RING, ROTATED
+from tests.helpers.comparison import assert_same
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError
 from tests.helpers.training import train
-from tests.paro.test_parity import assert_same
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_threads_train_as_one_process_does(more: str) -> None:
     alone = train(flags_of("gloo", ""))
     flags = flags_of("nccl", more)
     for found in run_rank_threads(lambda on: train(flags, group_size=2, control=on), 4, CPU):
-        assert_same(found, alone, more, TOLERANCE)
+        assert_same(found, alone, more)
 
 
 def test_the_first_failure_ends_all() -> None:

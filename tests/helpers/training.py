@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -57,6 +57,7 @@ class Trained:
     model_state_bytes: int
     ledger: Ledger  # after training
     slice_bytes: int = 0  # of parameters, for the largest part that rotates
+    movements: dict[str, float] = field(default_factory=dict)  # by parameter: norm of its change
 
 
 def built(
@@ -101,6 +102,7 @@ def train(
     config, training = built(argv, control=control, frozen=frozen)
     if before is not None:
         before(training)
+    start = whole_parameters(training)
     steps = run_steps(config, training)
     ledger = training.model.context.ledger
     largest = max(slices_by_part(training.model.units).values(), default=0)
@@ -112,6 +114,7 @@ def train(
         model_state_bytes=training.optimizer.model_state_bytes(),
         ledger=ledger,
         slice_bytes=largest,
+        movements={name: float((parameters[name] - start[name]).norm()) for name in start},
     )
 
 

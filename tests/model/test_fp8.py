@@ -22,6 +22,8 @@ from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
 from tests.model.test_fusion import CONFIG
 from tests.model.values import normal
 
+pytestmark = pytest.mark.bits
+
 SHAPES = [(1, 7), (3, 5, 37), (130, 200)]  # parts of a tile, and several
 SPECIAL = [None, 0.0, float("nan"), -float("nan"), float("inf"), -float("inf")]
 

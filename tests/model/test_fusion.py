@@ -25,6 +25,8 @@ from tests.helpers.training import TINY, Trained, train
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
 from tests.model.values import SMALL, assert_near, normal
 
+pytestmark = pytest.mark.bits
+
 CPU = torch.device("cpu")
 ALL = Fusions()
 CONFIG = replace(SMALL, hidden_size=24, ffn_hidden_size=37, num_query_groups=2, kv_channels=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.margins import assert_near
 from tests.helpers.training import TINY, Trained, train
 
 pytestmark = pytest.mark.gpu
@@ -28,4 +29,4 @@ def losses(trained: Trained) -> list[float]:
 )
 def test_losses_follow_the_cpu_s(more: str, tolerance: float) -> None:
     on_gpu = train(f"{ON_GPU} {more}")
-    assert losses(on_gpu) == pytest.approx(losses(train(FLAGS)), rel=tolerance)
+    assert_near(losses(on_gpu), losses(train(FLAGS)), tolerance, more)

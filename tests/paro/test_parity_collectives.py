@@ -19,11 +19,11 @@ from paro.planning.machine.machine import Machine, Measured
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly
+from tests.helpers.comparison import assert_same
 from tests.helpers.ranks import HANGS_AFTER, run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import (
     assert_formulas,
-    assert_same,
     compared,
     flags_for,
     reference_for,

@@ -16,7 +16,9 @@ from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, start_state
 from paro.training.memory_check import plan_of
 from paro.training.step import Evaluation, Training, evaluate
+from tests.helpers.comparison import ADAM_EPS, FP32, assert_same
 from tests.helpers.flags import configured
+from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Trained, train
 from tests.paro.test_parity import (
@@ -25,8 +27,6 @@ from tests.paro.test_parity import (
     FROZEN,
     MANY_STEPS,
     TIED,
-    TOLERANCE,
-    assert_same,
     computation,
 )
 
@@ -35,7 +35,7 @@ MODEL = (
     "--distributed-backend gloo --mock-data --tokenizer-type NullTokenizer --vocab-size 10 "
     "--make-vocab-size-divisible-by 1 --num-layers 3 --hidden-size 20 --kv-channels 4 "
     "--num-attention-heads 8 --ffn-hidden-size 37 --seq-length 16 --num-workers 0 --lr 0.002 "
-    "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-6 --init-method-std 0.1 "
+    f"--lr-decay-style constant --weight-decay 0.1 {ADAM_EPS} --init-method-std 0.1 "
     "--micro-batch-size 4 --global-batch-size 16"
 )
 APART = "--reset-position-ids --reset-attention-mask"
@@ -139,7 +139,7 @@ def check(world_size: int, group_size: int, cases: list[Case], steps: int) -> No
         wanted = alone(computation(case.more), case.frozen, steps)
         for rank, runs in enumerate(by_rank):
             held_out, trained = runs[number]
-            assert held_out == pytest.approx(wanted.held_out, rel=TOLERANCE), case
+            assert_near(held_out, wanted.held_out, FP32.scalar, f"{case}, held out")
             assert_same(trained, wanted.trained, f"{case} on {world_size}")
             if not case.frozen:
                 sent = predicted(case, World(rank=rank, size=world_size), group_size)
@@ -167,13 +167,11 @@ def test_every_strategy_shares_samples() -> None:
 def grid(world_size: int, group_size: int) -> list[Case]:
     """Every strategy with two kinds, over all shapes with all; flags are drawn."""
     shape, random = SHAPES.index((world_size, group_size)), Random(world_size * 8 + group_size)
-    # Adam divides an adapter's smallest gradients, which are rounding, by themselves.
-    lora = f"{LORA} --adam-eps 1e-4"
     flags = (
         "",
         f"{APART} {MASKED}",
         f"{PER_TOKEN} {FULL}",
-        f"{APART} {lora} {CORE}",
+        f"{APART} {LORA} {CORE}",
         KEPT,
         TIED,
     )

@@ -10,6 +10,7 @@ import torch
 
 from model.lora_config import is_adapter
 from paro.checkpoint.base import stored_parameters
+from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.resharding import (
     STEPS_BEFORE,
@@ -20,7 +21,6 @@ from tests.helpers.resharding import (
     save_and_go_on,
 )
 
-TOLERANCE = 1e-5
 PAIRS = draw_pairs(72, seed=5)
 # The first that changes nothing, the first between worlds of 6 and 8 or 4, and two more.
 FEW = (5, *(i for i, p in enumerate(PAIRS) if p.before.world_size != p.after.world_size))[:4]
@@ -67,7 +67,7 @@ def check(pair: Pair, root: Path, base: Path | None = None, trains: str = LAST) 
         assert (part.num_steps, part.iteration) == (STEPS_BEFORE, STEPS_BEFORE)
         if before == after:
             assert part.losses == there[0].losses, pair
-        assert part.losses == pytest.approx(there[0].losses, rel=TOLERANCE), pair
+        assert_near(part.losses, there[0].losses, 1e-5, str(pair))
 
 
 # Of 3 blocks, 2 groups update one each and share the third, 3 groups update one each.

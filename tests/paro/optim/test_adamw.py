@@ -16,6 +16,8 @@ from paro.optim.adamw import AdamW, TorchAdamW, Update, choose_adamw
 from tests.helpers.refusals import refused
 from tests.helpers.triton_kernels import interpreter
 
+pytestmark = pytest.mark.bits
+
 STEPS = ((0.01, 0.1), (0.02, 0.0), (0.005, 0.3))  # learning rate, weight decay
 CPU = torch.device("cpu")
 BETAS, EPS = (0.8, 0.95), 1e-6

@@ -14,6 +14,8 @@ from paro.optim.adamw import Update as AdamUpdate
 from paro.optim.rounding import Rounding, round_into, upper_half
 from tests.helpers.triton_kernels import interpreter
 
+pytestmark = pytest.mark.bits
+
 CPU = torch.device("cpu")
 SHAPES = {"wq": (12, 7), "w_down": (7, 24), "norm": (7,)}
 CUTS = {"wq": 0, "w_down": 1, "norm": 0}

@@ -13,6 +13,8 @@ from paro.quantization import blocks
 from paro.quantization.blocks import decode, encode, hadamard
 from paro.quantization.formats import BlockFormat, error_bytes
 
+pytestmark = pytest.mark.bits
+
 FORMATS = [BlockFormat(bits=bits, block=block) for bits in (4, 8) for block in (128, 2048)]
 SIZES = [1, 31, 32, 33, 127, 128, 2047, 2048, 2049, 5000]
 

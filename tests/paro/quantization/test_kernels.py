@@ -17,6 +17,8 @@ from paro.quantization.formats import BlockFormat, error_bytes
 from tests.helpers.triton_kernels import interpreter
 from tests.paro.quantization.test_blocks import FORMATS, values_of
 
+pytestmark = pytest.mark.bits
+
 CPU = torch.device("cpu")
 SIZES = [1, 33, 127, 2049, 5000]
 

@@ -18,6 +18,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, run_steps
 from tests.helpers.triton_kernels import interpreter, skip_on_gpus
 
+pytestmark = pytest.mark.bits
+
 FLAGS = f"{TINY} --train-iters 2 --global-batch-size 2 --paro-strategy NNN"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paro.training.step import Training, train_step
+from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, begun, built, train
 
@@ -50,21 +51,21 @@ def norm_of(trained: Trained) -> float:
 def test_norms_and_zeros_are_counted_once(world_size: int, group_size: int) -> None:
     alone = train(FLAGS, frozen=FROZEN)
     assert [step.num_zeros for step in alone.steps] == [HIDDEN_SIZE * n for n in unseen_ids()]
-    assert alone.steps[-1].params_norm == pytest.approx(norm_of(alone), rel=1e-6)
+    assert_near([alone.steps[-1].params_norm], [norm_of(alone)], 1e-6, "norm of parameters")
     assert alone.steps[0].params_norm != alone.steps[1].params_norm
 
     for by_strategy in run_ranks(train_all, world_size, FROZEN, group_size):
         for strategy, trained in zip(STRATEGIES, by_strategy, strict=True):
             for step, wanted in zip(trained.steps, alone.steps, strict=True):
                 assert step.num_zeros == wanted.num_zeros, strategy
-                assert step.params_norm == pytest.approx(wanted.params_norm, rel=1e-6), strategy
+                assert_near([step.params_norm], [wanted.params_norm], 1e-6, strategy)
 
 
 def test_frozen_parameters_count_in_the_norm_and_not_among_the_zeros() -> None:
     (alone, without) = (train(FLAGS, frozen=frozen) for frozen in ((), ("embedding.weight",)))
     assert alone.steps[0].num_zeros == HIDDEN_SIZE * unseen_ids()[0]
     assert [step.num_zeros for step in without.steps] == [0.0] * NUM_STEPS
-    assert without.steps[-1].params_norm == pytest.approx(norm_of(without), rel=1e-6)
+    assert_near([without.steps[-1].params_norm], [norm_of(without)], 1e-6, "a part frozen")
 
 
 def test_what_is_not_asked_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:

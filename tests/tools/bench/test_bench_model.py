@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.commands import measured
+from tests.helpers.margins import assert_near
 from tests.helpers.warm_python import run_python
 from tools.bench.bench_model import (
     Result,
@@ -74,7 +75,7 @@ def test_accumulated_micro_batches_are_one_step() -> None:
     more = ["--contenders", "ours,trainer", "--num-micro-batches", "3", "--peak-tflops", "0.5"]
     ours, trainer = measured(main, *TINY, *more)[1]["rows"]
     assert ours["first_loss"] == pytest.approx(math.log(VOCAB_SIZE), rel=0.05)
-    assert trainer["first_loss"] == pytest.approx(ours["first_loss"], rel=1e-6)
+    assert_near([trainer["first_loss"]], [ours["first_loss"]], 1e-6, "first loss")
     for row in (ours, trainer):
         assert row["tokens_per_second"] == pytest.approx(3 * 2 * 8 / (sum(row["seconds"]) / 2))
         assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
@@ -87,7 +88,7 @@ def test_accumulated_micro_batches_are_one_step() -> None:
 def test_all_contenders_clip(name: str) -> None:
     """A norm far below AdamW's epsilon leaves nothing of an update but weight decay."""
     before, clipped = losses_of(name, clip_grad=1e-12)
-    assert clipped == pytest.approx(before, rel=1e-6)
+    assert_near([clipped], [before], 1e-6, name)
     before, after = losses_of(name, clip_grad=0.0)
     assert after < before * (1.0 - 1e-4)
 
@@ -96,7 +97,7 @@ def test_all_contenders_clip(name: str) -> None:
 def test_the_compiled_model_trains_as_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compiled = losses_of("ours-compiled", clip_grad=1.0)
-    assert compiled == pytest.approx(losses_of("ours", clip_grad=1.0), rel=1e-6)
+    assert_near(compiled, losses_of("ours", clip_grad=1.0), 1e-6, "compiled")
 
 
 def losses_of(name: str, *, clip_grad: float) -> list[float]:
