@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from data.atomic_file import replacing
-from paro.errors import UserError, writing
-from paro.report.record import Metrics
+from paro.errors import UserError, about, writing
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
-_BEGINNING = '{"iteration": '
+if TYPE_CHECKING:  # it imports torch, which readers of the file do without
+    from paro.report.record import Metrics
+
+_BEGINNING = b'{"iteration": '
 _MAX_BYTES = 2**32
 
 
@@ -28,14 +31,17 @@ class _Line(TypedDict):
 
 
 class MetricsFile:
-    """Appends lines, on the first rank only. Floats in full precision; NaN is written as null."""
+    """Appends lines, on the first rank only. Floats in full precision; NaN is written as null.
 
-    def __init__(self, path: str, *, start_iteration: int) -> None:
+    `say` gets a line about what of an existing file is not kept.
+    """
+
+    def __init__(self, path: str, *, start_iteration: int, say: Callable[[str], None]) -> None:
         place = Path(path)
         with writing(f"--metrics-file {path}"):
             place.parent.mkdir(parents=True, exist_ok=True)
             if place.exists():
-                _drop_lines_after(place, start_iteration)
+                _drop_lines_after(place, start_iteration, say)
             self._stream = place.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
@@ -51,26 +57,42 @@ class MetricsFile:
         self._stream.close()
 
 
-def _drop_lines_after(path: Path, iteration: int) -> None:
+def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]:
+    """The whole lines of a metrics file, not checked; `say` gets a line about one that is cut.
+
+    A run that was killed may leave a part of its last line, and one that goes on is writing it.
+    """
+    *lines, rest = read_bytes(path, what, max_bytes=_MAX_BYTES).split(b"\n")
+    if not rest:
+        return lines
+    is_ours = bool(lines) or rest.startswith(_BEGINNING[: len(rest)])
+    if is_ours and not _is_whole(rest):
+        say(f"{what}: the last line is cut short, as a killed run leaves it: it is left out")
+        return lines
+    return [*lines, rest]
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        parse_json(line, _Line, "")
+    except UserError:
+        return False
+    return True
+
+
+def _drop_lines_after(path: Path, iteration: int, say: Callable[[str], None]) -> None:
     """Rewrites the file without the lines after `iteration`, if there are any."""
-    content = read_bytes(path, f"--metrics-file {path}", max_bytes=_MAX_BYTES)
-    lines = content.splitlines(keepends=True)
-    kept = [line for line in lines if _iteration_of(line, path) <= iteration]
-    if len(kept) == len(lines):
+    flag = f"--metrics-file {path}"
+    lines = read_lines(path, flag, say)
+    with about(suffix=": the file exists and is no metrics file; give another name"):
+        kept = [
+            line
+            for number, line in enumerate(lines, start=1)
+            if parse_json(line, _Line, f"{flag}, line {number}")["iteration"] <= iteration
+        ]
+    content = b"".join(line + b"\n" for line in kept)
+    if len(content) == path.stat().st_size:
         return
     with replacing(path) as temporary:
-        temporary.write_bytes(b"".join(kept))
+        temporary.write_bytes(content)
         path.replace(path.with_name(f"{path.name}.previous"))
-
-
-def _iteration_of(line: bytes, path: Path) -> float:
-    """The iteration of a line; infinity for a line that a crash cut short."""
-    try:
-        if not line.endswith(b"\n") and line[: len(_BEGINNING)] == _BEGINNING[: len(line)].encode():
-            return math.inf
-        found: _Line = parse_json(line, _Line, "")
-        return found["iteration"]
-    except UserError as error:
-        raise UserError(
-            f"--metrics-file {path} exists and is no metrics file: give another name"
-        ) from error

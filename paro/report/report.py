@@ -262,7 +262,9 @@ def open_report(
     """
     metrics_file = run_record = None
     if log.rank == 0 and config.metrics_file is not None:
-        metrics_file = MetricsFile(config.metrics_file, start_iteration=start_iteration)
+        metrics_file = MetricsFile(
+            config.metrics_file, start_iteration=start_iteration, say=log.log0
+        )
         place = run_record_path(config.metrics_file)
         run_record = RunRecord(place, start_iteration=start_iteration)
         with writing(f"--metrics-file {config.metrics_file}: {place}"):

@@ -22,6 +22,8 @@ from tools.report import main
 from tools.run_report.charts import CHARTS, NAMED
 from tools.run_report.runs import differences, read_runs
 
+WHOLE = '{"iteration": 1, "lm_loss": 1, "tokens_per_second": 1, "iteration_time_ms": 1}\n'
+
 
 def write_run(path: Path, strategy: str, *, speed: float = 1000.0, record: bool = True) -> Path:
     """A run of 20 logged iterations as the trainer records it."""
@@ -172,12 +174,24 @@ def test_sets_of_held_out_data_are_told_apart(tmp_path: Path) -> None:
     assert "<td>a 2.000<br>b 4.000</td>" in report([path], tmp_path)
 
 
-def test_a_line_that_is_just_written_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rest", "num_lines"),
+    [
+        (b'{"iteration": 21, "lm_lo', 20),
+        (b'{"iteration": 21, "x": {"y": 1}', 20),  # ends with a brace
+        (b'{"iteration": 21, "x": "h\xc3', 20),  # inside a character
+        (b"\0\0\0", 20),  # of a machine that lost power
+        (WHOLE.rstrip().encode(), 21),
+    ],
+)
+def test_a_last_line_that_is_cut_is_left_out(
+    rest: bytes, num_lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_run(tmp_path / "m.jsonl", "IIG")
-    with path.open("a") as stream:
-        stream.write('{"iteration": 21, "lm_lo')
+    path.write_bytes(path.read_bytes() + rest)
     (run,) = read_runs([path], ())
-    assert len(run.lines) == 20
+    assert len(run.lines) == num_lines
+    assert capsys.readouterr().err.count(f"{path}: the last line is cut short") == 21 - num_lines
 
 
 @pytest.mark.parametrize(
@@ -187,6 +201,8 @@ def test_a_line_that_is_just_written_is_left_out(tmp_path: Path) -> None:
         ("", "is empty"),
         ("loss 4\n", "line 1 is not valid JSON"),
         ('{"iteration": 1}\n', "line 1: lm_loss: is missing"),
+        (f'{WHOLE}{{"iteration": 2, \n{WHOLE}', "line 2 is not valid JSON"),
+        ("my notes", "line 1 is not valid JSON"),
     ],
 )
 def test_files_that_are_no_metrics(content: str | None, told: str, tmp_path: Path) -> None:

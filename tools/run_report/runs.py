@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
 
 from paro.errors import UserError, about
 from paro.report.config import run_record_path
+from paro.report.log import print_line
+from paro.report.metrics import read_lines
 from paro.report.run_record_file import read_record
 from paro.text import one_line
-from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import Count, Figure, conform, parse_json
 
 _EXPOSED = ("gather", "reduce", "publish", "context")  # kinds of waits in the metrics
@@ -101,12 +104,9 @@ def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
 
 
 def _read_run(path: Path) -> Run:
-    text = read_text(path)
     lines: list[dict[str, Any]] = []
-    written = text.splitlines()
-    if written and not text.endswith("\n") and not written[-1].endswith("}"):
-        del written[-1]  # of a run that was killed, or that is still writing
-    for number, line in enumerate(written, start=1):
+    say = partial(print_line, stream=sys.stderr)
+    for number, line in enumerate(read_lines(path, f"{path}", say), start=1):
         with about(suffix="; give a metrics file"):
             where = f"{path}, line {number}"
             figures = parse_json(line, _Line, where)

@@ -1,5 +1,6 @@
 """The metrics file: its fields, its precision, and the effect of a resume."""
 
+import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,16 +16,23 @@ from tests.paro.report.test_report import FACTS, record
 LINE = replace(summarize([record(1)], FACTS, peak_memory_bytes=10**9), lm_loss=0.1 + 0.2)
 
 
-def write(path: Path, iterations: range, start_iteration: int, *, loss: float = 1.0) -> None:
-    metrics_file = MetricsFile(str(path), start_iteration=start_iteration)
+def opened(path: Path, start_iteration: int) -> tuple[MetricsFile, list[str]]:
+    """The file of a run, and what it says of an existing one."""
+    said: list[str] = []
+    return MetricsFile(str(path), start_iteration=start_iteration, say=said.append), said
+
+
+def write(path: Path, iterations: range, start_iteration: int, *, loss: float = 1.0) -> list[str]:
+    metrics_file, said = opened(path, start_iteration)
     for iteration in iterations:
         metrics_file.write(replace(LINE, iteration=iteration, lm_loss=loss))
     metrics_file.close()
+    return said
 
 
 def test_numbers_are_whole_or_null_and_lines_are_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    metrics_file = MetricsFile(str(path), start_iteration=0)
+    metrics_file, _ = opened(path, 0)
     metrics_file.write(LINE)
     metrics_file.write(replace(LINE, lm_loss=math.nan, grad_norm=math.inf))
     whole, null = read_lines(path)
@@ -42,13 +50,28 @@ def test_a_resume_at_the_end_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_line_cut_short_by_a_crash_goes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rest", "is_cut"),
+    [
+        (b'{"iteration": 4, "consumed_sam', True),
+        (b'{"iteration": 4, "x": "h\xc3', True),
+        (b"{", True),
+        (b"\0\0", True),  # of a machine that lost power
+        (json.dumps({"iteration": 3, "only": "its end of line is missing"}).encode(), False),
+    ],
+)
+def test_a_line_cut_short_by_a_crash_goes_and_no_line_is_glued_to_it(
+    tmp_path: Path, rest: bytes, is_cut: bool
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4), 0)
-    with path.open("a") as stream:
-        stream.write('{"iteration": 4, "consumed_sam')
-    write(path, range(4, 5), 3)
-    assert [line["iteration"] for line in read_lines(path)] == [1, 2, 3, 4]
+    write(path, range(1, 3), 0)
+    path.write_bytes(path.read_bytes() + rest)
+    said = write(path, range(4, 5), 3)
+    kept = [1, 2] if is_cut else [1, 2, 3]
+    assert [line["iteration"] for line in read_lines(path)] == [*kept, 4]
+    assert [f"--metrics-file {path}: the last line is cut short" in text for text in said] == [
+        True
+    ] * is_cut
 
 
 def test_a_fresh_run_keeps_the_old_file_aside(tmp_path: Path) -> None:
@@ -60,16 +83,18 @@ def test_a_fresh_run_keeps_the_old_file_aside(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl.previous").read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["my notes\n", "[1, 2]\n", '{"step": 1}\n', "no newline"])
+@pytest.mark.parametrize(
+    "text", ["my notes\n", "[1, 2]\n", '{"step": 1}\n', "no newline", '{"iteration": 1}\n{"itera\n']
+)
 def test_a_file_that_is_something_else_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    refused(lambda: MetricsFile(str(path), start_iteration=0), f"--metrics-file {path}")
+    number = text.count("\n") or 1
+    refused(lambda: opened(path, 0), f"--metrics-file {path}, line {number} ... another name")
     assert path.read_text() == text
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    path = str(tmp_path / "file" / "m.jsonl")
-    told = f"--metrics-file {path} cannot be written"
-    refused(lambda: MetricsFile(path, start_iteration=0), told)
+    path = tmp_path / "file" / "m.jsonl"
+    refused(lambda: opened(path, 0), f"--metrics-file {path} cannot be written")
