@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
+from data.earlier import MARK
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
     DamagedError,
@@ -40,7 +41,6 @@ RANK_MARK = ".rank_"
 MAX_TRACKER_BYTES = 4096  # bytes of a tracker that are read
 _REPLACED = ".replaced"
 _PARTIAL = ".partial"
-_EARLIER = "earlier_"
 
 T = TypeVar("T")
 
@@ -155,12 +155,6 @@ def describe_saved(directory_root: str | Path) -> str | None:
     return f"a {TRACKER}" if (root / TRACKER).exists() else None
 
 
-def next_earlier(directory_root: str | Path) -> int:
-    """One above the highest number of the folders that `set_aside` has created."""
-    names = (path.name.removeprefix(_EARLIER) for path in Path(directory_root).glob(f"{_EARLIER}*"))
-    return max((int(name) for name in names if name.isascii() and name.isdigit()), default=0) + 1
-
-
 def set_aside(directory_root: str | Path, number: int) -> Path | None:
     """Moves all checkpoints into a subfolder, which can be loaded like the root; None without any.
 
@@ -169,7 +163,7 @@ def set_aside(directory_root: str | Path, number: int) -> Path | None:
     root = Path(directory_root)
     if describe_saved(root) is None:
         return None
-    earlier = root / f"{_EARLIER}{number}"
+    earlier = root / f"{MARK}{number}"
     earlier.mkdir()
     folders = (path for path in root.glob("iter_*") if path.suffix != _PARTIAL)
     for path in (*sorted(folders), root / TRACKER):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.atomic_file import replacing
+from data.earlier import set_aside_in
 from paro.errors import UserError, type_and_message
 from paro.report.config import ReportConfig
 from paro.report.log import Log
@@ -23,6 +24,7 @@ from paro.untrusted.regular_file import read_text
 
 Scalars = Mapping[str, float]
 
+_SAMPLES = "samples"  # TensorBoard's folder of curves over samples
 _QUEUE_LENGTH = 1000  # writes that a dashboard may lag behind
 _CLOSE_SECONDS = 60.0  # for the writes and uploads that remain at the end
 _MAX_NAME_CHARS = 128  # of a run or a figure, as Weights & Biases limits them
@@ -45,7 +47,8 @@ class TensorBoard:
     """Writes each tag over iterations, and in a folder inside as `<tag> vs samples` over samples.
 
     Values that an earlier start wrote after `start_iteration` stay in its files, and TensorBoard
-    leaves them out: from a step on, which is why samples have files of their own.
+    leaves them out: from a step on, which is why samples have files of their own. A run from the
+    beginning moves the files of an earlier one into a folder inside, a run of its own.
     """
 
     name = "TensorBoard"
@@ -54,6 +57,13 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.place = folder
+        if start_iteration == 0:
+            pattern = "events.out.tfevents.*"
+            own = (Path(folder), Path(folder) / _SAMPLES)
+            files = [path for place in own for path in place.glob(pattern)]
+            if (earlier := set_aside_in(Path(folder), files)) is not None:
+                self.place += f"; what an earlier run wrote there is in {earlier} now"
+        self._folder = folder
         self._start_iteration = start_iteration
         self._open: Any = partial(SummaryWriter, max_queue=queue_size)
         self._over_iterations = self._open(folder, purge_step=start_iteration + 1)
@@ -65,7 +75,7 @@ class TensorBoard:
         if iteration <= self._start_iteration:  # of the start itself
             return
         if self._over_samples is None:
-            self._over_samples = self._open(str(Path(self.place) / "samples"), purge_step=samples)
+            self._over_samples = self._open(str(Path(self._folder) / _SAMPLES), purge_step=samples)
         for tag, value in scalars.items():
             self._over_samples.add_scalar(f"{tag} vs samples", value, samples)
 

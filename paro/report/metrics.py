@@ -2,20 +2,23 @@
 
 # A run that resumes from iteration k appends to the existing file. Lines after k will be written
 # again, so they are removed first, as is a last line that a crash cut short: no iteration appears
-# twice. The old content is kept in FILE.previous, so that a fresh run (k = 0) with an existing file
-# destroys nothing either.
+# twice. Lines after k are kept in FILE.earlier_N with a copy of the run's record, as are all lines
+# of an earlier run where a fresh one begins (k = 0).
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from data.atomic_file import replacing
+from data.earlier import earlier_file
 from paro.errors import UserError, about, writing
+from paro.report.config import run_record_path
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 
@@ -33,15 +36,14 @@ class _Line(TypedDict):
 class MetricsFile:
     """Appends lines, on the first rank only. Floats in full precision; NaN is written as null.
 
-    `say` gets a line about what of an existing file is not kept.
+    `say` gets a line about what an existing file does not keep, and where it is.
     """
 
     def __init__(self, path: str, *, start_iteration: int, say: Callable[[str], None]) -> None:
         place = Path(path)
         with writing(f"--metrics-file {path}"):
             place.parent.mkdir(parents=True, exist_ok=True)
-            if place.exists():
-                _drop_lines_after(place, start_iteration, say)
+            _keep_up_to(place, start_iteration, say)
             self._stream = place.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
@@ -80,19 +82,31 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _drop_lines_after(path: Path, iteration: int, say: Callable[[str], None]) -> None:
-    """Rewrites the file without the lines after `iteration`, if there are any."""
+def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
+    """Removes the lines after `iteration`; they and the record are kept in files of their own."""
     flag = f"--metrics-file {path}"
-    lines = read_lines(path, flag, say)
+    lines = read_lines(path, flag, say) if path.exists() else []
     with about(suffix=": the file exists and is no metrics file; give another name"):
-        kept = [
-            line
+        iterations = [
+            parse_json(line, _Line, f"{flag}, line {number}")["iteration"]
             for number, line in enumerate(lines, start=1)
-            if parse_json(line, _Line, f"{flag}, line {number}")["iteration"] <= iteration
         ]
-    content = b"".join(line + b"\n" for line in kept)
-    if len(content) == path.stat().st_size:
-        return
+    kept = [line for line, at in zip(lines, iterations, strict=True) if at <= iteration]
+    removed = [line for line, at in zip(lines, iterations, strict=True) if at > iteration]
+    record = run_record_path(path)
+    if removed or (iteration == 0 and record.exists()):
+        earlier = earlier_file(path)
+        if record.exists():
+            shutil.copyfile(record, run_record_path(earlier))
+        if removed:
+            _write(earlier, removed)
+        place = earlier if removed else run_record_path(earlier)
+        after = f" after iteration {iteration}" if iteration else ""
+        say(f"{flag}: what an earlier start wrote{after} is in {place} now")
+    if lines and sum(len(line) + 1 for line in kept) != path.stat().st_size:
+        _write(path, kept)
+
+
+def _write(path: Path, lines: Sequence[bytes]) -> None:
     with replacing(path) as temporary:
-        temporary.write_bytes(content)
-        path.replace(path.with_name(f"{path.name}.previous"))
+        temporary.write_bytes(b"".join(line + b"\n" for line in lines))

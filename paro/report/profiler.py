@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import replacing
+from data.earlier import set_aside
 from paro.distributed.profile_range import record_ranges
 from paro.errors import UserError
 from paro.report.log import Log
@@ -98,6 +99,7 @@ class Profiler(Observer):
         place = Path(self._folder) / f"{name}.pt.trace.json"
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
+            set_aside(place)
             self._profile.export_chrome_trace(str(place))
             self._log.show(f"[Rank {self._log.rank}] profile written to {place}")
         except (OSError, RuntimeError) as error:
@@ -114,6 +116,7 @@ class MemoryHistory(Observer):
         if here and not self._is_on:
             log.show("--record-memory-history has no effect without a GPU")
         self._log = log
+        self._is_ours = False  # whether the file is of this start
         name = Path(config.memory_snapshot_path)
         # One file per rank.
         self._place = name if log.rank == 0 else name.with_name(f"rank{log.rank}.{name.name}")
@@ -137,6 +140,9 @@ class MemoryHistory(Observer):
     def _write(self) -> None:
         try:
             self._place.parent.mkdir(parents=True, exist_ok=True)
+            if not self._is_ours:
+                set_aside(self._place)
+            self._is_ours = True
             with replacing(self._place) as temporary:
                 temporary.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
         except OSError as error:

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data.earlier import next_number
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.claim import Claim, claimed
-from paro.checkpoint.directory import newest_good, next_earlier, retire_checkpoint, set_aside
+from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
 from paro.checkpoint.lease import LeaseLostError
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -96,7 +97,7 @@ class Saver:
 
     def _set_aside(self) -> None:
         """Moves another run's checkpoints in --save aside, under the same name on every node."""
-        number = max(self._ranks.everyone.gather(next_earlier(self._root)))
+        number = max(self._ranks.everyone.gather(next_number(self._root)))
 
         def move() -> Path | None:
             self._ranks.check_lease()

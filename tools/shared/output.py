@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
 from data.atomic_file import replacing
-from paro.errors import writing
+from data.earlier import set_aside
+from paro.errors import UserError, writing
 from paro.report.log import print_line
 from paro.text import align
 
 
 @contextmanager
-def output_file(path: Path) -> Iterator[Path]:
-    """A temporary path, renamed to `path` if the block succeeds; makes the folder."""
+def output_file(path: Path, *, is_update: bool = False) -> Iterator[Path]:
+    """A temporary path, renamed to `path` if the block succeeds; makes the folder.
+
+    Other content that is there is kept in FILE.earlier_N, unless the new one is an update of it.
+    """
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} cannot be written: it is no regular file")
     with writing(f"{path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             yield temporary
+            if is_update or not path.exists() or cmp(path, temporary, shallow=False):
+                return
+            print_line(f"what {path} held is in {set_aside(path)} now", stream=sys.stderr)
 
 
-def write_text(path: Path, text: str) -> None:
-    with output_file(path) as temporary:
+def write_text(path: Path, text: str, *, is_update: bool = False) -> None:
+    with output_file(path, is_update=is_update) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path | None, value: Any) -> None:
+def write_json(path: Path | None, value: Any, *, is_update: bool = False) -> None:
     """Writes a value as JSON; nothing without a path, as of a flag that is not given."""
     if path is not None:
-        write_text(path, json.dumps(value, indent=1) + "\n")
+        write_text(path, json.dumps(value, indent=1) + "\n", is_update=is_update)
 
 
 def text_table(rows: Iterable[Mapping[str, str]], left: Collection[int] = (0,)) -> str:

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from data.earlier import next_number
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,
@@ -19,7 +20,6 @@ from paro.checkpoint.directory import (
     finish_checkpoint,
     latest_iteration,
     newest_whole,
-    next_earlier,
     read_common,
     set_aside,
 )
@@ -216,7 +216,7 @@ def test_what_is_set_aside_loads_from_there_and_is_gone_here(tmp_path: Path) -> 
     (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.replaced")  # a save that crashed
     begin_checkpoint(tmp_path, 12)
     (tmp_path / "progress.txt").write_text("ours")
-    assert next_earlier(tmp_path) == 1
+    assert next_number(tmp_path) == 1
     earlier = set_aside(tmp_path, 1)
     assert earlier == tmp_path / "earlier_1"
     assert describe_saved(tmp_path) is None
@@ -228,7 +228,7 @@ def test_what_is_set_aside_loads_from_there_and_is_gone_here(tmp_path: Path) -> 
 
     save(tmp_path, 1, "new")
     assert candidates(tmp_path) == ([1], None)
-    assert next_earlier(tmp_path) == 2
+    assert next_number(tmp_path) == 2
     assert set_aside(tmp_path, 2) == tmp_path / "earlier_2"
     assert set_aside(tmp_path, 3) is None
     assert "earlier_3" not in names(tmp_path)

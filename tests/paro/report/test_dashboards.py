@@ -118,6 +118,13 @@ def test_tensorboard_has_each_tag_over_iterations_and_over_samples(tmp_path: Pat
     assert over_samples == [(8 * step, loss) for step, loss in wanted]
     assert [step for step, _ in shown(tmp_path, "recovery/seconds")] == [0, 2]
 
+    start(0, 1, loss=0.5)  # from the beginning: what was there is a run of its own
+    earlier = tmp_path / "earlier_1"
+    assert shown(earlier, "lm loss") == wanted
+    assert shown(earlier / "samples", "lm loss vs samples") == over_samples
+    assert shown(tmp_path, "lm loss") == [(1, 0.5)]
+    assert shown(tmp_path / "samples", "lm loss vs samples") == [(8, 0.5)]
+
 
 def test_only_the_last_rank_opens_any(wandb: FakeWandb) -> None:
     boards = open_dashboards(ReportConfig(wandb_project="p"), Log(rank=0, world_size=2), {})

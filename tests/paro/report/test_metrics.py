@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from paro.report.config import run_record_path
 from paro.report.metrics import MetricsFile
 from paro.report.record import Metrics, summarize
 from tests.helpers.commands import read_lines
@@ -74,13 +75,38 @@ def test_a_line_cut_short_by_a_crash_goes_and_no_line_is_glued_to_it(
     ] * is_cut
 
 
-def test_a_fresh_run_keeps_the_old_file_aside(tmp_path: Path) -> None:
+def test_what_earlier_starts_logged_is_kept_with_their_records(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4), 0)
-    before = path.read_bytes()
-    write(path, range(1, 2), 0)
-    assert [line["iteration"] for line in read_lines(path)] == [1]
-    assert (tmp_path / "metrics.jsonl.previous").read_bytes() == before
+    starts = [(0, 9), (0, 3), (2, 6), (1, 2), (0, 2)]  # the last iteration before, and of it
+    for number, (begin, end) in enumerate(starts):
+        said = write(path, range(begin + 1, end + 1), begin, loss=number)
+        assert [path.name in text and "is in" in text for text in said] == [True] * (number > 0)
+        run_record_path(path).write_text(str(number))
+    kept = [path, *(Path(f"{path}.earlier_{number}") for number in range(1, 5))]
+    found = {
+        each.name.removeprefix(path.name): [
+            (line["iteration"], line["lm_loss"]) for line in read_lines(each)
+        ]
+        for each in kept
+    }
+    assert found == {
+        "": [(1, 4), (2, 4)],
+        ".earlier_1": [(iteration, 0) for iteration in range(1, 10)],
+        ".earlier_2": [(3, 1)],
+        ".earlier_3": [(2, 1), (3, 2), (4, 2), (5, 2), (6, 2)],
+        ".earlier_4": [(1, 1), (2, 3)],
+    }
+    assert [run_record_path(each).read_text() for each in kept] == ["4", "0", "1", "2", "3"]
+    assert len([*tmp_path.iterdir()]) == 10
+
+
+def test_a_record_without_its_metrics_is_kept_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run_record_path(path).write_text("of metrics that somebody has moved")
+    said = write(path, range(1, 2), 0)
+    kept = tmp_path / "metrics.jsonl.earlier_1.run.json"
+    assert kept.read_text() == "of metrics that somebody has moved"
+    assert str(kept) in "".join(said)
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,15 @@ def test_the_trace_has_the_iterations_asked_for_with_ranges_named_like_the_code(
     assert f"profile written to {place}" in capsys.readouterr().out
 
 
-def test_a_run_that_ends_before_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_run_that_ends_before_keeps_what_it_has_and_what_was_there(tmp_path: Path) -> None:
+    place = tmp_path / "rank0.steps1-3.pt.trace.json"
+    place.write_text("of an earlier run")
     profiler = Profiler(config(), Log(), folder=str(tmp_path))
     run_loop("--train-iters 2 --eval-iters 0", observers=[profiler])
-    assert len(list(tmp_path.iterdir())) == 1
+    earlier = place.with_name(f"{place.name}.earlier_1")
+    assert sorted(tmp_path.iterdir()) == [place, earlier]
+    assert earlier.read_text() == "of an earlier run"
+    assert json.loads(place.read_text())["traceEvents"]
 
 
 def test_other_ranks_are_left_alone(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) -> None:
     ordered = {letter: results[letter] for letter in sorted(results)}
-    write_json(folder / RESULTS, ordered)
-    write_text(folder / PAGE, page(ordered, rehearsal=rehearsal))
+    write_json(folder / RESULTS, ordered, is_update=True)
+    write_text(folder / PAGE, page(ordered, rehearsal=rehearsal), is_update=True)
 
 
 def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:

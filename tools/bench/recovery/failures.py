@@ -48,7 +48,8 @@ class Study:
         return cls(path=path, failures=failures, **found)
 
     def save(self) -> None:
-        write_json(self.path, {k: v for k, v in asdict(self).items() if k != "path"})
+        kept = {k: v for k, v in asdict(self).items() if k != "path"}
+        write_json(self.path, kept, is_update=True)
 
     def of(self, case: Case, kind: str | None = None) -> list[Failure]:
         return [f for f in self.failures if f.case == case.name and kind in (None, f.kind)]

@@ -100,7 +100,8 @@ def run_missing(
             name, losses = working[done], done.result()
             if losses is not None:
                 found[name] = losses
-                write_json(file, {each: asdict(kept) for each, kept in found.items()})
+                kept = {each: asdict(one) for each, one in found.items()}
+                write_json(file, kept, is_update=True)
                 print_line(
                     f"{number} of {len(missing)}: {name}: {losses.last:.4f} on held-out text, "
                     f"{losses.seconds:.0f} s"

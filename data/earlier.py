@@ -1,0 +1,46 @@
+"""Results of an earlier run where a new one writes: kept, under the next free number."""
+
+# A file becomes FILE.earlier_1, then FILE.earlier_2; what a folder holds goes into its earlier_1.
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+MARK = "earlier_"
+
+
+def next_number(folder: Path, before: str = "") -> int:
+    """One above the highest N of the names in a folder that begin with `before` and earlier_N."""
+    if not folder.is_dir():
+        return 1
+    pattern = re.compile(rf"{re.escape(before)}{MARK}(\d{{1,9}})(?!\d)", re.ASCII)
+    found = (pattern.match(path.name) for path in folder.iterdir())
+    return max((int(match[1]) for match in found if match), default=0) + 1
+
+
+def earlier_file(path: Path) -> Path:
+    """The unused name under which the file `path` is kept, in the same folder."""
+    before = f"{path.name}."
+    return path.with_name(f"{before}{MARK}{next_number(path.parent, before)}")
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames a file that another one will replace; its new name, or None if there is no file."""
+    if not path.is_file():
+        return None
+    return path.rename(earlier_file(path))
+
+
+def set_aside_in(folder: Path, files: Iterable[Path]) -> Path | None:
+    """Moves files below `folder` into its next earlier_N, which it returns; None without files."""
+    found = sorted(files)
+    if not found:
+        return None
+    earlier = folder / f"{MARK}{next_number(folder)}"
+    for path in found:
+        target = earlier / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    return earlier
