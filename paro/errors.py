@@ -166,11 +166,16 @@ def writing(what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Around what prints: a full disk, or the end of a pipe's reader, names standard output."""
+    """Around what prints: an error names standard output, whose pipe, disk or terminal failed.
+
+    It is a `BrokenPipeError` where the reader of a pipe has ended, as `head` does.
+    """
     try:
         yield
     except OSError as error:
-        raise OSError(errno.EIO, f"standard output cannot be written: {error.strerror}") from error
+        number = errno.EPIPE if isinstance(error, BrokenPipeError) else errno.EIO
+        text = f"standard output cannot be written: {error.strerror}"
+        raise OSError(number, text) from error
 
 
 @contextmanager

@@ -131,8 +131,8 @@ def add_training_args(parser: ArgumentParser) -> None:
     add("--exit-duration-in-mins", type=float, metavar="MINUTES",
         help="save and leave after so much time, counted from when the script began")
     add("--exit-signal-handler", action="store_true",
-        help="end the step, save and leave when any rank gets SIGTERM, SIGINT (Ctrl-C) or "
-        "--exit-signal")
+        help="end the step, save and leave when any rank gets SIGTERM, SIGINT (Ctrl-C), SIGHUP (a "
+        "terminal that is closed; not under nohup) or --exit-signal")
     add("--exit-signal", choices=EXIT_SIGNALS, default="SIGTERM", help="one more such signal")
     add("--check-for-nan-in-loss-and-grad", action="store_true",
         help="stop at the first loss or gradient that is not finite, fp16 overflows apart, and "

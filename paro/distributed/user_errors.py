@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -44,6 +45,9 @@ _PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     """Runs an entry script and exits: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
 
+    Where the reader of its standard output ends first, as `head` does, it ends without a line and
+    with 141, the status of a program that SIGPIPE ends.
+
     An error that all ranks raise, or Ctrl-C, is one line of local rank 0; torchrun repeats the
     error in its final report. The process exits without cleanup: after a failure threads may hang
     in a collective with a dead peer, and after success interpreter shutdown sometimes aborts
@@ -51,7 +55,7 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     """
     _open_closed_streams()
     try:
-        main()
+        status = _status_of(main)
         with printing():
             sys.stdout.flush()
     except UserError as error:
@@ -67,9 +71,9 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         if local_rank_to_print() == 0:
             _print_error(f"{name}: interrupted")
         _leave(130)
-    except SystemExit as leaving:
-        _leave(leaving.code if isinstance(leaving.code, int) else 1)
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
+            _leave(128 + signal.SIGPIPE)
         if (lost := lost_peer(error)) is not None:
             is_printing_rank = local_rank_to_print() == 0
             if is_printing_rank:
@@ -79,7 +83,22 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
             _leave_with_line(name, describe(error), 1, on_this_rank=True)
         _print_error(traceback.format_exc().rstrip("\n"))
         _leave(1)
-    _leave(0)
+    _leave(status)
+
+
+def _status_of(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else 1
+    return 0
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether a descriptor is a pipe or socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _open_closed_streams() -> None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +54,13 @@ class Spark:
         yield Text(spark_line(self._values, width=min(_SPARKS, options.max_width)))
 
 
+class LiveConsole(Console):
+    """A console that raises `BrokenPipeError`, where rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class LiveView:
     """Takes every iteration and redraws at most a few times a second."""
 
@@ -74,7 +83,7 @@ class LiveView:
         self._drawn = -math.inf
         self._latest: tuple[IterationRecord, Metrics] | None = None
         self._is_below = False
-        self.console = console or Console()
+        self.console = console or LiveConsole()
         self._width = self.console.width
         # What is printed scrolls above the view, unless standard output is not where it is drawn.
         self._live = Live(
@@ -89,6 +98,9 @@ class LiveView:
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def iteration(self, record: IterationRecord, metrics: Metrics, *, seconds_left: float) -> None:
+        """Takes an iteration; `OSError` once the view is closed."""
+        if not self._live.is_started:
+            raise OSError("the terminal takes no more output")
         if not record.skipped:
             self._losses.append(record.lm_loss)
         self._seconds_left = seconds_left
@@ -115,9 +127,12 @@ class LiveView:
             self._is_below = True
 
     def close(self) -> None:
-        """Draws the last state and leaves it on the terminal."""
-        self._draw()
-        self._live.stop()
+        """Draws the last state and leaves it on the terminal; gives the standard streams back."""
+        try:
+            if self._live.is_started:
+                self._draw()
+        finally:
+            self._live.stop()
 
     def _draw(self) -> None:
         if self._latest is not None:

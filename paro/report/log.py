@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -18,15 +21,26 @@ def print_line(
 
     They may contain names from files and flags: characters that a terminal would act upon are
     escaped, and long lines are cut. With `whole`, for a text that the user asked for, none is cut.
+    Another `stream` has what a reader may miss, such as progress: there an error costs the lines.
     """
     text = "\n".join(lines)
     # One write: with a separate write for the newline, lines of different ranks would mix.
     text = (printable(text) if whole else shown(text)) + end
     if stream is not None:
-        print(text, end="", flush=True, file=stream)
+        with suppress(OSError):
+            print(text, end="", flush=True, file=stream)
         return
     with printing():
         print(text, end="", flush=True)
+
+
+def _print_elsewhere(*lines: str) -> None:
+    """Prints on standard error or, if that fails, nowhere; standard output is that from then on."""
+    sys.stdout = sys.stderr
+    try:
+        print_line(*lines)
+    except OSError:
+        sys.stdout = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
 
 
 def set_logging_level(level: int | None) -> None:
@@ -38,7 +52,12 @@ def set_logging_level(level: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Prints depending on this process's rank; made once and passed to all code that prints."""
+    """Prints depending on this process's rank; made once and passed to all code that prints.
+
+    Where standard output fails (its reader has ended, its disk is full, its terminal is closed),
+    standard error stands for it from then on, and where that fails too nothing is printed: a
+    training goes on and saves.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -52,7 +71,11 @@ class Log:
 
     def show(self, message: str) -> None:
         """Prints on every rank that calls it."""
-        self.write(shown(message))
+        try:
+            self.write(shown(message))
+        except OSError as error:
+            lost = f"[Rank {self.rank}] {error.strerror}: the log goes on here"
+            _print_elsewhere(lost, message)
 
     def log0(self, message: str) -> None:
         """Prints on the first rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -214,25 +215,27 @@ class Report:
 
     def interrupted(self) -> None:
         """Keeps the view and a launcher's output at a signal from overwriting each other."""
-        try:
-            if self.view is not None:
-                self.view.begin_below()
-        except Exception:  # the terminal may be closed
-            self.view = None
+        self._show(lambda view: view.begin_below())
+
+    def close_view(self) -> None:
+        """Leaves the last state of the view on the terminal."""
+        self._show(lambda view: view.close())
 
     def close(self) -> None:
         """Closes files and dashboards; nothing is written afterwards."""
-        if self.view is not None:
-            self.view.close()
+        self.close_view()
         self.records.close()
         self.dashboards.close()
 
     def _show(self, change: Callable[[LiveView], None]) -> None:
+        if (view := self.view) is None:
+            return
         try:
-            if self.view is not None:
-                change(self.view)
+            change(view)
         except Exception as error:  # for example: the terminal is closed
-            self.view = None
+            with suppress(Exception):
+                view.close()
+            self.view, self.is_live = None, False  # from here on lines
             self.log.log_last(
                 f"--terminal live is left out from here on: {type_and_message(error)}"
             )

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from paro.distributed.control import Control
@@ -37,17 +38,22 @@ class Terminal:
         self.keeps_lines = sys.stderr.isatty() and not sys.stdout.isatty()
 
     def show(self, message: str) -> None:
-        if self._view is None or self.keeps_lines:
-            print_line(message)
-        else:
-            self._view.show(message)
+        if self._view is not None and not self.keeps_lines:
+            try:
+                self._view.show(message)
+                return
+            except Exception:  # for example: the terminal is closed
+                with suppress(Exception):
+                    self._view.close()
+                self._view = None
+        print_line(message)
 
     def open_view(
         self, facts: RunFacts, *, title: str, placement: Sequence[str], bytes_before: int
     ) -> Any:
         """Opens the live view on this rank and returns it."""
         module = importlib.import_module("paro.report.live_view")
-        console = importlib.import_module("rich.console").Console(stderr=self.keeps_lines)
+        console = module.LiveConsole(stderr=self.keeps_lines)
         self._view = module.LiveView(
             facts, title=title, placement=placement, bytes_before=bytes_before, console=console
         )

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -126,8 +127,7 @@ class Watchdog(Observer):
 
     def _report(self, state: _State, stalled: float) -> None:
         self._reported = state
-        self._stream.write(self._stacks(state, stalled))
-        self._stream.flush()  # the next call may hang as well
+        self._say(self._stacks(state, stalled))
         if self._flights is not None:
             self._write_flights(self._flights)
 
@@ -140,9 +140,13 @@ class Watchdog(Observer):
             f"[Rank {self._rank}] error: no progress for {stalled:.0f} s while {what}, after "
             f"iteration {iteration}: the run ends; --distributed-timeout-minutes is the limit\n"
         )
-        self._stream.write(line)
-        self._stream.flush()
+        self._say(line)
         os._exit(1)  # the training thread may be in a call that never returns
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # of a closed terminal or a full disk: the watch goes on
+            self._stream.write(text)
+            self._stream.flush()  # the next call may hang
 
     def _beat(self, state: _State) -> None:
         path, (what, iteration, _) = self._heartbeat, state
@@ -153,7 +157,7 @@ class Watchdog(Observer):
             with replacing(path) as temporary:
                 temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
         except OSError as error:
-            self._stream.write(f"--heartbeat-file is left out from here on: {error}\n")
+            self._say(f"--heartbeat-file is left out from here on: {error}\n")
             self._heartbeat = None
         self._beaten = state
 
@@ -167,8 +171,7 @@ class Watchdog(Observer):
             note = f"its last collectives are in {path}: torchfrtrace {path.parent} compares ranks"
         except (OSError, RuntimeError) as error:
             note = f"--flight-recorder-dir: {error}"
-        self._stream.write(f"[Rank {self._rank}] {note}\n")
-        self._stream.flush()
+        self._say(f"[Rank {self._rank}] {note}\n")
 
     def _stacks(self, state: _State, stalled: float) -> str:
         """The stacks of all threads, as one text so that output of ranks does not mix."""

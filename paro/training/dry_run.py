@@ -28,7 +28,7 @@ from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import MEMORY_MARGIN, Workload
-from paro.report.log import Log
+from paro.report.log import print_line
 from paro.report.log_line import arguments_block
 from paro.text import align, count_text, size_text
 from paro.training.assembly import build_training
@@ -113,7 +113,6 @@ def run_dry(config: RunConfig) -> None:
             mistakes.append(str(mistake))
     if not plan.fits:
         mistakes.append(_why_not(plan, found))
-    log = Log()
     recorded = recorded_arguments(config)
     for line in (
         *_answer(plan, found, mistakes),
@@ -123,7 +122,7 @@ def run_dry(config: RunConfig) -> None:
         *details,
         *_planner(plan, found),
     ):
-        log.log0(line)
+        print_line(line)
     if mistakes:
         raise UserError("; ".join(mistakes))
 

@@ -87,7 +87,10 @@ class Loop:
             self._end()
             return True
         if config.exit_signal_handler:
-            for name in (config.exit_signal, "SIGTERM", "SIGINT"):
+            names = {config.exit_signal, "SIGTERM", "SIGINT"}
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup makes it
+                names.add("SIGHUP")  # of a terminal that is closed
+            for name in names:
                 signal.signal(getattr(signal, name), self._exit_signal_came)
         if config.manual_gc:
             gc.disable()

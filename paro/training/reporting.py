@@ -116,8 +116,7 @@ def closing(report: Report, control: Control) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         report.interrupted()
-        if report.view is not None:
-            report.view.close()
+        report.close_view()
         raise
     report.close()
 

@@ -60,6 +60,13 @@ class Printing:
         os.dup2(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
 
 
+def no_reader() -> None:
+    """For `before`: standard output is a pipe whose reader has ended."""
+    here, there = os.pipe()
+    os.dup2(there, 1)
+    os.close(here)
+
+
 @contextmanager
 def two_nodes(name: str) -> Iterator[tuple[Node, Node]]:
     """Two namespaces with a link between them: 10.78.0.1 and 10.78.0.2, each on `nic`."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.conftest import Scenario
 from tests.faults.job import ITERATIONS
+from tests.faults.places import no_reader
 from tests.faults.points import Point
 
 pytestmark = [pytest.mark.verify, pytest.mark.ranks]
@@ -66,3 +67,13 @@ def test_signal_with_a_handler(scenario: Scenario, name: str, phase: str, saved:
     scenario.ends(job, [0], within=40.0)
     assert ("the same command continues from there" in job.text()) == (saved != [ITERATIONS])
     scenario.resumes(*saved)
+
+
+def test_signal_after_the_reader_of_the_log(scenario: Scenario) -> None:
+    """As Ctrl-C ends `tee` too: the run saves all the same, and says so on standard error."""
+    job = scenario.paused(Point.MICRO_BATCH, 30, "--exit-signal-handler", before=[no_reader])
+    job.signal(signal.SIGINT, 1)
+    scenario.run.release()
+    scenario.ends(job, [0], within=40.0)
+    assert "the same command continues from there" in job.text()
+    scenario.resumes(8)

@@ -37,6 +37,6 @@ class NodeOutput:
         with pipe:
             for line in pipe:
                 data = prefix.encode() + line.removesuffix(b"\n") + b"\n"
-                with self._writing, suppress(BrokenPipeError):  # of a reader that is gone
+                with self._writing, suppress(OSError):  # of a reader that has ended, or a full disk
                     while data:
                         data = data[os.write(target, data) :]

@@ -138,6 +138,8 @@ def script(body: str, streams: str = "") -> subprocess.CompletedProcess[str]:
 
 QUICKLY = "import paro.distributed.user_errors as own; own._PRINTING_RANK_SECONDS = 0.1"
 OTHER_RANK = f"{QUICKLY}; os.environ['LOCAL_RANK'] = '1'"  # local rank 0 prints for its node
+NO_READER = "import paro.report.log as log; r, w = os.pipe(); os.dup2(w, 1); os.close(r)"
+LOST = "[Rank 0] standard output cannot be written: Broken pipe: the log goes on here\n"
 MISTAKE = "raise UserError('mend it')"
 MEND = "script: error: mend it\n"
 
@@ -164,6 +166,12 @@ MEND = "script: error: mend it\n"
         (MISTAKE, "2> /dev/full", 2, ""),
         ("import paro.report.log as log; log.print_line('x')", "> /dev/full", 1, FULL),
         ("sys.stdout.write('x')", "> /dev/full", 1, FULL),
+        (f"{NO_READER}; log.print_line('x')", "", 141, ""),
+        (f"{NO_READER}; sys.stdout.write('x')", "", 141, ""),
+        (f"{NO_READER}; print('x', flush=True)", "", 141, ""),
+        (f"{NO_READER}; log.print_line('x', stream=sys.stderr)", "", 0, "x\n"),
+        (f"{NO_READER}; log.Log().show('x'); raise SystemExit(3)", "", 3, f"{LOST}x\n"),
+        ("import paro.report.log as log; log.Log().show('x')", "> /dev/full 2>&1", 0, ""),
         ("print('\\u00e9')", "> /dev/null", 0, ""),
     ],
 )
@@ -177,6 +185,7 @@ def test_how_a_script_ends(body: str, streams: str, status: int, stderr: str) ->
     ("body", "told"),
     [
         ("raise RuntimeError('a bug')", "RuntimeError: a bug"),
+        ("raise BrokenPipeError(32, 'of a process')", "BrokenPipeError: [Errno 32] of a process"),
         ("list(zip([1], [], strict=True))", "ValueError: zip() argument 2 is shorter"),
         ("open('/absent')", "FileNotFoundError: "),
     ],

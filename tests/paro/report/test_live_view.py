@@ -5,16 +5,21 @@ from __future__ import annotations
 import io
 import math
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from paro.distributed.exposed_time import Exposed
+from paro.report.config import ReportConfig
 from paro.report.live_view import LiveView, spark_line
 from paro.report.log import Log
 from paro.report.record import IterationRecord, Validation, summarize
+from paro.report.terminal import Terminal
+from tests.helpers.streams import FAILURES, Failing
 from tests.paro.report.test_report import FACTS, record
+from tests.paro.report.test_report import make as make_report
 
 PLACEMENT = ["state       placed", "parameters  I"]
 
@@ -136,6 +141,38 @@ def test_what_a_launcher_wrote_below_is_not_drawn_over() -> None:
     blank, _, drawn = below.partition("╭")
     assert blank.count("\n") == drawn.partition("╯")[0].count("\n") + 1
     assert 0 < blank.count("\x1b[1A") < blank.count("\n")
+
+
+@pytest.mark.parametrize("number", FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize("fails_at", ["a line", "an iteration", "a signal", "the end"])
+def test_a_terminal_that_is_gone_costs_the_view_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, number: int, fails_at: str
+) -> None:
+    output, errors = Failing(number, fails=False), io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", errors)
+    terminal = Terminal()
+    report = make_report(ReportConfig(log_interval=1))
+    report.log = Log(one_speaker=True, write=terminal.show)
+    report.view = terminal.open_view(FACTS, title="", placement=(), bytes_before=0)
+    report.is_live = True
+    monkeypatch.setattr("paro.report.live_view._LEAST_SECONDS", 0.0)
+    report.iteration(record(1))
+    output.fails = True
+    actions = {
+        "a line": lambda: report.log.log0("saved"),
+        "an iteration": lambda: report.iteration(record(2)),
+        "a signal": report.interrupted,
+        "the end": report.close,
+    }
+    actions[fails_at]()
+    report.iteration(record(3))
+    report.close()
+    assert sys.stdout is errors
+    assert "elapsed time per iteration" not in output.getvalue()
+    assert " iteration        3/      20 |" in errors.getvalue()
+    assert "│" not in errors.getvalue()
 
 
 def test_it_is_drawn_a_few_times_a_second_at_most() -> None:

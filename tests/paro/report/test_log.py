@@ -1,7 +1,11 @@
-"""What is printed: names from files and flags cannot act upon a terminal or fill it."""
+"""What is printed: names from files and flags cannot act upon a terminal or fill it.
+
+A standard output that fails is an error for a tool, and none for the log of a training.
+"""
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import sys
@@ -9,6 +13,7 @@ import sys
 import pytest
 
 from paro.report.log import Log, print_line, set_logging_level
+from tests.helpers.streams import FAILURES, Failing
 
 HOSTILE = "\x1b[2J\u202e"
 ESCAPED = "\\x1b[2J\\u202e"
@@ -60,3 +65,38 @@ def test_libraries_say_what_the_level_lets_through(
     finally:
         root.setLevel(before)
     assert ("hello" in capsys.readouterr().err) == shown
+
+
+@pytest.mark.parametrize("number", FAILURES.values(), ids=FAILURES)
+def test_where_standard_output_fails_the_log_goes_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    output, errors = Failing(number, fails=False), Failing(number, fails=False)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", errors)
+    log = Log()
+    log.show("a")
+    output.fails = True
+    for message in "bc":
+        log.show(message)
+    assert output.getvalue() == "a\n"
+    notice, *rest = errors.getvalue().splitlines()
+    assert "[Rank 0] standard output cannot be written: " in notice
+    assert rest == ["b", "c"]
+
+    errors.fails = True
+    for message in "def":
+        log.show(message)
+    assert errors.getvalue().splitlines() == [notice, *rest]
+    print("what libraries print is no error either", flush=True)
+
+
+@pytest.mark.parametrize("number", FAILURES.values(), ids=FAILURES)
+def test_where_standard_output_fails_a_tool_does(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Failing(number))
+    with pytest.raises(OSError, match="standard output cannot be written: ") as caught:
+        print_line("the answer")
+    assert isinstance(caught.value, BrokenPipeError) == (number == errno.EPIPE)
+    print_line("progress", stream=sys.stdout)

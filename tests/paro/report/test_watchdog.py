@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import pickle
@@ -22,6 +23,7 @@ from paro.training import loop, saving, setup
 from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
+from tests.helpers.streams import Failing
 from tests.helpers.warm_python import run_python
 
 ODD_SIZE = 7919  # of a collective that no other test has
@@ -128,6 +130,22 @@ def test_a_standstill_past_the_limit_ends_the_run_in_one_line(
     last = text.splitlines()[-1]
     assert last.startswith("[Rank 0] error: no progress for 0 s while opening the data sets")
     assert last.endswith("the run ends; --distributed-timeout-minutes is the limit")
+
+
+def test_a_rank_that_cannot_say_why_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def leave(status: int) -> None:
+        left.append(status)
+        dog._over.set()
+
+    monkeypatch.setattr("paro.report.watchdog.os._exit", leave)
+    config = WatchConfig(hang_dump_minutes=0.1 / 60)
+    gone = Failing(errno.EIO)
+    dog = Watchdog(config, rank=0, timeout_minutes=0.3 / 60, stream=gone)
+    dog._thread.join(30)
+    dog.close()
+    assert left == [1]
 
 
 def test_bytes_that_are_written_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from unittest import mock
@@ -24,6 +26,7 @@ from paro.training.saving import Saver
 from paro.training.step import TrainState
 from tests.helpers.margins import assert_near
 from tests.helpers.refusals import refused
+from tests.helpers.streams import Failing
 from tests.helpers.training import TINY, built
 
 
@@ -164,7 +167,10 @@ def test_leaves_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> Non
     assert "[exiting program after 0.005 minutes] datetime" in capsys.readouterr().out
 
 
-def test_a_signal_ends_the_step_in_which_it_comes() -> None:
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
+def test_a_signal_ends_the_step_in_which_it_comes(name: str) -> None:
+    number = signal.Signals[name]
+
     @dataclass
     class Signals(Observer):
         """Sends the exit signal in the second micro-batch of the third step."""
@@ -177,15 +183,28 @@ def test_a_signal_ends_the_step_in_which_it_comes() -> None:
         def progressed(self) -> None:
             self.heard.append(self.heard[-1])
             if self.heard.count(("training", 2)) == 3:
-                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(number)
 
-    before, signals = signal.getsignal(signal.SIGUSR1), Signals()
+    before, signals = signal.signal(number, signal.SIG_DFL), Signals()
     flags = "--train-iters 9 --global-batch-size 8 --micro-batch-size 2 --eval-iters 0"
     leaving = "--exit-signal-handler --exit-signal SIGUSR1"
     run = run_loop(f"{flags} {leaving}", observers=[signals])
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(number, before)
     assert run.saved == [run.state.iteration] == [3]
     assert signals.heard.count(("training", 1)) == 1 + 4
+
+
+def test_under_nohup_a_closed_terminal_does_not_end_a_run() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run_loop("--train-iters 1 --eval-iters 0 --exit-signal-handler")
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
+def test_a_standard_output_that_nobody_reads_costs_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Failing(errno.EPIPE))
+    monkeypatch.setattr(sys, "stderr", Failing(errno.EPIPE))
+    run = run_loop("--train-iters 3 --eval-interval 2 --eval-iters 1", save_interval=2)
+    assert run.saved == [2, 3]
 
 
 def test_evaluation_goes_on_micro_batch_by_micro_batch() -> None:
