@@ -10,11 +10,16 @@ _FLAG = re.compile(r"--|-[a-zA-Z]+$")
 _WIDTH = 80
 
 
+def starts_flag(word: str) -> bool:
+    """Whether a word of a command line is a flag, and no value such as -1."""
+    return _FLAG.match(word) is not None
+
+
 def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
     """Each flag with the words after it; words before the first flag form their own group."""
     group: list[str] = []
     for word in words:
-        if group and _FLAG.match(word):
+        if group and starts_flag(word):
             yield group
             group = []
         group.append(word)

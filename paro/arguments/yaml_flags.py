@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Action, ArgumentError, ArgumentParser
 from collections import Counter
-from collections.abc import Iterable
 
 import yaml
 
 from paro.arguments.megatron import rule_of
 from paro.arguments.unknown import hint_for
+from paro.arguments.words import starts_flag
 from paro.errors import UserError
 from paro.untrusted.regular_file import read_text
 
@@ -51,21 +52,23 @@ def _spell(option: object) -> str:
     return str(option).lstrip("-").replace("_", "-")
 
 
-def _read_mapping(path: str, most_keys: int) -> Iterable[tuple[str, object]]:
+def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
+    """The keys, spelled like flags, and their values, which are texts with the type they look like.
+
+    No value is made of a text: the flag's own type reads it as it reads a word.
+    """
     text = read_text(path, f"{FLAG} {path}", max_bytes=MOST_BYTES)
     try:
-        _refuse_what_grows(text, path)
+        _refuse_what_no_flag_is(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except UserError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date of month 13
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{FLAG} {path} is no YAML: {error}") from error
-    if values is None:
+    if root is None or (isinstance(root, yaml.ScalarNode) and _kind(root) == "null"):
         return []
-    if not isinstance(values, dict):
+    if not isinstance(root, yaml.MappingNode) or not all(
+        isinstance(key, yaml.ScalarNode) for key, _ in root.value
+    ):
         raise UserError(f"{FLAG} {path} must hold one level of `flag: value`")
-    assert isinstance(root, yaml.MappingNode), f"{values!r} came from {root}"
     # YAML would silently use the last of two equal keys.
     counts = Counter(_spell(key.value) for key, _ in root.value)
     for key, count in counts.items():
@@ -73,20 +76,34 @@ def _read_mapping(path: str, most_keys: int) -> Iterable[tuple[str, object]]:
             raise UserError(f"{FLAG} {path}: {key} is given more than once")
     if len(counts) > most_keys:
         raise UserError(f"{FLAG} {path} has {len(counts)} keys, and there are {most_keys} flags")
-    return [(_spell(key), value) for key, value in values.items()]
+    return [(_spell(key.value), value) for key, value in root.value]
 
 
-def _refuse_what_grows(text: str, path: str) -> None:
-    """`UserError` for an alias, which a few bytes can repeat billions of times, or deep nesting."""
+def _refuse_what_no_flag_is(text: str, path: str) -> None:
+    """`UserError` for an alias, which a few bytes can repeat billions of times, or deep nesting.
+
+    Also for what no command line could say: a tag, or a text that is no word of one.
+    """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        where = f"{FLAG} {path}: line {_line(event)}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            where = f"{FLAG} {path}: line {_line(event)}"
             raise UserError(f"{where}: anchors and aliases are not for flags")
+        if (tag := getattr(event, "tag", None)) is not None:
+            raise UserError(
+                f"{where}: {tag} is a tag, which is not for flags: give the plain value"
+            )
+        if isinstance(event, yaml.ScalarEvent) and not _is_a_word(event.value):
+            raise UserError(f"{where}: a value has a character that no word of a shell can have")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
-            raise UserError(f"{FLAG} {path}: line {_line(event)}: is nested too deeply for flags")
+            raise UserError(f"{where}: is nested too deeply for flags")
+
+
+def _is_a_word(text: str) -> bool:
+    """Whether a shell could pass the text: no NUL, and no half of a character of two."""
+    return not re.search("[\0\ud800-\udfff]", text)
 
 
 def _line(event: yaml.Event) -> int:
@@ -94,19 +111,38 @@ def _line(event: yaml.Event) -> int:
     return event.start_mark.line + 1
 
 
-def _words(flag: str, action: Action | None, value: object) -> list[str]:
+def _kind(node: yaml.Node) -> str:
+    """The type that a value looks like, such as "bool" or "null"."""
+    return str(node.tag).removeprefix("tag:yaml.org,2002:")
+
+
+def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
     """The words for a flag; without an action it takes anything: it is ignored or refused."""
-    if value is None:
+    kind = _kind(value)
+    if kind == "null":
         return []
-    if isinstance(value, bool) if action is None else action.nargs == 0:
-        if not isinstance(value, bool):
-            raise UserError(f"a switch is true or false, not {value!r}")
-        return [flag] if value else []
-    values = value if isinstance(value, list) else [value]
-    if any(isinstance(item, bool | dict | list) or item is None for item in values):
-        raise UserError(f"needs a plain value, not {value!r}")
+    if kind == "bool" if action is None else action.nargs == 0:
+        if kind != "bool":
+            raise UserError(f"a switch is true or false, not {_shown(value)}")
+        return [flag] if yaml.SafeLoader.bool_values[value.value.lower()] else []
+    values = value.value if isinstance(value, yaml.SequenceNode) else [value]
+    if any(
+        not isinstance(item, yaml.ScalarNode) or _kind(item) in ("bool", "null") for item in values
+    ):
+        raise UserError(f"needs a plain value, not {_shown(value)}")
     if action is not None and action.nargs is None:
-        if isinstance(value, list):
-            raise UserError(f"takes one value, not {value!r}")
-        return [f"{flag}={value}"]
-    return [flag, *(str(item) for item in values)]
+        if isinstance(value, yaml.SequenceNode):
+            raise UserError(f"takes one value, not {_shown(value)}")
+        return [f"{flag}={value.value}"]
+    words = [item.value for item in values]
+    if any(map(starts_flag, words)):
+        raise UserError(f"needs values, of which none is a flag itself, not {_shown(value)}")
+    return [flag, *words]
+
+
+def _shown(value: yaml.Node) -> str:
+    """A value as the file spells it."""
+    begin, end = value.start_mark, value.end_mark
+    assert begin is not None, "it was read from a text"
+    assert end is not None
+    return (begin.buffer or "")[begin.pointer : end.pointer].rstrip()
