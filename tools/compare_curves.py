@@ -20,7 +20,7 @@ from paro.report.log import print_line
 from tools.run_report.runs import Run, read_runs
 from tools.shared.command_line import Parser
 from tools.shared.output import text_table, write_json
-from tools.shared.picture import check_can_draw, drawing
+from tools.shared.picture import check_can_draw, drawing, label_of, log_scale
 
 DESCRIPTION = """\
 Compares the losses of runs with those of the first one: metrics files, written with
@@ -98,13 +98,18 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
         for number, run in enumerate(runs):
             curve = losses_of(run)
             style = {"linewidth": 2.5 - number, "linestyle": ("-", "--", ":")[min(number, 2)]}
-            losses.plot(list(curve), list(curve.values()), label=run.name, **style)
+            losses.plot(list(curve), list(curve.values()), label=label_of(run.name), **style)
             if number:
                 gaps = differences_from(run, runs[0])
                 sizes = [abs(gap) or None for gap in gaps.values()]
-                apart.plot(list(gaps), sizes, label=f"{run.name}, against {runs[0].name}")
+                apart.plot(
+                    list(gaps),
+                    sizes,
+                    label=f"{label_of(run.name)}, against {label_of(runs[0].name)}",
+                )
         losses.set_ylabel("loss")
-        apart.set(xlabel="iteration", ylabel="relative difference of the loss", yscale="log")
+        apart.set(xlabel="iteration", ylabel="relative difference of the loss")
+        log_scale(apart.yaxis)
         for panel in (losses, apart):
             panel.grid(alpha=0.3)
             panel.legend()

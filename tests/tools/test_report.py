@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from functools import partial
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.helpers.commands import read_lines, write_lines
 from tests.helpers.ranks import HANGS_AFTER
 from tests.helpers.refusals import refused
 from tools.report import main
-from tools.run_report.charts import CHARTS, NAMED
+from tools.run_report.charts import CHARTS, NAMED, as_svg
 from tools.run_report.runs import differences, read_runs
 
 WHOLE = '{"iteration": 1, "lm_loss": 1, "tokens_per_second": 1, "iteration_time_ms": 1}\n'
@@ -99,6 +100,14 @@ def test_runs_are_named_by_strategy_and_compared(two_runs: list[Path], tmp_path:
     assert "<code>--paro-strategy</code></td><td><code>IIG</code></td><td><code>GGG</code>" in page
     assert "typed &lt;in&gt;" in page
     assert differences(read_runs(two_runs, ())) == {"--paro-strategy": ["IIG", "GGG"]}
+
+
+def test_names_of_runs_may_hold_any_text(two_runs: list[Path]) -> None:
+    names = [r"$\frac{$", '"#0b5cad" id="x"']
+    bars = next(chart for chart in CHARTS if chart.name == "iteration")
+    drawn = as_svg(bars, read_runs(two_runs, names))
+    texts = [unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", drawn)]
+    assert set(names) <= set(texts)
 
 
 def test_the_page_stands_alone_and_follows_light_and_dark(

@@ -31,7 +31,7 @@ from tools.bench.shared.trainings import (
 )
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
-from tools.shared.picture import check_can_draw, drawing
+from tools.shared.picture import check_can_draw, drawing, log_scale
 
 DESCRIPTION = """\
 Sweeps the learning rate of AdamW and of Muon, trains three seeds with the best one of each, Muon
@@ -212,7 +212,8 @@ def plot(found: Found, path: Path) -> None:
             for seed, run in runs.items():
                 label = variant.name if seed == SEEDS[0] else None
                 curves.plot(*zip(*run.held_out, strict=True), label=label, **style)
-        swept.set(xscale="log", xlabel="learning rate", ylabel="nat", title="after training")
+        log_scale(swept.xaxis)
+        swept.set(xlabel="learning rate", ylabel="nat", title="after training")
         curves.set(xlabel="iteration", ylabel="nat", title="with the best rate, every seed")
         for panel in (swept, curves):
             panel.grid(alpha=0.3)

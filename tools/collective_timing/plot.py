@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.shared.picture import drawing
+from tools.shared.picture import drawing, log_scale
 
 Row = Mapping[str, Any]
 
@@ -37,6 +37,6 @@ def _draw(panel: Any, op: str, rows: Sequence[Row]) -> None:
             *zip(*bound, strict=True), linestyle="--", color="black", label="what the links allow"
         )
     panel.set(title=op, xlabel="bytes of the whole buffer", ylabel="algorithm bandwidth, MB/s")
-    panel.set(xscale="log", yscale="log")
+    log_scale(panel.xaxis, panel.yaxis)
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")

@@ -13,7 +13,7 @@ from paro.planning.search.search_space import Workload
 from paro.planning.step.simulation import Activity
 from paro.strategy import legal_letters
 from paro.text import count_text
-from tools.shared.picture import drawing, name_rows
+from tools.shared.picture import drawing, log_scale, name_rows
 
 COLORS = {
     "forward": "#4c78a8", "backward": "#54a24b", "recompute": "#9ecae9", "update": "#b279a2",
@@ -43,9 +43,9 @@ def draw_front(
                     marker, color="#e45756", label=f"at the flags as given, {label}",
                 )  # fmt: skip
         axes.axvline(limit, color="gray", linestyle="--", label=f"a device: {limit:g} GB")
-        axes.set(xscale="log", yscale="log", xlabel="memory of a rank, GB", ylabel="seconds a step")
+        axes.set(xlabel="memory of a rank, GB", ylabel="seconds a step")
+        log_scale(axes.xaxis, axes.yaxis)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
             axis.set_tick_params(which="both", labelsize=8, length=3, pad=4)
         axes.set_title(f"{count_text(workload.world_size, 'rank')} on {workload.machine.name}")
@@ -129,7 +129,7 @@ def draw_scaling(path: Path, curves: dict[str, list[tuple[int, float]]], name: s
                 color="#bab0ac" if best else None,
             )  # fmt: skip
         ranks = sorted({n for points in curves.values() for n, _ in points})
-        axes.set_xscale("log", base=2)
+        log_scale(axes.xaxis, base=2)
         axes.set_xticks(ranks, [f"{n:,}" for n in ranks], fontsize=8)
         axes.set(xlabel="ranks", ylabel="MFU, %", title=name, ylim=(0, None))
         axes.grid(axis="y", color="#eeeeee")

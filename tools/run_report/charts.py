@@ -14,7 +14,7 @@ from itertools import cycle
 from typing import Any
 
 from tools.run_report.runs import Run
-from tools.shared.picture import figure_of
+from tools.shared.picture import figure_of, label_of, log_scale
 
 # Light page, dark page; distinguishable also by brightness and by colour-blind readers.
 SERIES = (
@@ -64,13 +64,12 @@ def _curves(
             for field, line in zip(fields, lines, strict=False):
                 x, y = run.series(field, scale=100.0 if percent else 1.0)
                 dot = {"marker": "o", "markersize": 3 + width} if len(x) == 1 else {}
-                name = run.name if field == fields[0] else None
+                name = label_of(run.name) if field == fields[0] else None
                 axis.plot(x, y, line, color=colour, label=name, linewidth=width, **dot)
             for marker, (x, y) in zip(cycle("os^Dv"), run.validations(marks).values()):
                 axis.plot(x, y, f"{marker}--", color=colour, linewidth=1.0, markersize=2.0 * width)
         if log:
-            axis.set_yscale("log", subs=(2, 5))
-            axis.yaxis.set_major_formatter("{x:g}")
+            log_scale(axis.yaxis, subs=(2, 5))
             axis.yaxis.set_minor_formatter("{x:g}")
         if percent:
             axis.set_ylim(bottom=0)
@@ -106,7 +105,7 @@ def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
         for index, part in enumerate(dict.fromkeys(name for parts in of_runs for name in parts)):
             widths = [parts.get(part) or 0.0 for parts in of_runs]
             colour = _colour(index + _FIRST_KIND)
-            axis.barh(places, widths, left=left, height=0.6, color=colour, label=part)
+            axis.barh(places, widths, left=left, height=0.6, color=colour, label=label_of(part))
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
         for place, total in zip(places, left, strict=True):
             axis.annotate(
@@ -118,7 +117,7 @@ def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
                 color=INK[0],
                 fontsize=9,
             )
-        axis.set_yticks(list(places), [run.name for run in runs])
+        axis.set_yticks(list(places), [label_of(run.name) for run in runs])
         axis.invert_yaxis()
         axis.margins(x=0.16)
         axis.grid(axis="y", visible=False)
@@ -291,6 +290,14 @@ def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
     return stream.getvalue()
 
 
+def _of_page(tag: str, chart: Chart) -> str:
+    """A tag with the page's colours and font, and with an id that no other drawing has."""
+    for name, (light, _) in NAMED.items():
+        tag = tag.replace(light, f"var(--{name})")
+    tag = re.sub(r'\bid="|url\(#|href="#', rf"\g<0>{chart.name}-", tag)
+    return re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", tag)
+
+
 def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
     """An `<svg>` element whose colours are the page's."""
     with _figure(chart, runs) as figure:
@@ -299,11 +306,8 @@ def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
     text = stream.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    for name, (light, _) in NAMED.items():
-        text = text.replace(light, f"var(--{name})")
-    # Element ids are the drawing's own; on a page with several drawings they must differ.
-    text = re.sub(r'\bid="|url\(#|href="#', rf"\g<0>{chart.name}-", text)
-    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    # Only in tags: names of runs between them may have any text.
+    text = re.sub("<[^>]*>", lambda tag: _of_page(tag[0], chart), text)
     width = re.search(r'<svg[^>]*\bwidth="([^"]*)"', text)
     assert width is not None, "an SVG without a width"
     head, body = text.split(">", 1)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paro.errors import UserError
+from paro.text import one_line
 from tools.shared.output import output_file
 
 FORMATS = (".png", ".svg", ".pdf")
+_LABEL_CHARS = 60
 
 
 def check_can_draw(path: Path | None, flag: str = "--plot") -> None:
@@ -47,12 +49,14 @@ def figure_of(
 ) -> Iterator[tuple[Any, list[Any]]]:
     """A figure of `size` inches and its panels, row by row, in matplotlib's own style or another.
 
-    Other arguments of matplotlib's `subplots` may be given too.
+    Other arguments of matplotlib's `subplots` may be given too. No text in it is read as a formula:
+    names of runs, files and machines may hold a dollar or a backslash. Axes of logarithms have
+    their numbers from `log_scale`, since matplotlib's own are formulas.
     """
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("agg")  # no screen is needed
     pyplot = importlib.import_module("matplotlib.pyplot")
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context({"text.parse_math": False, **(style or {})}):
         figure, panels = pyplot.subplots(
             rows, columns, figsize=size, squeeze=False, layout="constrained", **subplots
         )
@@ -71,6 +75,23 @@ def drawing(
         yield figure, panels
         with output_file(path) as temporary:
             figure.savefig(temporary, format=path.suffix.removeprefix("."), dpi=150)
+
+
+def log_scale(*axes: Any, **scale: Any) -> None:
+    """Makes x or y axes of panels logarithmic, with plain numbers; `scale` as for matplotlib."""
+    ticker = importlib.import_module("matplotlib.ticker")
+    for axis in axes:
+        getattr(axis.axes, f"set_{axis.axis_name}scale")("log", **scale)
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(ticker.LogFormatter(labelOnlyBase=False))
+
+
+def label_of(name: str) -> str:
+    """A name as the label of a curve or a row: short, and not left out of a legend.
+
+    matplotlib leaves out labels that begin with _, and with a very long one no room is left.
+    """
+    return f"{' ' if name.startswith('_') else ''}{one_line(name, _LABEL_CHARS)}"
 
 
 def name_rows(axes: Any, names: Sequence[str], colors: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.bench.planning.comparison import CONSTANT_BYTES, MOST_ALIKE, Comparison, Pair
 from tools.shared.output import markdown_table
-from tools.shared.picture import drawing
+from tools.shared.picture import drawing, log_scale
 
 HEAD = """\
 <!-- Written by python tools/bench/study_plan.py report --folder {folder}: change that. -->
@@ -142,6 +142,7 @@ def _draw_panel(panel: Any, name: str, chapters: Sequence[Chapter]) -> None:
         panel.plot(xs, ys, marker, markersize=4, label=label)
         for row in compared:
             panel.annotate(row.strategy, (row.seconds, row.predicted), fontsize=5)
-    panel.set(xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted")
+    log_scale(panel.xaxis, panel.yaxis)
+    panel.set(xlabel="measured, s a step", ylabel="predicted")
     panel.set_title(name)
     panel.legend(fontsize=7, loc="upper left")

@@ -10,7 +10,7 @@ from statistics import median
 
 from tools.bench.recovery.cases import CASES, Case
 from tools.shared.output import markdown_table, write_json
-from tools.shared.picture import drawing
+from tools.shared.picture import drawing, log_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,8 @@ def plot(study: Study, path: Path) -> None:
             tick_labels=[f"{case.name} ({len(study.of(case))})" for case in cases],
         )
         panel.invert_yaxis()
-        panel.set(xscale="log", xlabel="seconds from a failure to the next new iteration")
+        log_scale(panel.xaxis)
+        panel.set(xlabel="seconds from a failure to the next new iteration")
         ticks = [15, 20, 30, 40, 60, 80, 120]
         panel.set_xticks(ticks, labels=map(str, ticks))
         panel.set_xticks([], minor=True)
