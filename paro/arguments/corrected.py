@@ -6,7 +6,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 
-from paro.arguments.megatron import changed_parts, replacements
+from paro.arguments.megatron import replacements
 from paro.arguments.unknown import known_as
 from paro.arguments.words import by_flag, wrapped
 from paro.arguments.yaml_flags import FLAG as YAML_FLAG
@@ -27,7 +27,7 @@ def corrected(
     better: Mapping[str, object],
     refused: Collection[str],
 ) -> str:
-    """The flags to give instead of `words`, ready to paste; empty if all of them may stay.
+    """The flags to give instead of `words`, ready to paste; empty if only values are to change.
 
     Flags that are refused, unknown or without effect are left out or replaced. The arguments in
     `better`, by their names, have other values, and are left out if these are their defaults. The
@@ -38,9 +38,11 @@ def corrected(
     kept: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
     left_out: list[str] = []
+    is_foreign = False  # whether a flag is not one of this program
     for flag, *values in by_flag(words):
         name, equals, value = flag.partition("=")
         values = [value, *values] if equals else values
+        is_foreign |= name in instead or name not in actions
         if name in instead:
             added.append(list(by_flag(instead[name])))
             continue
@@ -65,8 +67,8 @@ def corrected(
             for other in _REPLACES.get(groups[0][0], ()):
                 kept.pop(other, None)
     groups = list(kept.values())
-    if [word for group in groups for word in group] == list(words):
+    if not is_foreign:
         return ""
     notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
     head = "These flags are left; paste them after pretrain_llama.py:"
-    return "\n".join([*changed_parts(args), *notes, head, " \\\n".join(wrapped(groups))])
+    return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])

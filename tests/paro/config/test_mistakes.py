@@ -176,6 +176,26 @@ def test_flags_of_a_file_are_left_as_flags(tmp_path: Path) -> None:
     configured(words)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["--num-layers x", "--lr-decay-style steps", "--swiglu --log-interval", "--lr 1 2", "--lr inf"],
+)
+def test_a_wrong_value_is_told_in_one_line_alone(wrong: str) -> None:
+    common = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9"
+    with pytest.raises(UserError) as caught:
+        parse_args(f"{common} {wrong}".split(), wrong_values=wrong_values)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_error_says_nothing_of_megatrons_other_model() -> None:
+    words = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9 --swiglu --use-mup"
+    with pytest.raises(UserError) as caught:
+        parse_args(words.split(), wrong_values=wrong_values)
+    told, *others = str(caught.value).splitlines()
+    assert told.startswith("--use-mup")
+    assert others[0].endswith("after pretrain_llama.py:")
+
+
 def test_nothing_is_offered_where_flags_are_only_missing() -> None:
     mistakes, words = answer("--num-layers 2 --hidden-size 64")
     assert mistakes
