@@ -10,8 +10,9 @@ from paro.arguments.megatron import replacements
 from paro.arguments.unknown import known_as
 from paro.arguments.words import by_flag, wrapped
 from paro.arguments.yaml_flags import FLAG as YAML_FLAG
-from paro.text import listed
+from paro.text import listed, one_line
 
+_LONGEST = 1000  # characters of a value that may be offered: a line is to be readable
 # What a flag that is added takes the place of.
 _REPLACES = {
     "--paro-strategy": ("--use-distributed-optimizer",),
@@ -54,7 +55,8 @@ def corrected(
         other = better.get(action.dest, ...)
         any_number = isinstance(action.nargs, str)  # of values, which the flag takes
         most = None if any_number else 1 if action.nargs is None else int(action.nargs)
-        if name in refused or other == action.default:
+        is_long = max(map(len, values), default=0) > _LONGEST
+        if name in refused or is_long or other == action.default:
             left_out.append(shlex.join([name, *values]))
             continue
         kept |= {switch: [switch] for switch in switches}
@@ -69,6 +71,6 @@ def corrected(
     groups = list(kept.values())
     if not is_foreign:
         return ""
-    notes = [f"Left out for their values: {listed(left_out)}"] if left_out else []
+    notes = [one_line(f"Left out for their values: {listed(left_out)}")] if left_out else []
     head = "These flags are left; paste them after pretrain_llama.py:"
     return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])

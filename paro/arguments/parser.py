@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from paro.arguments.corrected import corrected
+from paro.arguments.flag_parser import FlagParser
 from paro.arguments.job import JOB_GROUPS
 from paro.arguments.megatron import add_compatibility_args, refusals, take_other_flags
 from paro.arguments.model import MODEL_GROUPS, add_context_args, add_inter_bits_args
@@ -50,7 +51,6 @@ refused, unknown or missing all are said at once. Flags in groups:"""
 
 
 MOST = 2**63 - 1  # of every whole number
-PATHS = ("FILE", "DIR", "PREFIX")  # how --help calls the values that are files and folders
 
 Config = TypeVar("Config")
 
@@ -76,7 +76,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 @cache
 def build_parser() -> ArgumentParser:
     """The parser of pretrain_llama.py, which nobody changes: the same one for every call."""
-    parser = ArgumentParser(
+    parser = FlagParser(
         usage="%(prog)s [flag ...]",  # listing all flags would fill a screen
         description=_ABOUT,
         formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=36),

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TOKENIZER_TYPES
+from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import flags_in, missing_flags, with_stand_ins
-from paro.arguments.parser import PATHS, WrongValues, build_parser, take
+from paro.arguments.parser import WrongValues, build_parser, take
 from paro.config.context_parallel import sharing
 from paro.config.fitting import better_values, with_values
 from paro.config.parts import take_tokenizer

@@ -11,7 +11,8 @@ import data
 import model
 import paro
 from data.blend import number_in
-from paro.arguments.parser import PATHS, build_parser
+from paro.arguments.flag_parser import PATHS
+from paro.arguments.parser import build_parser
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paro.arguments.flag_parser import PATHS as PATH_METAVARS
 from paro.checkpoint.directory import METADATA
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 
@@ -189,7 +190,6 @@ def mutations_of(path: Path) -> tuple[Mutation, ...]:
     return TEXT if path.suffix in (".txt", ".yaml", ".tiktoken", ".tokenizer") else BYTES
 
 
-PATH_KINDS = ("FILE", "DIR", "PREFIX", "PATH")  # metavars
 # In an empty folder that a program may write to, as `make_inputs` fills it, or in the inputs'.
 PATHS = (
     *("", "{out}", "{set}", "{out}/absent", "{out}/a/b/c", "{out}/pipe", "{out}/zeros"),
@@ -204,7 +204,7 @@ def odd_flags(actions: Sequence[argparse.Action], draw: Random) -> list[str]:
     for action in draw.sample(actions, min(len(actions), draw.choice((1, 1, 2, 3)))):
         words.append(draw.choice(action.option_strings))
         count = 0 if action.nargs == 0 else 1 if action.nargs is None else draw.randrange(4)
-        is_path = action.metavar in PATH_KINDS or action.type is Path
+        is_path = action.metavar in PATH_METAVARS or action.type is Path
         values = PATHS if is_path else (*WORDS, *map(str, action.choices or ()))
         words += [draw.choice(values) for _ in range(count)]
     return words

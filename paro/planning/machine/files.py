@@ -109,13 +109,12 @@ def find_machine(text: str) -> Machine:
         )
     if text in shipped_machines():
         return read_machine(SHIPPED / f"{text}.json")
-    path = Path(text)
-    if not os.path.exists(path):  # False too where the folder may not be searched
+    if not os.path.exists(text):  # False too where the folder may not be searched
         raise UserError(
-            f"--paro-machine {path}: no such file; machines that come with this project are "
+            f"--paro-machine {text}: no such file; machines that come with this project are "
             f"{', '.join(shipped_machines())}"
         )
-    return read_machine(path)
+    return read_machine(Path(text))
 
 
 def machine_of_launch(

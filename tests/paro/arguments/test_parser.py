@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paro.arguments import unknown
+from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import EXAMPLE
 from paro.arguments.parser import build_parser, check_flags, parse_args
 from paro.arguments.unknown import SYNONYMS, hint_for
@@ -304,6 +305,22 @@ def test_all_mistakes_in_a_file_are_told_at_once(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     words = ["--yaml-cfg", str(tmp_path / "none.yaml")]
     refused(lambda: parse_args(words), "--yaml-cfg ... none.yaml cannot be read: No such file")
+
+
+VALUED = [action for action in build_parser()._actions if action.nargs != 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "told", "of_paths"),
+    [("--", "expected", False), ("", "the path is empty", True), ("x" * 256, "too long", True)],
+)
+def test_no_flag_takes_what_is_no_value(value: str, told: str, *, of_paths: bool) -> None:
+    flags = [a.option_strings[0] for a in VALUED if not of_paths or a.metavar in PATHS]
+    with pytest.raises(UserError) as caught:
+        parse_args([f"{flag}={value}" for flag in flags if flag != "--yaml-cfg"], trains=False)
+    found = {line.split()[1].split("/")[0].strip(":") for line in caught.value.args if told in line}
+    assert found == {*flags} - {"--yaml-cfg"}
+    assert len(found) > (15 if of_paths else 100)
 
 
 # Every flag that takes numbers, and how many.
