@@ -185,12 +185,12 @@ class LiveView:
         return row
 
     def _loss(self, metrics: Metrics) -> Table:
-        least = min(self._losses, default=math.nan)
+        lowest = min(self._losses, default=math.nan)
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
-        row.add_row(f"{metrics.lm_loss:.4f}", Spark(self._losses), f"least {least:.4f}")
+        row.add_row(f"{metrics.lm_loss:.4f}", Spark(self._losses), f"lowest so far {lowest:.4f}")
         return row
 
     def _figures(self, record: IterationRecord, metrics: Metrics) -> dict[str, str]:
@@ -210,7 +210,7 @@ class LiveView:
             "sent": (
                 f"{_megabytes(record.intra_bytes)} inside groups, "
                 f"{_megabytes(record.inter_bytes)} between; "
-                f"exposed {exposed.total * 1000:,.0f} ms ({share:.0f}%)"
+                f"computing waits {exposed.total * 1000:,.0f} ms for it ({share:.0f}%, exposed)"
             ),
             "step": (
                 f"learning rate {record.learning_rate:.3E}, gradient norm {record.grad_norm:.3f}, "

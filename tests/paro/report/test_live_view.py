@@ -70,7 +70,7 @@ def test_it_shows_progress_loss_throughput_memory_and_placement() -> None:
         "1,280 tokens/s, 640 a device",
         "0.38% with attention in full",
         "process 300.0 MB at most, 290.0 MB before the model; tensors 5.0 MB predicted ",
-        "exposed 25 ms (25%)",
+        "computing waits 25 ms for it (25%, exposed)",
         "learning rate 1.000E-01, gradient norm 1.000",
         "parameters  I",
     ):
@@ -93,7 +93,7 @@ def test_it_is_as_wide_as_the_terminal(width: int) -> None:
     lines = last_of(drawn(*map(record, range(1, 20)), width=width))
     assert {len(line) for line in lines} == {width}
     (loss,) = (line for line in lines if "loss " in line)
-    assert re.search("19.0000  ▁[▁-█]+█ +least 1.0000", loss)
+    assert re.search("19.0000  ▁[▁-█]+█ +lowest so far 1.0000", loss)
     assert "parameters  I" in "".join(lines)
 
 
@@ -185,7 +185,7 @@ def test_it_is_drawn_a_few_times_a_second_at_most() -> None:
 
 def test_a_skipped_iteration_has_no_part_in_the_loss() -> None:
     skipped = replace(record(3), skipped=True, lm_loss=math.nan)
-    assert "least 2.0000" in drawn(record(2), skipped)
+    assert "lowest so far 2.0000" in drawn(record(2), skipped)
 
 
 @pytest.mark.parametrize(
