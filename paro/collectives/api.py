@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paro.collectives.choice import AlgorithmChoice, BestOf
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS, Ends, ScheduledCollectives
 from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives, Request
@@ -14,7 +14,7 @@ from paro.collectives.spans import needed_groups
 from paro.distributed.comm_stream import Event
 from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Topology, Use, axes_of
+from paro.topology import AxisSpan, Topology, Use
 
 
 def make_collectives(
@@ -29,7 +29,7 @@ def make_collectives(
     choice = (
         algorithm if isinstance(algorithm, AlgorithmChoice) else AlgorithmChoice(names=(algorithm,))
     )
-    needed = needed_groups(choice.names, spans, pipelined=choice.pieces is not None)
+    needed = needed_groups(choice.names, spans, pipelined=choice.pipelines)
     groups = make_groups(topology, rank, needed, links.group_config)
     ends = Ends()
 
@@ -43,7 +43,7 @@ def make_collectives(
     made = {name: make(name) for name in choice.names}
     if choice.best is None:
         return made[choice.names[0]]
-    return AutoCollectives(made, choice.best, groups, links)
+    return AutoCollectives(made, choice, groups, links)
 
 
 _BACKENDS: dict[str, type[NativeCollectives | FlatCollectives]] = {
@@ -59,14 +59,18 @@ class AutoCollectives(Collectives):
     """
 
     def __init__(
-        self, algorithms: Mapping[str, Collectives], best: BestOf, groups: Groups, links: Links
+        self,
+        algorithms: Mapping[str, Collectives],
+        choice: AlgorithmChoice,
+        groups: Groups,
+        links: Links,
     ) -> None:
         super().__init__(groups, links)
         self._algorithms = algorithms
-        self._best = best
+        self._choice = choice
 
     def run(self, request: Request) -> Event:
         name = next(iter(self._algorithms))
         if request.span:
-            name = self._best(request.op, axes_of(request.span), request.num_bytes)
+            name = self._choice.of(request.op, request.span, request.num_bytes)
         return self._algorithms[name].run(request)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paro.collectives.schedule import Op
-from paro.topology import Axes, AxisSpan
+from paro.topology import Axes, AxisSpan, axes_of
 
 BestOf = Callable[[Op, Axes, int], str]
 Pieces = Callable[[Op, AxisSpan, int], int]
@@ -26,3 +26,12 @@ class AlgorithmChoice:
     names: tuple[str, ...]
     best: BestOf | None = None
     pieces: Pieces | None = None
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether ho-ring is a pipeline."""
+        return self.pieces is not None
+
+    def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
+        """The algorithm of a collective along a span that is not empty."""
+        return self.names[0] if self.best is None else self.best(op, axes_of(span), num_bytes)

@@ -32,8 +32,8 @@ from model.config import LlamaConfig
 from paro.collectives.schedule import Op
 from paro.context_parallel.layout import heads_at_first, num_pieces
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import Collective, sent_by
 from paro.planning.run_plan import MicroBatch
+from paro.planning.sending import Collective, Sender, To
 from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, Topology, Use
 
@@ -89,13 +89,6 @@ def attends(config: LlamaConfig, verb: Verb) -> tuple[Attending, ...]:
         Verb.RECOMPUTE: (Attending.KEPT if config.keeps_core else Attending.FORWARD,),
         Verb.GRADIENTS: (Attending.CORE,) * has_core + (Attending.BACKWARD,),
     }.get(verb, ())
-
-
-class To(Enum):
-    """Where a message goes that is none of a collective."""
-
-    EACH = "to each of the other ranks"
-    NEXT = "to the next rank of a ring"
 
 
 class Message(NamedTuple):
@@ -222,11 +215,11 @@ def context_traffic(
     config: LlamaConfig,
     batch: MicroBatch,
     moves: Iterable[Move],
-    topology: Topology,
-    rank: int = 0,
+    world_size: int,
+    sender: Sender,
 ) -> Sent:
-    """Bytes that a rank sends for attention in these actions; `topology` has the run's groups."""
-    own = batch.context.topology(world_size=topology.world_size, group_size=topology.group_size)
+    """Bytes that a rank sends for attention in these actions."""
+    own = batch.context.topology(world_size=world_size, group_size=sender.group_size)
     attention = Attention(config=config, batch=batch, topology=own)
     blocks = range(1, config.num_layers + 1)
     numbers = Counter(move[0] for move in moves if move[0] >= Verb.FORWARD and move[1] in blocks)
@@ -235,20 +228,15 @@ def context_traffic(
         passes = chain.from_iterable(map(attention.does, attends(config, verb)))
         sends = (one.messages for one in passes if isinstance(one, Send))
         for message in chain.from_iterable(sends):
-            total += _sent(message, own, rank) * number
+            total += _sent(message, sender) * number
     return total
 
 
-def _sent(message: Message, topology: Topology, rank: int) -> Sent:
-    if isinstance(message.to, Op):
-        whole = Collective(Use.CONTEXT, message.to, message.span, message.num_bytes, itemsize=1)
-        return sent_by((whole,))
-    members = topology.members(message.span, rank)
-    after = members[(members.index(rank) + 1) % len(members)]
-    peers = [after] if message.to is To.NEXT else [other for other in members if other != rank]
-    group = topology.group_size
-    inside = sum(rank // group == other // group for other in peers)
-    return Sent(inside, len(peers) - inside) * (message.num_bytes * message.number)
+def _sent(message: Message, sender: Sender) -> Sent:
+    to, span, num_bytes, number = message
+    if isinstance(to, Op):
+        return sender.sent([Collective(Use.CONTEXT, to, span, num_bytes, itemsize=1)])
+    return sender.message(to, span, num_bytes) * number
 
 
 def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:

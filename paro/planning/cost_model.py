@@ -1,7 +1,6 @@
 """Bytes that each rank sends and stores under a strategy, exactly as in training."""
 
-# Everything is counted per unit, since padding and the number of gathers differ between units. The
-# formulas assume collectives axis by axis; one flat collective over several axes sends more.
+# Everything is counted per unit, since padding and the number of gathers differ between units.
 
 from __future__ import annotations
 
@@ -24,12 +23,12 @@ from paro.optim.deal import (
     sent_numels,
 )
 from paro.optim.states import master_is_param, optimizer_bytes
-from paro.planning.machine.machine import passes
+from paro.planning.sending import Collective, Sender
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.step.actions import PASS_OF, Move, UnitKind, Verb
 from paro.strategy import Strategy, make_comm_plan, replicated
-from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
+from paro.topology import Link, Topology, Use, split_by_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +131,14 @@ def traffic_of(
     strategy: Strategy,
     topology: Topology,
     precision: PrecisionConfig,
-    *,
-    rank: int | None = None,
+    sender: Sender,
 ) -> Sent:
     """Bytes that a rank sends for the actions of a step, each of which comes so often.
 
-    Under Muon the mean, or those of `rank`. The all-gather of updated parameters is lazy: a step
-    gathers what the previous one updated. So the first step of a run sends less.
+    The all-gather of updated parameters is lazy: a step gathers what the previous one updated. So
+    the first step of a run sends less.
     """
-    found = exchanged(units, strategy, topology, precision, rank)
+    found = exchanged(units, strategy, topology, precision, sender.rank)
     buffers = buffers_of(units)
     for (verb, number, *_), count in moves.items():
         unit, trains, _ = buffers[number]
@@ -149,7 +147,7 @@ def traffic_of(
         ]
         # A pass sends as much as a gather, or as a reduction, in several shifts.
         shifts = strategy.params - 1 if verb in PASS_OF else 1
-        whole = sent_by(sent)
+        whole = sender.sent(sent)
         found += Sent(whole.intra // shifts, whole.inter // shifts) * count
     return found
 
@@ -214,25 +212,6 @@ def exchanged(
     return total
 
 
-class Collective(NamedTuple):
-    """A collective of a unit's flat buffer."""
-
-    use: Use
-    op: Op
-    span: AxisSpan  # empty: nothing is sent
-    whole_bytes: int  # of the whole unit as it is sent
-    itemsize: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the buffer that it gathers, or reduces."""
-        return self.whole_bytes // self.span[0].inner if self.span else 0
-
-    @property
-    def is_coded(self) -> bool:
-        return self.itemsize == 1
-
-
 def unit_collectives(
     unit: UnitSize, strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> dict[tuple[Verb, bool], tuple[Collective, ...]]:
@@ -272,17 +251,6 @@ def unit_collectives(
         (Verb.STEP_REDUCE, True): summed,
         (Verb.GATHER_UPDATED, True): (Collective(*gather, gather_updated, *updated),),
     }
-
-
-def sent_by(collectives: Iterable[Collective]) -> Sent:
-    """Bytes that a rank sends."""
-    sent = dict.fromkeys(Link, 0)
-    for one in collectives:
-        for axis in one.span:
-            assert one.whole_bytes % axis.outer == 0, f"{one} is not padded for {axis}"
-            own = one.whole_bytes // axis.inner - one.whole_bytes // axis.outer
-            sent[axis.link] += passes(one.op) * own
-    return Sent(sent[Link.INTRA], sent[Link.INTER])
 
 
 def codes_of(

@@ -13,9 +13,10 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import exchanged, sent_by, unit_collectives
+from paro.planning.cost_model import exchanged, unit_collectives
 from paro.planning.memory.tally import StepTally
 from paro.planning.passes import LISTED_MICRO_BATCHES
+from paro.planning.sending import Sender
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import Pass, StepPlan
 from paro.text import align, count_text, size_text
@@ -88,14 +89,17 @@ class _Entry(NamedTuple):
     rows: list[_Row]
 
 
-def step_lines(tally: StepTally, num_micro_batches: int, *, other_bytes: int) -> Iterator[str]:
+def step_lines(
+    tally: StepTally, num_micro_batches: int, sender: Sender, *, other_bytes: int
+) -> Iterator[str]:
     """The last micro-batch of a step, its end and the update; then what the others do otherwise.
 
-    `other_bytes` are alive throughout, in addition to the model states.
+    Bytes are those that the `sender`, rank 0, sends; `other_bytes` are alive throughout, in
+    addition to the model states.
     """
     run, units = tally.run, tally.step.units
     plan = tally.step.plan(min(num_micro_batches, LISTED_MICRO_BATCHES))
-    follower = _Follower(tally, other_bytes)
+    follower = _Follower(tally, sender, other_bytes)
     follower.follow(plan.update)
     *_, (forward, backward) = [
         [follower.follow(stretches) for stretches in both] for both in plan.micro_batches
@@ -109,7 +113,7 @@ def step_lines(tally: StepTally, num_micro_batches: int, *, other_bytes: int) ->
     which = f"the last of {num_micro_batches} micro-batches"
     which = which if num_micro_batches > 1 else "its micro-batch"
     yield f"> a step, action by action: {which}, the end of the step, and the update"
-    yield "    MB that a rank sends inside its group and between groups, and that are alive after"
+    yield "    MB that rank 0 sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
     own = exchanged(units, run.strategy, run.topology, run.precision)
     if own.intra or own.inter:
@@ -165,8 +169,8 @@ def _repetition(found: Sequence[_Listed], *, within: bool) -> tuple[int, int]:
 class _Follower:
     """Follows the actions of a step from its beginning."""
 
-    def __init__(self, tally: StepTally, other_bytes: int) -> None:
-        self.tally, self.step, self.run = tally, tally.step, tally.run
+    def __init__(self, tally: StepTally, sender: Sender, other_bytes: int) -> None:
+        self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
         self.topology, self.other_bytes = tally.run.topology, other_bytes
         self._trained = [one for one in tally.step.buffers if one.trains]
         given = self.run.strategy, self.topology, self.run.precision
@@ -232,7 +236,7 @@ class _Follower:
         for words, one in zip(listed[verb], collectives, strict=True):
             if one.span:
                 axes = ", ".join(map(self._axis_text, one.span))
-                use, sent = one.use, sent_by([one])
+                use, sent = one.use, self.sender.sent([one])
                 if verb in PASS_OF:
                     shifts, use = self.run.strategy.params - 1, Use.ROTATE
                     sent = Sent(sent.intra // shifts, sent.inter // shifts)

@@ -33,7 +33,7 @@ from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
-from paro.planning.machine.choice import choice_by, pieces_by
+from paro.planning.machine.choice import choice_of
 from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
@@ -196,11 +196,8 @@ def _algorithm(config: RunConfig) -> AlgorithmChoice:
 
     Ranks that chose by different machines would deadlock: they compare them when they meet.
     """
-    machine, name = config.sharding.machine, config.sharding.collective
-    pieces = pieces_by(machine) if config.runtime.distributed_backend == "nccl" else None
-    if machine is not None and name == "auto":
-        return choice_by(machine, pieces)
-    return AlgorithmChoice(names=(name,), pieces=pieces)
+    sharding, by_nccl = config.sharding, config.runtime.distributed_backend == "nccl"
+    return choice_of(sharding.collective, sharding.machine, by_nccl=by_nccl)
 
 
 def initializer_of(config: RunConfig) -> Initializer:

@@ -16,6 +16,7 @@ from paro.config.checkpoint import resumed_samples
 from paro.config.checks import check_overwriting
 from paro.config.record import model_line, precision_line, recorded_arguments, trained_lines
 from paro.config.run import RunConfig
+from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError
 from paro.planning.cost_model import UnitSize, model_state_bytes
@@ -150,12 +151,18 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
 
 
 def _traffic(plan: PlannedRun) -> Iterator[str]:
+    """Of rank 0, and of all on average if ranks send different amounts."""
     config, run = plan.config, plan_of(plan.config, plan.training.device.type)
-    sent = RunMemory(config.sharding.machine).sent(run, plan.num_micro_batches)
+    memory = RunMemory(config.sharding.machine)
+    own, mean = (memory.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
+    yield f"> sent by a rank in a step: {_sent_text(own)}"
+    if own != mean:
+        yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"
+
+
+def _sent_text(sent: Sent) -> str:
     inside, between = (size_text(size) if size else "nothing" for size in (sent.intra, sent.inter))
-    yield f"> sent by a rank in a step: {inside} inside its group, {between} between groups"
-    if config.sharding.collective in ("flat", "ring"):
-        yield f">   axis by axis; {config.sharding.collective} sends more of it between groups"
+    return f"{inside} inside its group, {between} between groups"
 
 
 def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
@@ -338,9 +345,9 @@ def _step(plan: PlannedRun) -> Iterator[str]:
         yield "> no step to show: --skip-train trains nothing"
         return
     run = plan_of(config, plan.training.device.type)
-    tally = RunMemory(config.sharding.machine).tally(run)
-    more = memory.allocated - memory.allocations.total
-    yield from step_lines(tally, plan.num_micro_batches, other_bytes=more)
+    plans = RunMemory(config.sharding.machine)
+    more, sender = memory.allocated - memory.allocations.total, plans.sender(run, rank=0)
+    yield from step_lines(plans.tally(run), plan.num_micro_batches, sender, other_bytes=more)
 
 
 SECTIONS: tuple[Callable[[PlannedRun], Iterable[str]], ...] = (

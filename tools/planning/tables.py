@@ -73,6 +73,13 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
     )
 
 
+def on_bytes(workload: Workload) -> list[str]:
+    """What the columns of bytes leave out, if anything."""
+    name = workload.collective
+    more = f"intra GB, inter GB: axis by axis; {name} sends more of them between groups"
+    return [more] if name in ("flat", "ring") else []
+
+
 def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
     """One line for each strategy that does not fit, with its peak memory."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]

@@ -21,6 +21,14 @@ def pieces_by(machine: Machine | None) -> Pieces:
     return cache(partial(fastest_pieces, machine))
 
 
+def choice_of(name: str, machine: Machine | None, *, by_nccl: bool) -> AlgorithmChoice:
+    """The choice of --paro-collective: one algorithm, or for auto the fastest by `machine`."""
+    pieces = pieces_by(machine) if by_nccl else None
+    if machine is not None and name == "auto":
+        return choice_by(machine, pieces)
+    return AlgorithmChoice(names=(name,), pieces=pieces)
+
+
 def choice_by(machine: Machine, pieces: Pieces | None = None) -> AlgorithmChoice:
     """The choice of the fastest algorithm, by the measurements of a machine.
 

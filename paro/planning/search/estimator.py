@@ -146,8 +146,11 @@ class Estimator:
         return self._memory.of(self.plan_of(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
-        """Bytes that a rank sends in a step."""
-        plan = self.plan_of(candidate)
+        """Bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
+
+        Of all that flat and ring send, a part goes between groups that others send inside them.
+        """
+        plan = replace(self.plan_of(candidate), collective="native")
         return self._memory.sent(plan, plan.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:

@@ -14,7 +14,7 @@ from paro.planning.cost_model import (
     model_state_bytes,
     traffic_of,
 )
-from paro.planning.machine.choice import pieces_by
+from paro.planning.machine.choice import choice_of, pieces_by
 from paro.planning.machine.collective_time import algorithms_of
 from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import (
@@ -28,6 +28,7 @@ from paro.planning.memory.tally import MemorySnapshot, StepTally
 from paro.planning.passes import StepCounts
 from paro.planning.rotation import rotation_shape
 from paro.planning.run_plan import RunPlan
+from paro.planning.sending import Sender
 from paro.planning.units import Activations, shape_of, units_of
 from paro.precision import BYTES_OF
 from paro.step.actions import StepShape
@@ -83,22 +84,25 @@ class RunMemory:
             )
         return StepCounts(shape=shape, units=units, updated_ahead=plan.updated_ahead)
 
-    def sent(self, plan: RunPlan, num_micro_batches: int, rank: int | None = None) -> Sent:
-        """Bytes that a rank sends in a step of so many micro-batches.
+    def sender(self, plan: RunPlan, rank: int | None = None) -> Sender:
+        """A rank as it sends under a plan; None: the mean of all ranks."""
+        by_nccl = plan.device_type == "cuda"
+        choice = choice_of(plan.collective, self._machine, by_nccl=by_nccl)
+        return Sender(group_size=plan.group_size, rank=rank, choice=choice)
 
-        Without `rank` those of Muon are the mean of all.
-        """
-        step, topology = self.step(plan), plan.topology
+    def sent(self, plan: RunPlan, num_micro_batches: int, rank: int | None = None) -> Sent:
+        """Bytes that a rank sends in a step of so many micro-batches; None: the mean of all."""
+        step, sender = self.step(plan), self.sender(plan, rank)
         states = traffic_of(
             step.of_step(num_micro_batches),
             step.units,
             plan.strategy,
-            topology,
+            plan.topology,
             plan.precision,
-            rank=rank,
+            sender,
         )
         moves = step.plan(1).actions() if plan.context.size > 1 else ()
-        attention = context_traffic(plan.config, plan.batch, moves, topology, rank or 0)
+        attention = context_traffic(plan.config, plan.batch, moves, plan.world_size, sender)
         return states + attention * num_micro_batches
 
     def of(self, plan: RunPlan) -> DeviceMemory:

@@ -9,17 +9,12 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from paro.planning.cost_model import (
-    Buffer,
-    Collective,
-    UnitSize,
-    strategy_of,
-    unit_collectives,
-)
+from paro.planning.cost_model import Buffer, UnitSize, strategy_of, unit_collectives
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.machine import Device
 from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.run_plan import RunPlan
+from paro.planning.sending import Collective
 from paro.planning.step.computing import coding_seconds, device_of
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF

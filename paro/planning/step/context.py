@@ -9,9 +9,10 @@ from functools import cached_property
 from itertools import chain
 
 from paro.collectives.schedule import Op
-from paro.planning.context_parallel import Attending, Attention, Message, Pass, Send, To, attends
+from paro.planning.context_parallel import Attending, Attention, Message, Pass, Send, attends
 from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs
 from paro.planning.machine.machine import GroupSpeed
+from paro.planning.sending import To
 from paro.planning.step.comm_costs import THREAD, busy_of
 from paro.planning.step.computing import Computing
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait

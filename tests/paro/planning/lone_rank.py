@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ from tests.helpers.flags import configured
 from tests.helpers.training import TINY
 
 
-def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def silence(monkeypatch: pytest.MonkeyPatch, backend: str = "nccl") -> None:
     """Makes torch.distributed leave buffers unchanged; gathered ones are filled with zeros."""
 
     def gather(whole: Tensor, shard: Tensor, group: None) -> None:
@@ -55,13 +56,20 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
         if op is wire.dist.irecv:
             tensor.zero_()
 
+    def receive(tensor: Tensor, *_: object, **__: object) -> SimpleNamespace:
+        tensor.zero_()
+        return done
+
+    done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(wire.dist, "P2POp", transfer)
     monkeypatch.setattr(wire.dist, "batch_isend_irecv", lambda transfers: [])
+    monkeypatch.setattr(wire.dist, "isend", lambda *_, **__: done)
+    monkeypatch.setattr(wire.dist, "irecv", receive)
     monkeypatch.setattr(wire, "_all_gather", gather)
     monkeypatch.setattr(wire, "_reduce_scatter", lambda own, whole, group: None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda whole, group: None)
     monkeypatch.setattr(wire.dist, "all_to_all_single", lambda received, sent, group: None)
-    monkeypatch.setattr(wire.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(wire.dist, "get_backend", lambda group: backend)
     monkeypatch.setattr(Groups, "of", lambda *_: None)
 
 

@@ -12,6 +12,7 @@ from paro.planning.cost_model import (
     model_state_bytes,
     traffic_of,
 )
+from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
 from paro.step.actions import Move, Verb
 from paro.training.placement import describe_placement
@@ -55,7 +56,8 @@ def test_published_figures_for_7b(letters: str) -> None:
     strategy, topology = on_ranks(letters, world_size=32, group_size=8)
     units = one_unit(7 * 10**9)
     states = model_state_bytes(strategy, units, PAPER_PRECISION)
-    sent = traffic_of(moves(10), units, strategy, topology, PAPER_PRECISION)
+    sender = Sender(group_size=8, rank=None)
+    sent = traffic_of(moves(10), units, strategy, topology, PAPER_PRECISION, sender)
     memory, intra, inter = PUBLISHED_7B[letters]
     assert f"{states.total / 1e9:.2f}" == memory
     assert f"{sent.intra / 1e9:.1f}" == intra
@@ -72,7 +74,8 @@ def test_axes_and_closed_form_agree(
     unit = 1000 * world_size
     units = one_unit(unit, frozen=frozen * unit)
     bf16 = PrecisionConfig(compute="bf16")
-    sent = traffic_of(moves(3, frozen=frozen), units, strategy, topology, bf16)
+    sender = Sender(group_size=group_size, rank=None)
+    sent = traffic_of(moves(3, frozen=frozen), units, strategy, topology, bf16, sender)
     assert sent == letter_traffic(
         letters,
         params_bytes=2 * (1 + frozen) * unit,

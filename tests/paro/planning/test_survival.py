@@ -8,6 +8,7 @@ import pytest
 
 from paro.planning.cost_model import UnitSize, traffic_of
 from paro.planning.search.search_space import legal_strategies
+from paro.planning.sending import Sender
 from paro.planning.survival import survival
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.strategy import parse_strategy
@@ -77,7 +78,8 @@ def test_copies_of_optimizer_shards_send_what_the_formula_says(precision: Precis
     for degree in (2, 4, 8):
         topology = make_topology(world_size=ranks, group_size=group, degrees=(group, degree))
         strategy = parse_strategy(f"2,2,{degree}", world_size=ranks, group_size=group)
-        sent[degree] = traffic_of(moves(3), [unit], strategy, topology, precision).inter
+        given = [unit], strategy, topology, precision, Sender(group_size=group, rank=None)
+        sent[degree] = traffic_of(moves(3), *given).inter
         nodes[degree] = survival(strategy, world_size=ranks, ranks_per_node=group).nodes
         copies = (grads + params) / group + (grads - params) / degree - 2 * grads / ranks
         assert sent[degree] == copies

@@ -8,8 +8,9 @@ import shlex
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import sent_by, unit_collectives
+from paro.planning.cost_model import unit_collectives
 from paro.planning.search.estimator import Estimator
+from paro.planning.sending import Sender
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import ORDERS, order_case, plan_of
@@ -163,8 +164,9 @@ def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     run, buffers = step.comm_costs.run, step.counts.buffers
     given = run.strategy, run.topology, run.precision
     collectives = [unit_collectives(buffer.unit, *given) for buffer in buffers]
+    sender = Sender(group_size=run.group_size, rank=None)
     sent = [
-        sent_by(collectives[number].get((verb, buffers[number].trains), ()))
+        sender.sent(collectives[number].get((verb, buffers[number].trains), ()))
         for verb, number, *_ in plan_of(step).actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]

@@ -11,6 +11,7 @@ from paro.context_parallel.layout import ContextLayout
 from paro.planning.context_parallel import context_traffic, messages_of
 from paro.planning.machine.machine import Nic
 from paro.planning.search.search_space import Workload
+from paro.planning.sending import Sender
 from paro.planning.step.comm_costs import THREAD
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.costs import StepCosts
@@ -59,9 +60,9 @@ def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str, group_
         group_size=group_size,
     )
     step = costs(given)
-    computing, topology = step.computing, step.comm_costs.run.topology
+    computing, sender = step.computing, Sender(group_size=group_size, rank=0)
     sent = context_traffic(
-        computing.model, computing.batch, computing.step.plan(1).actions(), topology
+        computing.model, computing.batch, computing.step.plan(1).actions(), 32, sender
     )
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)

@@ -1,0 +1,108 @@
+"""What a rank sends for a collective, or a message, inside its group and between groups."""
+
+# An algorithm runs over parts of an axis span, and over each a rank sends (n - 1) / n of its part's
+# buffer, an all-reduce twice as much. To whom decides which links carry it, if the part has both:
+#
+#     native, h-ring, ho-ring    no part has both kinds of links
+#     ring                       one part: gathers go to the next rank, reductions to the previous
+#     flat                       one part: to the next rank; but gloo's reduce-scatter sends every
+#                                rank what it sums
+#
+# With both kinds of links in one part ranks differ: only the last rank of a group sends to the next
+# group, only the first one to the previous.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.schedule import Op
+from paro.collectives.spans import group_spans
+from paro.distributed.byte_counter import Sent
+from paro.topology import AxisSpan, Use
+
+
+class Collective(NamedTuple):
+    """A collective of a unit's flat buffer."""
+
+    use: Use
+    op: Op
+    span: AxisSpan  # empty: nothing is sent
+    whole_bytes: int  # of the whole unit as it is sent
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer that it gathers, or reduces."""
+        return self.whole_bytes // self.span[0].inner if self.span else 0
+
+    @property
+    def is_coded(self) -> bool:
+        return self.itemsize == 1
+
+
+class To(Enum):
+    """The members of an axis span to which a rank sends a message."""
+
+    EACH = "each of the other ranks"
+    NEXT = "the next rank of a ring"
+    PREVIOUS = "the previous rank of a ring"
+
+
+_ON_RINGS = {
+    Op.ALL_GATHER: (To.NEXT,),
+    Op.REDUCE_SCATTER: (To.PREVIOUS,),
+    Op.ALL_REDUCE: (To.PREVIOUS, To.NEXT),
+}
+_BY_BACKEND = {
+    Op.ALL_GATHER: (To.NEXT,),
+    Op.REDUCE_SCATTER: (To.NEXT,),
+    Op.ALL_REDUCE: (To.NEXT, To.NEXT),
+}
+_BY_GLOO = _BY_BACKEND | {Op.REDUCE_SCATTER: (To.EACH,)}
+NATIVE = AlgorithmChoice(names=("native",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """A rank that sends, in groups of `group_size`; None: the mean of all ranks."""
+
+    group_size: int
+    rank: int | None
+    choice: AlgorithmChoice = NATIVE
+
+    def sent(self, collectives: Iterable[Collective]) -> Sent:
+        """Bytes that it sends for collectives."""
+        return sum((each for one in collectives for each in self._messages(one)), Sent())
+
+    def _messages(self, one: Collective) -> Iterator[Sent]:
+        choice = NATIVE if one.use is Use.EXCHANGE else self.choice
+        if not one.span:
+            return
+        name = choice.of(one.op, one.span, one.num_bytes)
+        ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
+        for part in group_spans(name, one.span, pipelined=choice.pipelines):
+            inner, outer = part[0].inner, part[-1].outer
+            assert one.whole_bytes % outer == 0, f"{one} is not padded for {part}"
+            shard = one.whole_bytes // outer
+            for to in (_ON_RINGS if name == "ring" else ways)[one.op]:
+                size = shard if to is To.EACH else one.whole_bytes // inner - shard
+                yield self.message(to, part, size)
+
+    def message(self, to: To, span: AxisSpan, num_bytes: int) -> Sent:
+        """Bytes that it sends for a message of so many bytes along a span."""
+        inner, size = span[0].inner, span[-1].outer // span[0].inner
+        inside = min(size, max(1, self.group_size // inner))  # of its ranks, in one group
+        if to is To.EACH:
+            return Sent((inside - 1) * num_bytes, (size - inside) * num_bytes)
+        if inside == size:
+            return Sent(intra=num_bytes)
+        if self.rank is None:
+            between = num_bytes // inside
+        else:
+            place = self.rank % self.group_size // inner
+            between = num_bytes if place == (inside - 1 if to is To.NEXT else 0) else 0
+        return Sent(num_bytes - between, between)
