@@ -29,6 +29,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from model.config import LlamaConfig
+from model.lora_config import down_name, up_name
+from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
 from paro.context_parallel.layout import heads_at_first, num_pieces
 from paro.distributed.byte_counter import Sent
@@ -45,6 +47,7 @@ class Messages:
     there: int  # to each rank of an exchange: queries, keys and values
     back: int  # and the output
     pieces: int  # in which both go
+    apart: bool  # whether each piece has keys and values of its own; else the first has them
     at_first: float  # of a rank's own share of gradients, the part that is not left for the end
     keys: int  # a place's keys and values, to the next place of a ring
     grads: int  # and their gradients
@@ -61,6 +64,7 @@ def messages_of(config: LlamaConfig, batch: MicroBatch) -> Messages:
         there=(heads + 2 * kv_heads) // layout.heads * numel * batch.compute_bytes,
         back=heads // layout.heads * numel * batch.compute_bytes,
         pieces=pieces,
+        apart=kv_heads > layout.heads,
         at_first=heads_at_first(of_piece, batch.compute_bytes) / of_piece,
         keys=2 * kv_heads * numel * batch.compute_bytes,
         grads=2 * kv_heads * numel * 4,
@@ -74,21 +78,68 @@ class Attending(Enum):
     CORE = "core"  # a recomputation of the core alone
     KEPT = "kept"  # a recomputation of a block that kept what attention computes
     BACKWARD = "backward"
+    BACKWARD_OF_KEYS = "backward of keys"  # or values: no query needs gradients
+
+    @property
+    def is_backward(self) -> bool:
+        return self in (Attending.BACKWARD, Attending.BACKWARD_OF_KEYS)
 
     @property
     def num_forwards(self) -> int:
         """How many forwards compute for as long."""
-        return {Attending.BACKWARD: 2, Attending.KEPT: 0}.get(self, 1)
+        return 2 if self.is_backward else int(self is not Attending.KEPT)
 
 
-def attends(config: LlamaConfig, verb: Verb) -> tuple[Attending, ...]:
-    """The passes over a block's attention of an action that computes."""
-    has_core = config.recompute is not None and config.recompute.core_attention
-    return {
-        Verb.FORWARD: (Attending.FORWARD,),
-        Verb.RECOMPUTE: (Attending.KEPT if config.keeps_core else Attending.FORWARD,),
-        Verb.GRADIENTS: (Attending.CORE,) * has_core + (Attending.BACKWARD,),
-    }.get(verb, ())
+@dataclass(frozen=True, kw_only=True)
+class AttentionOfBlocks:
+    """The passes over attention that the actions of a step make."""
+
+    config: LlamaConfig
+    trained: frozenset[str]  # names of parameters
+
+    def passes(self, move: Move) -> tuple[Attending, ...]:
+        """Of an action that computes with a block; none of another action."""
+        verb, number, *_ = move
+        if not 0 < number <= self.config.num_layers:  # the embedding is unit 0
+            return ()
+        if verb is Verb.GRADIENTS:
+            return self._backward(number)
+        return {
+            Verb.FORWARD: (Attending.FORWARD,),
+            Verb.RECOMPUTE: (Attending.KEPT if self.config.keeps_core else Attending.FORWARD,),
+        }.get(verb, ())
+
+    def _backward(self, number: int) -> tuple[Attending, ...]:
+        recompute, first = self.config.recompute, self._of_first_trained
+        backward = Attending.BACKWARD if number > self._first_trained else first
+        if backward is None:
+            return ()
+        has_core = recompute is not None and recompute.core_attention
+        return (*(Attending.CORE,) * has_core, backward)
+
+    @cached_property
+    def _first_trained(self) -> int:
+        return first_trained_unit(unit_specs(self.config), self.trained.__contains__)
+
+    @cached_property
+    def _of_first_trained(self) -> Attending | None:
+        """The backward of attention in the first block that trains; None if what trains follows.
+
+        What precedes it needs no gradients. The projections of a norm's output are one operation:
+        if a part of it trains, autograd asks for the gradients of all its results.
+        """
+        unit = unit_specs(self.config)[self._first_trained]
+        trains = {name for name in unit.shapes if f"{unit.name}.{name}" in self.trained}
+        queries, *others = (
+            {f"w{part}", f"b{part}", f"{part}_norm", down_name(f"w{part}"), up_name(f"w{part}")}
+            for part in "qkv"
+        )
+        together = {"attention_norm"}
+        if self.config.torch_compile is None:
+            together |= {"wq", "wk", "wv"}
+        if trains & (together | queries):
+            return Attending.BACKWARD
+        return Attending.BACKWARD_OF_KEYS if trains & set().union(*others) else None
 
 
 class Message(NamedTuple):
@@ -134,14 +185,22 @@ class Attention:
             partial(Message, To.EACH, span, num_bytes // pieces)
             for num_bytes in (messages.there, messages.back)
         )
-        first, last = (back, there) if kind is Attending.BACKWARD else (there, back)
+        first, last = (back(), there()) if kind.is_backward else (there(), back())
+        others: tuple[Message, ...] = there(pieces - 1), back(pieces - 1)
+        if kind is Attending.CORE:
+            last = last._replace(number=0)
+        elif kind is Attending.BACKWARD_OF_KEYS and not messages.apart:
+            # Only the piece that came with keys and values goes back.
+            others = (back(pieces - 1),)
+            queries = messages.back // pieces
+            last = last._replace(num_bytes=messages.there - (pieces - 1) * queries)
         return (
-            Send("first", (first(),)),
+            Send("first", (first,)),
             "first",
-            Send("others", (there(pieces - 1), back(pieces - 1))),
+            Send("others", others),
             *within,
             "others",
-            Send("last", (last(int(kind is not Attending.CORE)),)),
+            Send("last", (last,)),
             "last",
         )
 
@@ -154,7 +213,7 @@ class Attention:
         layout, messages = self.batch.context, self._messages
         span, own = layout.ring_span(self.topology), 1 / layout.ring
         keys = Send("keys", (Message(Op.ALL_GATHER, span, layout.ring * messages.keys),))
-        if kind is not Attending.BACKWARD:
+        if not kind.is_backward:
             return keys, own, "keys", 1 - own
         grads = Message(Op.REDUCE_SCATTER, span, layout.ring * messages.grads)
         now = messages.at_first * own
@@ -165,7 +224,7 @@ class Attention:
         rings = self.batch.context.rings(self.topology)
         inner, outer = (partial(self._hops, span) for span in rings)
         steps, turns = (math.prod(axis.size for axis in span) for span in rings)
-        share, sums = 1 / (steps * turns), kind is Attending.BACKWARD
+        share, sums = 1 / (steps * turns), kind.is_backward
         if share == 1:
             return (1.0,)
         now = self._messages.at_first if sums else 1.0
@@ -212,21 +271,20 @@ class Attention:
 
 
 def context_traffic(
-    config: LlamaConfig,
+    blocks: AttentionOfBlocks,
     batch: MicroBatch,
     moves: Iterable[Move],
     world_size: int,
     sender: Sender,
 ) -> Sent:
     """Bytes that a rank sends for attention in these actions."""
+    if batch.context.size == 1:
+        return Sent()
     own = batch.context.topology(world_size=world_size, group_size=sender.group_size)
-    attention = Attention(config=config, batch=batch, topology=own)
-    blocks = range(1, config.num_layers + 1)
-    numbers = Counter(move[0] for move in moves if move[0] >= Verb.FORWARD and move[1] in blocks)
+    attention = Attention(config=blocks.config, batch=batch, topology=own)
     total = Sent()
-    for verb, number in numbers.items() if batch.context.size > 1 else ():
-        passes = chain.from_iterable(map(attention.does, attends(config, verb)))
-        sends = (one.messages for one in passes if isinstance(one, Send))
+    for kind, number in Counter(chain.from_iterable(map(blocks.passes, moves))).items():
+        sends = (one.messages for one in attention.does(kind) if isinstance(one, Send))
         for message in chain.from_iterable(sends):
             total += _sent(message, sender) * number
     return total

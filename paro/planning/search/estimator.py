@@ -67,7 +67,12 @@ class Estimator:
         self._times_of = cache(partial(CollectiveTimes, workload.machine))
         overlaps = workload.prefetch_units > 0
         self._context_of = cache(
-            partial(ContextCosts, group_size=workload.group_size, overlaps=overlaps)
+            partial(
+                ContextCosts,
+                trained=workload.trained,
+                group_size=workload.group_size,
+                overlaps=overlaps,
+            )
         )
         self._memory = RunMemory(workload.machine)
         self._given = {one.name: getattr(workload, one.name) for one in fields(RunFlags)}

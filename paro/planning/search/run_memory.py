@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from paro.distributed.byte_counter import Sent
 from paro.planning.caching import cached_by
-from paro.planning.context_parallel import context_traffic
+from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
 from paro.planning.cost_model import (
     ModelStateBytes,
     UnitSize,
@@ -102,7 +102,8 @@ class RunMemory:
             sender,
         )
         moves = step.plan(1).actions() if plan.context.size > 1 else ()
-        attention = context_traffic(plan.config, plan.batch, moves, plan.world_size, sender)
+        blocks = AttentionOfBlocks(config=plan.config, trained=plan.trained)
+        attention = context_traffic(blocks, plan.batch, moves, plan.world_size, sender)
         return states + attention * num_micro_batches
 
     def of(self, plan: RunPlan) -> DeviceMemory:

@@ -9,7 +9,14 @@ from functools import cached_property
 from itertools import chain
 
 from paro.collectives.schedule import Op
-from paro.planning.context_parallel import Attending, Attention, Message, Pass, Send, attends
+from paro.planning.context_parallel import (
+    Attending,
+    Attention,
+    AttentionOfBlocks,
+    Message,
+    Pass,
+    Send,
+)
 from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs
 from paro.planning.machine.machine import GroupSpeed
 from paro.planning.sending import To
@@ -27,6 +34,7 @@ class ContextCosts:
 
     computing: Computing
     times: CollectiveTimes
+    trained: frozenset[str]  # names of parameters
     group_size: int
     overlaps: bool  # whether anything travels while the thread computes
 
@@ -41,12 +49,15 @@ class ContextCosts:
         )
         return {one: tuple(self._timed(attention.does(one))) for one in Attending}
 
+    @cached_property
+    def _blocks(self) -> AttentionOfBlocks:
+        return AttentionOfBlocks(config=self.computing.model, trained=self.trained)
+
     def attended(self, move: Move) -> tuple[tuple[Attending, float], ...]:
         """The passes over attention that an action makes, and the compute time of each."""
         verb, number, *_ = move
-        per_unit = self.computing.per_unit
-        whole = per_unit[number].get(verb, 0.0) if 0 < number < len(per_unit) - 1 else 0.0
-        passes = attends(self.computing.model, verb) if whole else ()
+        whole = self.computing.per_unit[number].get(verb, 0.0)
+        passes = self._blocks.passes(move) if whole else ()
         forward, forwards = self.computing.attention_seconds, sum(o.num_forwards for o in passes)
         if forwards:  # a share of backward is counted as before the first gradient
             forward *= min(1.0, whole / (forward * forwards))

@@ -18,10 +18,9 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from model.units import parameter_shapes
 from paro.collectives import wire
-from paro.collectives.choice import AlgorithmChoice
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
-from paro.context_parallel.attention import make_context_attention
+from paro.context_parallel.attention import ContextAttention, make_context_attention
 from paro.context_parallel.gather import make_gather
 from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import Travel
@@ -36,6 +35,7 @@ from paro.distributed.world import World
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
 from paro.planning.search.trainable import Trainable, TrainableKind
+from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
@@ -90,12 +90,7 @@ class LoneRank:
         context, topology = self.model.context, self.model.context.topology
         world = World(size=topology.world_size, group=topology.group_size)
         links = Links(InlineStreams(), self.traffic, context.exposure)
-        travel: Travel | None = None
-        if layout.gathers:
-            travel = make_gather(layout, world, links, AlgorithmChoice(names=("native",)))
-        elif layout.ring > 1:
-            travel = make_rings(layout, world, links)
-        self.model.model.core = make_context_attention(layout, world, links, travel, "auto")
+        self.model.model.core = attention_of(layout, world, links)
 
     def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
         """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""
@@ -110,6 +105,16 @@ class LoneRank:
         sent = self.traffic.take()
         self.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
         return sent
+
+
+def attention_of(layout: ContextLayout, world: World, links: Links) -> ContextAttention:
+    """Attention of a rank that shares samples."""
+    travel: Travel | None = None
+    if layout.gathers:
+        travel = make_gather(layout, world, links, NATIVE)
+    elif layout.ring > 1:
+        travel = make_rings(layout, world, links)
+    return make_context_attention(layout, world, links, travel, "auto")
 
 
 @cache

@@ -8,9 +8,10 @@ import pytest
 
 from model.config import RecomputeConfig
 from paro.context_parallel.layout import ContextLayout
-from paro.planning.context_parallel import context_traffic, messages_of
+from paro.planning.context_parallel import AttentionOfBlocks, context_traffic, messages_of
 from paro.planning.machine.machine import Nic
 from paro.planning.search.search_space import Workload
+from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.sending import Sender
 from paro.planning.step.comm_costs import THREAD
 from paro.planning.step.context import ContextCosts
@@ -49,21 +50,28 @@ def context_of(step: StepCosts) -> ContextCosts:
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute", "group_size"),
-    [*((name, recompute, 8) for name in LAYOUTS for recompute in RECOMPUTES), ("a2a", "", 1)],
+    ("name", "recompute", "group_size", "trains"),
+    [
+        *((name, recompute, 8, "*") for name in LAYOUTS for recompute in RECOMPUTES),
+        ("a2a", "", 1, "*"),
+        *((name, "core", 8, "blocks.1.w_up") for name in LAYOUTS),
+    ],
 )
-def test_links_carry_the_bytes_that_ranks_send(name: str, recompute: str, group_size: int) -> None:
+def test_links_carry_the_bytes_that_ranks_send(
+    name: str, recompute: str, group_size: int, trains: str
+) -> None:
     given = shared(
         LAYOUTS[name],
         recompute=RECOMPUTES[recompute],
+        trainable=Trainable(kind=TrainableKind.NAMES, patterns=(trains,)),
         machine=machine(group_size=group_size),
         group_size=group_size,
     )
     step = costs(given)
     computing, sender = step.computing, Sender(group_size=group_size, rank=0)
-    sent = context_traffic(
-        computing.model, computing.batch, computing.step.plan(1).actions(), 32, sender
-    )
+    blocks = AttentionOfBlocks(config=computing.model, trained=given.trained)
+    moves = computing.step.plan(1).actions()
+    sent = context_traffic(blocks, computing.batch, moves, 32, sender)
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)
     assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)
