@@ -65,15 +65,11 @@ def measure_machine(
     groups = runtime.groups_on(control.device)
     device = with_communicators(device, control, world.topology(), groups)
     left = min(_LINKS, SECONDS - 10.0 - (time.monotonic() - begin))
-    axes, algorithms = world.topology().axes, algorithms_of(config)
-    spans: list[AxisSpan] = [(axis,) for axis in axes]
-    if algorithms != ("native",) and len(axes) > 1:
-        spans.append(axes)  # native takes axis by axis
     race = Race(
         control=control,
         topology=world.topology(),
         runtime=runtime,
-        algorithms=algorithms,
+        algorithms=algorithms_of(config),
         rounds=3,  # one of them may be disturbed
         while_computing=control.device.type == "cpu",
     )
@@ -81,7 +77,7 @@ def measure_machine(
     trains = config.trained.__contains__
     units = units_of(config.model, world_size=world.size, is_trained=trains)
     largest = max(unit.trainable_numel + unit.frozen_numel for unit in units) * BYTES_OF["fp32"]
-    outcomes = time_links(race, spans, most_bytes=largest, seconds=seconds, say=say)
+    outcomes = time_links(race, spans_of(config), most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
     found: Machine = control.gather(with_measured(machine, outcomes, device, source=source))[0]
     return found
@@ -93,6 +89,15 @@ def algorithms_of(config: RunConfig) -> tuple[str, ...]:
     if chosen != AUTO:
         return tuple(dict.fromkeys(("native", chosen)))  # native also where parts of others are
     return NCCL_COLLECTIVES if config.runtime.distributed_backend == "nccl" else COLLECTIVES
+
+
+def spans_of(config: RunConfig) -> list[AxisSpan]:
+    """The axis spans along which collectives of a run are timed."""
+    axes = config.world.topology().axes
+    spans: list[AxisSpan] = [(axis,) for axis in axes]
+    if algorithms_of(config) != ("native",) and len(axes) > 1:
+        spans.append(axes)  # native takes axis by axis
+    return spans
 
 
 def _device(config: RunConfig, control: Control) -> Device:

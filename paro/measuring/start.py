@@ -8,27 +8,37 @@ import os
 import platform
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from data.atomic_file import replacing
+from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.rendezvous import first_difference
 from paro.distributed.world import World, read_cache_folder
 from paro.errors import UserError, describe
-from paro.measuring.measure import SECONDS, algorithms_of, measure_machine, one_rank
+from paro.measuring.measure import (
+    SECONDS,
+    algorithms_of,
+    measure_machine,
+    one_rank,
+    spans_of,
+)
 from paro.planning.machine.files import MEASURE, machine_to_json, read_machine
 from paro.planning.machine.machine import Machine
 from paro.report.log import Log
 from paro.report.memory import give_back_freed_memory
 from paro.report.watchdog import Watchdog
 from paro.text import listed, ranks_text
+from paro.topology import axes_of
 
 
 def planned(
@@ -60,7 +70,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     path = _folder(config) / f"{file_stem(depends_on)}.json"
     kept: Machine | None = None
     if control.world.rank == 0 and config.given["paro_machine"] != MEASURE:
-        kept = kept_machine(path, log.log0)
+        kept = kept_machine(path, partial(misfit, config, depends_on), log.log0)
     kept = control.gather(kept)[0]
     if kept is not None:
         return kept
@@ -72,6 +82,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
     begin = time.monotonic()
     source = f"measured at the start of a run: {listed([*map(str, depends_on.values())][:6])}"
     machine = measure_machine(config, control, name=path.stem, source=source, say=say)
+    machine = replace(machine, conditions=tuple(depends_on.items()))
     _forget(control.device)
     took = time.monotonic() - begin
     if control.world.rank == 0:
@@ -116,18 +127,46 @@ def _folder(config: RunConfig) -> Path:
     return read_cache_folder() if save is None or config.train.skip_train else Path(save)
 
 
-def kept_machine(path: Path, say: Callable[[str], None]) -> Machine | None:
-    """The machine in a file that an earlier start wrote; None without one that can be read."""
-    try:
-        age = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
-        machine = read_machine(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, UserError) as error:
-        say(f"> {path} is measured again: {describe(error)}")
-        return None
-    say(f"> machine file {path}, {age} old, is of these ranks and flags: taken again")
-    return machine
+def kept_machine(
+    path: Path, misfit: Callable[[Machine], str | None], say: Callable[[str], None]
+) -> Machine | None:
+    """The machine of an earlier start, from `path` or any other file of its folder; None without.
+
+    What is in a file decides, whatever its name; `misfit` says why it is of no use.
+    """
+    for each in (path, *sorted({*path.parent.glob("*.json")} - {path})):
+        try:
+            age = timedelta(seconds=max(0, round(time.time() - each.stat().st_mtime)))
+            machine = read_machine(each)
+        except FileNotFoundError:
+            continue
+        except (OSError, UserError) as error:
+            why: str | None = describe(error)
+        else:
+            why = misfit(machine)
+        if why is None:
+            say(f"> machine file {each}, {age} old, is of these ranks and flags: taken again")
+            return machine
+        if each == path:
+            say(f"> {path} is measured again: {why}")
+    return None
+
+
+def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -> str | None:
+    """Why a machine is none that this run would measure; None if it is one."""
+    world = config.world
+    if (machine.world_size, machine.group_size) != (world.size, world.group_size):
+        return f"it is of {ranks_text(machine.world_size, machine.group_size)}"
+    then = dict(machine.conditions)
+    for name, now in depends_on.items():
+        if then.get(name) != now:
+            before = then.get(name, "not in the file")
+            return f"its conditions.{name} is {before}, and here it is {now}"
+    found = {(row.axes, row.op, row.algorithm) for row in machine.measured}
+    for span, op, name in product(spans_of(config), Op, algorithms_of(config)):
+        if (axes_of(span), op, name) not in found:
+            return f"it has no {op.value} over {axes_of(span).value} axes by {name}"
+    return "it has no device" if machine.device is None else None
 
 
 def write_machine(path: Path, machine: Machine) -> str:

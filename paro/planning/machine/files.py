@@ -85,6 +85,7 @@ class _File:
     uneven: tuple[GroupSpeed, ...] = ()
     launch_order: LaunchOrder = "free"
     sources: dict[str, str] = field(default_factory=dict)
+    conditions: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
@@ -92,7 +93,9 @@ class _File:
 
 
 # The fields that a machine has under the same name, and in the same form.
-_AS_THEY_ARE = {each.name for each in fields(_File)} - {"format", "links", "sources"}
+_AS_THEY_ARE = {each.name for each in fields(_File)} - {
+    *("format", "links", "sources", "conditions"),
+}
 
 
 def shipped_machines() -> tuple[str, ...]:
@@ -171,6 +174,7 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
             intra=_speed_of(given.links.intra),
             inter=_speed_of(given.links.inter),
             sources=tuple(given.sources.items()),
+            conditions=tuple(given.conditions.items()),
         )
 
 
@@ -191,6 +195,7 @@ def machine_to_json(machine: Machine) -> str:
         "nics": machine.nics,
         "launch_order": machine.launch_order,
         "sources": dict(machine.sources),
+        "conditions": dict(machine.conditions),
     }
     head |= {name: value for name, value in of_planning.items() if value not in _LEFT_OUT}
     rows = [json.dumps(_known(row), default=attrgetter("value")) for row in machine.measured]

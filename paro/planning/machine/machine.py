@@ -155,6 +155,7 @@ class Machine:
     uneven: tuple[GroupSpeed, ...] = ()  # groups of another speed than the machine's
     launch_order: LaunchOrder = "free"  # implicit: collectives begin in the order of the host
     sources: tuple[tuple[str, str], ...] = ()  # (field of the file, source of its value)
+    conditions: tuple[tuple[str, str], ...] = ()  # of a run that measured it, by name
 
     def __post_init__(self) -> None:
         ranks = ranks_mistakes({"world_size": self.world_size, "group_size": self.group_size})

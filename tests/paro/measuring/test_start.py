@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ import pytest
 import torch
 
 from paro.arguments.parser import parse_args
+from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.measuring import start
-from paro.planning.machine.files import machine_to_json
-from paro.planning.machine.machine import Machine
+from paro.planning.machine.files import read_machine
+from paro.planning.machine.machine import Machine, Measured
 from paro.report.watchdog import WatchConfig, Watchdog
+from paro.topology import Axes
 from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
@@ -26,7 +30,12 @@ from tests.paro.measuring.test_race import alone
 from tests.paro.planning.cases import machine
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
-MACHINE = machine(world_size=4, group_size=2, inter=10)
+ROWS = tuple(
+    Measured(axes=axes, op=op, algorithm="native", bytes=4096, seconds=1e-3)
+    for axes in (Axes.INTRA, Axes.INTER)
+    for op in Op
+)
+MACHINE = machine(world_size=4, group_size=2, inter=10, measured=ROWS)
 
 
 def stem(flags: str) -> str:
@@ -89,8 +98,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def found(flags: str) -> Machine:
+    """What a start has, without the conditions in the file."""
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
-        return start.find_measured(configure(f"{AUTO} {flags}"), alone(), watchdog)
+        made = start.find_measured(configure(f"{AUTO} {flags}"), alone(), watchdog)
+    assert made.conditions
+    return replace(made, conditions=())
 
 
 def test_a_machine_is_measured_once_and_again_when_asked(
@@ -110,13 +122,46 @@ def test_a_machine_is_measured_once_and_again_when_asked(
     assert len(measured) == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"name": "renamed", "source": "typed"}, None),
+        ({"group_size": 4}, "4 ranks in one group"),
+        ({"conditions": {}}, "conditions.ranks"),
+        ({"conditions": {"tokens": "1 x 8 of 8"}}, "conditions.tokens"),
+        ({"measured": []}, "no all_gather over intra axes by native"),
+        ({"device": None}, "no device"),
+    ],
+    ids=str,
+)
+def test_what_is_in_a_file_decides_whether_it_is_taken_again(
+    measured: list[str], tmp_path: Path, changes: dict[str, Any], why: str | None
+) -> None:
+    flags = f"--save {tmp_path}"
+    found(flags)
+    (path,) = tmp_path.iterdir()
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if changes.get("conditions"):
+        changes = {"conditions": fields["conditions"] | changes["conditions"]}
+    path.write_text(json.dumps(fields | changes), encoding="utf-8")
+    moved = path.rename(tmp_path / "moved.json")
+    assert ("moved.json, 0:0" in output_of(lambda: found(flags))) is (why is None)
+    moved.rename(path)
+    told = output_of(lambda: found(flags))
+    assert ("is measured again: " in told) is (why is not None)
+    assert (why or "taken again") in told
+    assert len(measured) == (1 if why is None else 3)
+
+
 def test_a_file_that_cannot_be_read_is_measured_again(measured: list[str], tmp_path: Path) -> None:
     flags = f"--save {tmp_path}"
     path = tmp_path / f"{stem('')}.json"
     path.write_text("{", encoding="utf-8")
+    (tmp_path / "another.json").write_text("[]", encoding="utf-8")
     told = output_of(lambda: found(flags))
     assert f"{path} is measured again: machine file {path} is not valid JSON" in told
-    assert path.read_text(encoding="utf-8") == machine_to_json(MACHINE)
+    assert replace(read_machine(path), conditions=()) == MACHINE
     assert len(measured) == 1
 
 
@@ -157,7 +202,8 @@ def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
             return start.planned(config, args, TWO_BY_TWO, control, watchdog)
 
         chosen = planned(alone())
-        assert chosen.sharding.machine == MACHINE
+        assert chosen.sharding.machine is not None
+        assert chosen.sharding.machine.measured == ROWS
         assert not chosen.sharding.is_unmeasured
         assert any(line.startswith("planner: chose ") for line in chosen.notices)
         differing = Differing(World(), torch.device("cpu"))
