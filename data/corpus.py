@@ -7,7 +7,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -189,12 +189,13 @@ def _parquet_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows
 def _saved_rows(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[int, Rows]]:
     source = open_hugging_face(piece.path, piece.config, piece.split or "train")
     _check_columns(piece, keys, source.column_names)
-    source = source.select_columns(list(dict.fromkeys(keys)))
+    # As stored, as of a .parquet file: JSON in a column stays a text.
+    source = source.select_columns(list(dict.fromkeys(keys))).with_format("arrow")
     num_rows = piece.end - piece.begin
     step = min(ROWS, max(1, num_rows * BATCH_BYTES // max(1, piece.num_bytes)))
     for begin in range(piece.begin, piece.end, step):
         end = min(begin + step, piece.end)
-        yield end - begin, source[begin:end]
+        yield end - begin, source[begin:end].to_pydict()
 
 
 def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> None:
@@ -206,14 +207,24 @@ def _check_columns(piece: Piece, keys: Sequence[str], names: Sequence[str]) -> N
 
 
 def texts_of(
-    batch: RawBatch, keys: Sequence[str], on_bad: OnBad | None = None, *, as_they_are: bool = False
+    batch: RawBatch,
+    keys: Sequence[str],
+    on_bad: OnBad | None = None,
+    *,
+    as_they_are: bool = False,
+    optional: Collection[str] = (),
 ) -> Iterator[Texts]:
     """The documents of a batch; `UserError` gives file and line of a bad one.
 
     With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key. With
-    `as_they_are` values need not be texts.
+    `as_they_are` values need not be texts, and are None where an `optional` key is missing.
     """
-    value_of = _value if as_they_are else _texts
+
+    def value_of(entry: Mapping[str, Any], key: str) -> Any:
+        if not as_they_are:
+            return _texts(entry, key)
+        return entry.get(key) if key in optional else _value(entry, key)
+
     for number, raw in enumerate(_raw_documents(batch), start=batch.first + 1):
         if raw is None:
             continue
@@ -271,7 +282,7 @@ def _read(
     is_text = batch.piece.kind is SourceKind.TEXT
     if isinstance(raw, dict):
         texts = tuple(value_of(raw, key) for key in keys)
-        num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key)
+        num_bytes = sum(len(str(text).encode()) for by_key in texts for text in by_key or ())
         return Texts(number, texts, num_bytes)
     try:
         text = raw.decode("utf-8")

@@ -225,8 +225,8 @@ def add_input_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="documents are conversations, written by the tokenizer's own chat template, with "
         "marks of the tokens that the assistant answers: under one of --json-keys a list of "
-        "messages with role and content, or under two a prompt and its completion. A further key "
-        "tools adds what the assistant may call",
+        "messages with role and content, or from and value, or under several a prompt and its "
+        "completion, which is the last. A further key tools adds what the assistant may call",
     )
     group.add_argument(
         "--skip-malformed",
@@ -345,10 +345,10 @@ def job_of(args: argparse.Namespace) -> Job:
         skip_malformed=args.skip_malformed,
         conversations=args.apply_chat_template,
     )
-    if plan.conversations and len({*plan.keys} - {TOOLS}) not in (1, 2):
+    if plan.conversations and not {*plan.keys} - {TOOLS}:
         raise UserError(
-            f"--json-keys {' '.join(plan.keys)}: with --apply-chat-template give one key of "
-            f"messages, or those of prompt and completion; {TOOLS} may come in addition"
+            f"--json-keys {TOOLS}: with --apply-chat-template give the key of messages, or those "
+            f"of prompt and completion; {TOOLS} comes in addition"
         )
     pieces = tuple(pieces_of(args))
     prepare(plan)  # reports a mistake in the tokenizer before any process starts

@@ -1,23 +1,20 @@
-"""Conversations as token ids by a tokenizer's own chat template, and which tokens are answered."""
+"""Conversations as files have them, brought into the one form that chat templates take."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from data.answered import ANSWERED, READ, Marks
-from data.hugging_face_tokenizer import load_transformers_tokenizer
-from data.tokenizer_config import TokenizerConfig
-from paro.errors import UserError
+from paro.errors import UserError, about
 
 ASSISTANT = "assistant"
 TOOLS = "tools"  # the key of what the assistant may call
-_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")  # how a template marks answers
+# How ShareGPT's `from` names the roles.
+_SPEAKERS = {"human": "user", "gpt": ASSISTANT} | {
+    role: role for role in ("system", "user", ASSISTANT, "tool")
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts in OpenAI's two interfaces
 
 Message = dict[str, Any]
 
@@ -40,140 +37,170 @@ class Conversation(NamedTuple):
         return self._replace(messages=self.messages[:number])
 
 
-def conversation_of(keys: Sequence[str], values: Sequence[Any]) -> Conversation:
-    """The messages under one key, or a prompt and a completion under two: each a text or messages.
+def without_nulls(value: Any) -> Any:
+    """The value without fields that are null, at every depth; entries of lists stay."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
 
-    The key of tools may come in addition. `UserError` for anything else.
+
+def conversation_of(
+    keys: Sequence[str], values: Sequence[Any], *, from_columns: bool = False
+) -> Conversation:
+    """The messages under one key, or prompt and completion under several, the completion last.
+
+    The key of tools may come in addition. A text under one key of a prompt, or the texts under
+    several, are a message of the user. Values `from_columns` have every field in every entry, null
+    where it was absent. `UserError` names the message that no template could write as it is meant.
     """
     given = dict(zip(keys, values, strict=True))
+    if from_columns:
+        given = {key: without_nulls(value) for key, value in given.items()}
     tools = _tools(given.pop(TOOLS, None))
     if len(given) == 1:
         return Conversation(_messages(*given.popitem()), tools=tools)
-    prompt, completion = (
-        [{"role": role, "content": value}] if isinstance(value, str) else _messages(key, value)
-        for role, (key, value) in zip(("user", ASSISTANT), given.items(), strict=True)
-    )
+    *asked, (key, value) = given.items()
+    prompt = _prompt(dict(asked))
+    completion = _said_by(ASSISTANT, value) if isinstance(value, str) else _messages(key, value)
     return Conversation(prompt + completion, len(prompt), tools)
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """What the assistant may call; a text is JSON, as in columns, whose rows have equal fields."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        found = value
-    if found in (None, []):
-        return None
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise UserError(
-            f"the value of {TOOLS!r} is no list of tools such as "
-            '{"type": "function", "function": {...}}, and no JSON of one'
-        )
-    return found
+def _prompt(given: dict[str, Any]) -> list[Message]:
+    """Messages, or texts as one message of the user, with an empty line between them."""
+    (first, value), *more = given.items()
+    if not more and not isinstance(value, str):
+        return _messages(first, value)
+    for key, text in given.items():
+        if not isinstance(text, str | None):
+            raise UserError(
+                f"the value of {key!r} is no text: under several keys a prompt is texts"
+            )
+    return _said_by("user", "\n\n".join(text for text in given.values() if text))
+
+
+def _said_by(role: str, text: str) -> list[Message]:
+    return [{"role": role, "content": text}]
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    found = value if isinstance(value, list) else []
-    if not found or not all(isinstance(each, dict) and "role" in each for each in found):
+    found = [_decoded(entry) for entry in _entries(value)]
+    if not found or not all(isinstance(entry, dict) for entry in found):
         raise UserError(
             f"the value of {key!r} is no list of messages such as "
             '{"role": "user", "content": "..."}'
         )
-    for message in found:
+    messages = []
+    for number, message in enumerate(found, start=1):
+        with about(f"message {number} "):
+            messages.append(_message({k: each for k, each in message.items() if each is not None}))
+    return messages
+
+
+def _message(given: Message) -> Message:
+    """A message with its text as one text and its calls as objects; the rest stays as it is."""
+    message = _of_speaker(given) if "from" in given and "role" not in given else dict(given)
+    keys = f"its keys: {', '.join(given)}"
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise UserError(f"has no role; {keys}")
+    with about(f"({role}) "):
+        content, calls = (message.pop(name, None) for name in ("content", "tool_calls"))
+        if (text := _text(content)) is not None:
+            message["content"] = text
+        if called := _calls(calls):
+            message["tool_calls"] = called
+        if text is None and not called:
+            raise UserError(f"has neither content nor tool_calls; {keys}")
         if message.get("weight") not in (None, 0, 1):
-            raise UserError(f"the weight {message['weight']!r} of a message is neither 0 nor 1")
-    # A column of rows has every field in every message.
-    return [{name: part for name, part in each.items() if part is not None} for each in found]
+            raise UserError(f"has the weight {message['weight']!r}, which is neither 0 nor 1")
+    return message
 
 
-class ChatTemplate:
-    """Renders conversations in transformers' sandbox; code of a tokenizer's folder never runs."""
-
-    def __init__(self, tokenizer: Any, source: str) -> None:
-        self._tokenizer = tokenizer
-        try:
-            self.text: str = tokenizer.get_chat_template()
-        except ValueError as error:
-            raise UserError(
-                f"{source} has no chat template: put it into chat_template.jinja in that folder, "
-                "or take the folder of a model that was trained on conversations"
-            ) from error
-        # Marks are places in the text, of which only the tokenizers library knows the tokens.
-        self._has_marks = tokenizer.is_fast and _GENERATION.search(self.text) is not None
-
-    def encode(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        """The ids of a conversation, and a mark for each; `UserError` if it has no answer.
-
-        The template says what is answered by its generation marks. Without any, it is what each
-        message of the assistant adds to the prompt before it.
-        """
-        if conversation.tools and TOOLS not in self.text:
-            raise UserError("the chat template does not write the tools of a conversation")
-        ids, marks = self._marked(conversation) if self._has_marks else self._compared(conversation)
-        marks[:1] = READ  # no token precedes it
-        if not marks.any():
-            raise UserError("the assistant answers nothing in this conversation")
-        return ids, marks
-
-    def _marked(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        messages, first, _ = conversation
-        rendered = self._render(conversation, return_assistant_tokens_mask=True)
-        ids, marks = list(rendered["input_ids"]), np.array(rendered["assistant_masks"], np.uint8)
-        if any(message["role"] == ASSISTANT for message in messages[:first]):
-            marks[: self._prefix(ids, conversation.before(first))] = READ
-        for number in range(first, len(messages)):
-            if messages[number]["role"] == ASSISTANT and not conversation.is_answer(number):
-                marks[self._added(ids, conversation, number)] = READ
-        return ids, marks
-
-    def _compared(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        ids = list(self._render(conversation)["input_ids"])
-        marks = np.full(len(ids), READ, np.uint8)
-        for number in range(len(conversation.messages)):
-            if conversation.is_answer(number):
-                marks[self._added(ids, conversation, number, add_generation_prompt=True)] = ANSWERED
-        return ids, marks
-
-    def _added(
-        self, ids: list[int], conversation: Conversation, number: int, **options: bool
-    ) -> slice:
-        """Where the ids are that a message adds to those before it, rendered with `options`."""
-        begin = self._prefix(ids, conversation.before(number), **options)
-        return slice(begin, self._prefix(ids, conversation.before(number + 1)))
-
-    def _prefix(self, ids: list[int], first: Conversation, **options: bool) -> int:
-        """How many of the ids these first messages are; `UserError` unless they are the same."""
-        part = list(self._render(first, **options)["input_ids"])
-        if part != ids[: len(part)]:
-            raise UserError(
-                f"the first {len(first.messages)} messages become other tokens when more follow, "
-                "so it is not known which are answered: mark answers in the chat template with "
-                "{% generation %} and {% endgeneration %}"
-            )
-        return len(part)
-
-    def _render(self, conversation: Conversation, **options: bool) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools,
-                tokenize=True,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},  # no warning of long ones
-                **options,
-            )
-        except Exception as error:  # whatever a template raises, of any type
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise UserError(f"the chat template does not take it: {reason}") from error
+def _of_speaker(given: Message) -> Message:
+    """A message in ShareGPT's form, `from` and `value`, as one of `role` and `content`."""
+    message = dict(given)
+    speaker = message.pop("from")
+    if speaker not in _SPEAKERS:
+        raise UserError(f"is from {speaker!r}, which is none of {', '.join(_SPEAKERS)}")
+    return {"role": _SPEAKERS[speaker], "content": message.pop("value", None), **message}
 
 
-@cache
-def chat_template_of(config: TokenizerConfig) -> ChatTemplate:
-    """The chat template of a tokenizer, one per process."""
-    if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
+def _text(content: Any) -> str | None:
+    """The text of a message's content, of which parts are joined; None if it has none."""
+    if isinstance(content, str | None):
+        return content
+    if not isinstance(content, list):
+        raise UserError("has content that is neither a text nor a list of parts")
+    texts = []
+    for number, part in enumerate(content, start=1):
+        fields = part if isinstance(part, dict) else {"text": part}
+        kind, text = fields.get("type", "text"), fields.get("text")
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise UserError(f"has content of which part {number}, of type {kind!r}, is no text")
+        texts.append(text)
+    return "".join(texts) if texts else None
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    calls = [_as_function(call) for call in _entries(value)]
+    if None in calls:
         raise UserError(
-            f"--apply-chat-template and --tokenizer-type {config.tokenizer_type}: only a Hugging "
-            "Face folder has a chat template; give HuggingFaceTokenizer"
+            'has tool_calls that are no list such as {"type": "function", "function": '
+            '{"name": "...", "arguments": {}}}'
         )
-    model = config.tokenizer_model
-    return ChatTemplate(load_transformers_tokenizer(model), f"--tokenizer-model {model}")
+    return [{**call, "function": _called(call["function"])} for call in calls if call]
+
+
+def _called(function: dict[str, Any]) -> dict[str, Any]:
+    """A called function with its arguments as an object, which templates write as JSON."""
+    arguments = _decoded(function.get("arguments"))
+    if arguments in (None, "") and function.keys() <= {"name", "arguments"}:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise UserError(f"calls {function['name']!r} with arguments that are no JSON object")
+    return {**function, "arguments": arguments}
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """What the assistant may call, in OpenAI's form; None if that is nothing."""
+    tools = [_as_function(tool) for tool in _entries(value)]
+    if None in tools:
+        raise UserError(
+            f"the value of {TOOLS!r} is no list of tools such as "
+            '{"type": "function", "function": {"name": "..."}}, and no JSON of one'
+        )
+    for tool in tools:
+        if tool and "parameters" in tool["function"]:
+            parameters = _decoded(tool["function"]["parameters"])
+            tool["function"] = {**tool["function"], "parameters": parameters}
+    return [tool for tool in tools if tool] or None
+
+
+def _entries(value: Any) -> list[Any]:
+    found = _decoded(value)
+    if found in (None, ""):
+        return []
+    return found if isinstance(found, list) else [None]
+
+
+def _as_function(value: Any) -> dict[str, Any] | None:
+    """A tool or a call in OpenAI's form; one that has no `function` is the function itself."""
+    found = _decoded(value)
+    if not isinstance(found, dict):
+        return None
+    entry = found if "function" in found else {"type": "function", "function": found}
+    function = entry["function"]
+    has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return dict(entry) if has_name else None
+
+
+def _decoded(value: Any) -> Any:
+    """What a text of JSON stands for, as in columns, whose rows have equal fields; else itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

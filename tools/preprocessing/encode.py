@@ -16,7 +16,8 @@ from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError, about
-from tools.preprocessing.conversations import TOOLS, chat_template_of, conversation_of
+from tools.preprocessing.chat_template import chat_template_of
+from tools.preprocessing.conversations import TOOLS, conversation_of
 
 NAMED_BAD = 3  # how many of the documents that were left out are named
 
@@ -101,7 +102,9 @@ def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
     """The ids of a batch; `UserError` names the position of what cannot be encoded."""
     bad: list[str] = []
     on_bad = bad.append if plan.skip_malformed else None
-    documents = list(texts_of(batch, plan.keys, on_bad, as_they_are=plan.conversations))
+    chats = plan.conversations
+    texts = texts_of(batch, plan.keys, on_bad, as_they_are=chats, optional=(TOOLS,))
+    documents = list(texts)
     if plan.conversations:
         by_key: tuple[EncodedDocuments, ...] = (_conversations(plan, batch, documents, on_bad),)
     else:
@@ -128,7 +131,9 @@ def _conversations(
     sequences, marks = [], [np.empty(0, np.uint8)]
     for document in documents:
         try:
-            conversation = conversation_of(plan.keys, document.by_key)
+            conversation = conversation_of(
+                plan.keys, document.by_key, from_columns=not isinstance(batch.content, bytes)
+            )
             ids, answered = template.encode(conversation)
         except UserError as error:
             told = f"{place_of(batch.piece, document.number)}: {error}"

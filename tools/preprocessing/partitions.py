@@ -14,7 +14,8 @@ from data.sources import Piece
 from data.tokenizer import build_tokenizer
 from paro.errors import UserError, about, writing
 from paro.untrusted.schema import read_json
-from tools.preprocessing.conversations import chat_template_of
+from tools.preprocessing.chat_template import chat_template_of
+from tools.preprocessing.conversations import without_nulls
 from tools.preprocessing.encode import EncodingPlan, Tally
 
 MOST_PARTITIONS = 10_000
@@ -36,7 +37,7 @@ class Partitions:
 
     def _open(self, description: dict[str, Any]) -> None:
         file = self.folder / "run.json"
-        if file.exists() and self._read(file, dict[str, Any]) != _without_none(description):
+        if file.exists() and self._read(file, dict[str, Any]) != without_nulls(description):
             raise UserError(
                 f"{self.folder} holds partitions of a run with another input, tokenizer or flags: "
                 "remove it, or repeat that run"
@@ -50,7 +51,7 @@ class Partitions:
 
     def _read(self, file: Path, kind: Any) -> Any:
         with about(suffix=f"; remove {self.folder}, and begin again"):
-            return _without_none(read_json(file, kind))
+            return without_nulls(read_json(file, kind))  # earlier versions have fewer fields
 
     def prefixes(self, number: int) -> list[str]:
         """The prefixes of one partition's data sets."""
@@ -106,12 +107,3 @@ def _description(plan: EncodingPlan, shares: Sequence[Sequence[Piece]]) -> dict[
     description = {"plan": described, "tokenizer_files": stamps, "partitions": pieces}
     as_read: dict[str, Any] = json.loads(json.dumps(description))
     return as_read
-
-
-def _without_none(description: Any) -> Any:
-    """Drops fields without a value: earlier versions have fewer, which must compare equal."""
-    if isinstance(description, dict):
-        return {k: _without_none(v) for k, v in description.items() if v is not None}
-    if isinstance(description, list):
-        return [_without_none(entry) for entry in description]
-    return description

@@ -1,0 +1,317 @@
+"""Conversations by a chat template: which tokens are answered, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.indexed_dataset import IndexedDataset
+from tests.data.test_hugging_face_tokenizer import byte_level, write
+from tests.helpers.commands import write_lines
+from tests.helpers.refusals import refused
+from tests.tools.preprocessing.templates import (
+    BEGIN,
+    BODY,
+    DEEPSEEK,
+    END,
+    GEMMA,
+    GLM,
+    LLAMA,
+    MARKED,
+    MISTRAL,
+    PLAIN,
+    QWEN,
+)
+from tools.preprocess_data import main
+from tools.preprocessing.chat_template import chat_template_of
+from tools.preprocessing.encode import tokenizer_of
+
+pytestmark = pytest.mark.slow("imports transformers")
+
+# The last answer alone has its thoughts, as those of several published models.
+UNSTABLE = PLAIN.replace(
+    "m.content", "(m.content if not (loop.last and m.role == 'assistant') else 'hm ' + m.content)"
+)
+
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "x?"},
+    {"role": "assistant", "content": "return x"},
+    {"role": "user", "content": "and f?"},
+    {"role": "assistant", "content": "f(x)"},
+]
+
+
+def fresh_caches() -> None:
+    """Tests write other folders under one name."""
+    for cached in (tokenizer_of, chat_template_of):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    fresh_caches()
+
+
+def folder_with(folder: Path, template: str | None, **fields: Any) -> Path:
+    path = folder / "tokenizer"
+    path.mkdir(exist_ok=True)
+    byte_level([BEGIN, END]).save(str(path / "tokenizer.json"))
+    write(path, "tokenizer_config.json", {"eos_token": END, **fields})
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def preprocess(source: Path, tokenizer: Path, *more: str) -> None:
+    words = ["--input", str(source), "--output-prefix", str(source.parent / "out"), "--workers"]
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    main([*words, "1", "--apply-chat-template", *kind, *more])
+
+
+def written(prefix: Path, tokenizer: Path) -> list[tuple[str, str]]:
+    """The text of each conversation, and of its answered tokens."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    corpus = IndexedDataset(prefix)
+    pairs = [(corpus.get(i), corpus.marks(i)) for i in range(len(corpus))]
+    return [(theirs.decode(ids), theirs.decode(ids[marks == 1])) for ids, marks in pairs]
+
+
+@pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
+def test_answers_are_what_the_template_says(tmp_path: Path, template: str, after: str) -> None:
+    tokenizer = folder_with(tmp_path, template)
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK[1:3], "id": 5})
+    preprocess(source, tokenizer, "--partitions", "2")
+    turns = [f"{BEGIN}{m['role']}\n{m['content']}{END}\n" for m in TALK]
+    assert written(tmp_path / "out_messages_document", tokenizer) == [
+        ("".join(turns), f"return x{END}{after}f(x){END}{after}"),
+        ("".join(turns[1:3]), f"return x{END}{after}"),
+    ]
+    preprocess(source, tokenizer / "tokenizer.json", "--append-eod")
+    texts = written(tmp_path / "out_messages_document", tokenizer)
+    assert texts[1] == ("".join(turns[1:3]) + END, f"return x{END}{after}{END}")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_of_a_prompt_nothing_is_answered(tmp_path: Path, template: str) -> None:
+    tokenizer = folder_with(tmp_path, template)
+    source = write_lines(
+        tmp_path / "a.jsonl", {"p": "x?", "c": "return x"}, {"p": TALK[:4], "c": TALK[4:]}
+    )
+    preprocess(source, tokenizer, "--json-keys", "p", "c")
+    (one, other) = written(tmp_path / "out_p_c_document", tokenizer)
+    assert one[0] == f"{BEGIN}user\nx?{END}\n{BEGIN}assistant\nreturn x{END}\n"
+    assert [one[1].strip(), other[1].strip()] == [f"return x{END}", f"f(x){END}"]
+
+
+@pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
+def test_a_message_of_weight_0_is_read(tmp_path: Path, template: str, after: str) -> None:
+    tokenizer = folder_with(tmp_path, template)
+    first, second = ({**TALK[number], "weight": 0} for number in (2, 4))
+    lines = ([*TALK[:2], first, *TALK[3:]], [*TALK[:4], second])
+    source = write_lines(tmp_path / "a.jsonl", *({"messages": line} for line in lines))
+    preprocess(source, tokenizer, "--append-eod")
+    (one, other) = written(tmp_path / "out_messages_document", tokenizer)
+    assert one[0] == other[0]
+    assert [one[1], other[1]] == [f"f(x){END}{after}{END}", f"return x{END}{after}"]
+
+
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {}}}
+WITH_TOOLS = "{% if tools %}{{ tools[0].function.name + '\n' }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_tools_are_written_where_their_key_is_given(tmp_path: Path, template: str) -> None:
+    tokenizer = folder_with(tmp_path, WITH_TOOLS + template)
+    given = [[TOOL], json.dumps([TOOL]), None, []]
+    lines = [{"messages": TALK[1:3], "tools": tools} for tools in given]
+    source = write_lines(tmp_path / "a.jsonl", *lines)
+    preprocess(source, tokenizer, "--json-keys", "messages", "tools")
+    found = written(tmp_path / "out_messages_document", tokenizer)
+    assert [text.startswith(f"now\n{BEGIN}user") for text, _ in found] == [True, True, False, False]
+    assert {answered.strip() for _, answered in found} == {f"return x{END}"}
+    preprocess(source, tokenizer)
+    assert not any(
+        "now" in text for text, _ in written(tmp_path / "out_messages_document", tokenizer)
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "told"),
+    [
+        (WITH_TOOLS + PLAIN, "now", "line 1: the value of 'tools' is no list of tools"),
+        (WITH_TOOLS + PLAIN, [5], "line 1: the value of 'tools' is no list of tools"),
+        (PLAIN, [TOOL], "line 1: the chat template does not write the tools"),
+    ],
+)
+def test_tools_that_cannot_be_written_are_refused(
+    tmp_path: Path, template: str, tools: Any, told: str
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK[1:3], "tools": tools})
+    tokenizer = folder_with(tmp_path, template)
+    refused(lambda: preprocess(source, tokenizer, "--json-keys", "messages", "tools"), told)
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+OF_CALL = '{"name": "f", "arguments": {"a": "é"}}'
+MANNERS = [
+    # template, what is answered: a text, a call, and a text after its result
+    (PLAIN, [f"y 雪{END}\n", None, f"z{END}\n"]),
+    (QWEN, [f"y 雪{END}\n", f"<tool_call>\n{OF_CALL}\n</tool_call>{END}\n", f"z{END}\n"]),
+    (DEEPSEEK, [f"y 雪{END}\n", f"<tool_call>\n{OF_CALL}\n</tool_call>{END}\n", f"z{END}\n"]),
+    (LLAMA, [f"y 雪{END}", '{"name": "f", "parameters": {"a": "é"}}' + END, f"z{END}"]),
+    (MISTRAL, [f" y 雪{END}", f"[TOOL_CALLS] [{OF_CALL}]{END}", f" z{END}"]),
+    (GLM, ["\ny 雪", 'f\n{"a": "é"}', "\nz"]),
+    (GEMMA, ["y 雪<end_of_turn>\n", None, "z<end_of_turn>\n"]),
+]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("template", "answers"), MANNERS)
+def test_published_manners_of_templates(
+    tmp_path: Path, template: str, answers: list[str | None], times: int
+) -> None:
+    """Calls as text and as objects, and texts in parts, are written and answered alike."""
+    tokenizer = folder_with(tmp_path, template, bos_token=BEGIN)
+    parts = [{"type": "text", "text": "y "}, {"type": "text", "text": "雪"}]
+    result = {"role": "tool", "content": [{"type": "text", "text": "5"}]}
+    lines = []
+    for arguments, content in (({"a": "é"}, "y 雪"), ('{"a": "é"}', parts)):
+        turns = [{"role": "user", "content": "x?"}, {"role": "assistant", "content": content}]
+        turns.append({"role": "user", "content": "and?"})
+        turns += [call(arguments), result] if answers[1] else []
+        lines.append([*turns, {"role": "assistant", "content": "z"}] * times)
+    source = write_lines(tmp_path / "a.jsonl", *({"messages": line} for line in lines))
+    preprocess(source, tokenizer)
+    one, other = written(tmp_path / "out_messages_document", tokenizer)
+    assert one == other
+    assert one[1] == "".join(filter(None, answers)) * times
+
+
+def test_characters_of_several_tokens_are_answered_whole(tmp_path: Path) -> None:
+    marked = folder_with(tmp_path, MARKED.replace(BODY, "{{ m.content }}"))
+    source = write_lines(tmp_path / "a.jsonl", {"messages": [*TALK[:2], said_by("😀")]})
+    preprocess(source, marked)
+    assert written(tmp_path / "out_messages_document", marked)[0][1] == "😀"
+
+
+def test_a_token_that_straddles_the_end_of_an_answer_is_answered(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    )
+    template += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}turn{% endfor %}"
+    tokenizer = folder_with(tmp_path, template)
+    source = write_lines(tmp_path / "a.jsonl", {"messages": [TALK[1], said_by("re")]})
+    preprocess(source, tokenizer)
+    text, answered = written(tmp_path / "out_messages_document", tokenizer)[0]
+    assert text == "x?turnreturn"
+    assert answered == "ret", "the tokenizer has no token of both: choose another word"
+
+
+def said_by(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_named_templates_are_taken_as_transformers_takes_them(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    both = {"default": PLAIN, "tool_use": WITH_TOOLS + PLAIN}
+    named = [{"name": name, "template": template} for name, template in both.items()]
+    tokenizer = folder_with(tmp_path, None, chat_template=named)
+    lines: list[Any] = [{"messages": TALK, "tools": [TOOL]}, {"messages": TALK}]
+    source = write_lines(tmp_path / "a.jsonl", *lines)
+    preprocess(source, tokenizer, "--json-keys", "messages", "tools")
+    theirs = AutoTokenizer.from_pretrained(tokenizer)
+    assert [text for text, _ in written(tmp_path / "out_messages_document", tokenizer)] == [
+        theirs.apply_chat_template(line["messages"], tools=line.get("tools"), tokenize=False)
+        for line in lines
+    ]
+    tokenizer = folder_with(tmp_path, None, chat_template=named[1:])
+    fresh_caches()
+    run = partial(preprocess, source, tokenizer, "--json-keys", "messages", "tools")
+    refused(run, "line 2: none of the chat templates is named default")
+
+
+def test_columns_of_rows_are_conversations_too(tmp_path: Path) -> None:
+    """As the datasets library writes them: fields that are absent from a row are null."""
+    import datasets
+    from datasets import Json, List, Value
+
+    tokenizer = folder_with(tmp_path, "{% if tools %}{{ tools | tojson }}{% endif %}" + QWEN)
+    other = {**TOOL, "function": {"name": "g", "parameters": {"type": "object"}}}
+    lines = [
+        {"messages": [TALK[1], call({"a": 1}), {**TALK[2], "name": "n"}], "tools": [TOOL, other]},
+        {"messages": [TALK[1], call({"b": [{"c": 1}, {"d": 2}]})], "tools": None},
+    ]
+    keys = ("--json-keys", "messages", "tools")
+    preprocess(write_lines(tmp_path / "a.jsonl", *lines), tokenizer, *keys)
+    expected = written(tmp_path / "out_messages_document", tokenizer)
+    assert "null" not in str(expected)
+    message = {"role": Value("string"), "content": Value("string"), "tool_calls": List(Json())}
+    as_json = datasets.Features({"messages": List(message), "tools": List(Json())})
+    for number, features in enumerate((None, as_json)):
+        rows = datasets.Dataset.from_list(lines, features=features)
+        sources = (tmp_path / f"{number}.parquet", tmp_path / f"saved-{number}")
+        rows.to_parquet(sources[0])
+        rows.save_to_disk(sources[1])
+        for source in sources:
+            preprocess(source, tokenizer, *keys)
+            assert written(tmp_path / "out_messages_document", tokenizer) == expected
+
+
+BAD = [
+    (UNSTABLE, {"messages": TALK}, "the first 3 messages become another text ... {% generation %}"),
+    (PLAIN, {"messages": TALK[:2]}, "the assistant answers nothing"),
+    (MARKED, {"messages": TALK[:2]}, "the assistant answers nothing"),
+    (PLAIN, {"messages": "x"}, "'messages' is no list of messages"),
+    (PLAIN, {"messages": [{"from": "human", "value": "x"}]}, "the assistant answers nothing"),
+    (PLAIN, {"messages": [{**TALK[2], "weight": 0}]}, "the assistant answers nothing"),
+    (PLAIN, {"messages": [TALK[1], said_by("\ud800")]}, "half a surrogate pair"),
+    (PLAIN, {"messages": [TALK[1], {"role": "user", "text": "x"}]}, "message 2 (user) has neither"),
+    (PLAIN, {"text": "x"}, "no key 'messages'; its keys are: text"),
+    ("{{ raise_exception('roles') }}", {"messages": TALK}, "does not take it: roles"),
+    ("{{ messages.__class__.__mro__ }}", {"messages": TALK}, "does not take it"),
+]
+
+
+@pytest.mark.parametrize(("template", "entry", "told"), BAD)
+def test_a_bad_conversation_is_named_or_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, entry: Any, told: str
+) -> None:
+    tokenizer = folder_with(tmp_path, template)
+    is_usable = template in (PLAIN, MARKED)
+    good = [{"messages": TALK[1:3]}] * is_usable
+    bad = write_lines(tmp_path / "a.jsonl", *good, entry)
+    line = f"{bad}, line {2 if is_usable else 1}"
+    refused(lambda: preprocess(bad, tokenizer), f"{line} ... {told}")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "tokenizer"}
+    if is_usable:
+        preprocess(bad, tokenizer, "--skip-malformed")
+        assert f"skipped 1 malformed documents: {line}" in capsys.readouterr().out
+        assert len(written(tmp_path / "out_messages_document", tokenizer)) == 1
+
+
+def test_tokenizers_without_a_template_or_with_code_are_refused(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK})
+    run = partial(preprocess, source)
+    refused(lambda: run(folder_with(tmp_path, None)), "--tokenizer-model ... chat_template.jinja")
+    code = folder_with(tmp_path, PLAIN, auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
+    (code / "own.py").write_text("raise SystemExit('it ran')")
+    refused(lambda: run(code), f"--tokenizer-model {code} needs code ... never runs")
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    words = ["--input", str(source), "--output-prefix", "x", "--apply-chat-template", *null]
+    refused(lambda: main(words), "--apply-chat-template ... NullTokenizer ... HuggingFaceTokenizer")
+    keys = partial(run, folder_with(tmp_path, PLAIN), "--json-keys", "tools")
+    refused(keys, "--json-keys tools ... --apply-chat-template")
