@@ -251,6 +251,16 @@ def _model_says(folder: Path, field: str) -> int | None:
     return None
 
 
+class _Ends(TypedDict, total=False):
+    eos_token_id: int | list[int] | None
+
+
+def ends_in(path: Path) -> frozenset[int]:
+    """The ids that end a text by a generation_config.json; none if there is no such file."""
+    ids = _read(path, _Ends).get("eos_token_id")
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
 def _read(path: Path, kind: Any) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no file."""
     return dict(read_json(path, kind)) if path.exists() else {}

@@ -22,7 +22,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.config import MOST_WORKERS
 from data.corpus import read_batches
 from data.fingerprint import fingerprint_of
-from data.indexed_dataset import IndexedDatasetWriter, bin_path, dtype_for_vocab
+from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocab
 from data.sources import Piece, share_out
 from data.tokenizer_config import TOKENIZER_TYPES, tokenizer_config
 from paro.distributed.user_errors import run_script
@@ -41,6 +41,7 @@ from tools.preprocessing.encode import (
 from tools.preprocessing.inputs import add_source_args, pieces_of
 from tools.preprocessing.partitions import MOST_PARTITIONS, Partitions
 from tools.preprocessing.progress import Progress
+from tools.preprocessing.summary import describe_skipped, summary_of
 from tools.preprocessing.workers import Workers, worker_processes
 from tools.shared.command_line import Parser, add_trainer_flags
 
@@ -131,7 +132,7 @@ def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
             check_not_empty(job, writers, tally)
         partitions.remove()
     progress.finish()
-    return [*(describe(writer) for writer in writers), *describe_skipped(tally)]
+    return summary_of(job.plan, writers, tally)
 
 
 def write_partitions(
@@ -168,22 +169,6 @@ def check_not_empty(job: Job, writers: Sequence[IndexedDatasetWriter], tally: Ta
                 f"--input {shown} holds no text under the key {key!r}"
                 + (f": {skipped}" if skipped else "")
             )
-
-
-def describe(writer: IndexedDatasetWriter) -> str:
-    line = (
-        f"wrote {bin_path(writer.prefix)} and .idx: {writer.num_documents:,} documents, "
-        f"{writer.num_tokens:,} tokens as {writer.dtype.name}"
-    )
-    answered = writer.answered
-    return line if answered is None else f"{line}, {answered.num_answered:,} of them answered"
-
-
-def describe_skipped(tally: Tally) -> list[str]:
-    if tally.skipped == 0:
-        return []
-    more = "; ..." if tally.skipped > len(tally.named) else ""
-    return [f"skipped {tally.skipped:,} malformed documents: {'; '.join(tally.named)}{more}"]
 
 
 def find_optimal_workers(job: Job, counts: Sequence[int], max_documents: int) -> list[str]:

@@ -40,6 +40,11 @@ class ChatTemplate:
             )
         self.text: str = found if isinstance(found, str) else json.dumps(found)
 
+    @property
+    def writes_date(self) -> bool:
+        """Whether it may write the day on which it is rendered."""
+        return "strftime_now" in self.text
+
     def encode(self, conversation: Conversation) -> tuple[list[int], Marks]:
         """The ids of a conversation, and a mark for each; `UserError` if it has no answer.
 

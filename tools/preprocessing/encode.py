@@ -6,11 +6,14 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from data.answered import ANSWERED
 from data.corpus import BATCH_BYTES, OnBad, RawBatch, Texts, place_of, texts_of
+from data.hugging_face_tokenizer import ends_in
 from data.indexed_dataset import EncodedDocuments, dtype_for_vocab
 from data.sources import SourceKind
 from data.tokenizer import Tokenizer, build_tokenizer
@@ -41,13 +44,15 @@ class EncodingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """How much was read: documents, their bytes, the sources' bytes, and bad documents."""
+    """How much was read: documents, their bytes, the sources' bytes, bad documents, answers."""
 
     documents: int = 0
     num_bytes: int = 0
     advance: int = 0
     skipped: int = 0
     named: tuple[str, ...] = ()
+    answers: int = 0  # of conversations
+    ended: int = 0  # answers in which a token ends the generation
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -56,6 +61,8 @@ class Tally:
             advance=self.advance + other.advance,
             skipped=self.skipped + other.skipped,
             named=(self.named + other.named)[:NAMED_BAD],
+            answers=self.answers + other.answers,
+            ended=self.ended + other.ended,
         )
 
 
@@ -70,6 +77,27 @@ class EncodedBatch(NamedTuple):
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration, one per process."""
     return build_tokenizer(config)
+
+
+@cache
+def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
+    """The ids that stop a generation with the tokenizer, and the folder that it is in."""
+    ends = {tokenizer_of(config).eod}
+    path = Path(config.tokenizer_model or "")
+    if path.exists():
+        folder = path if path.is_dir() else path.parent
+        ends |= ends_in(folder / "generation_config.json")
+    return (*sorted(ends),)
+
+
+def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int, int]:
+    """How many answers there are, each a run of answered tokens, and in how many an end is."""
+    assert documents.marks is not None, "conversations have marks"
+    is_answered = documents.marks == ANSWERED
+    begins = is_answered & ~np.concatenate([[False], is_answered[:-1]])
+    numbers = np.cumsum(begins)
+    with_end = numbers[is_answered & np.isin(documents.ids, ends)]
+    return int(begins.sum()), len(np.unique(with_end))
 
 
 def prepare(plan: EncodingPlan) -> None:
@@ -113,12 +141,15 @@ def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
             for number in range(len(plan.keys))
         )
     whole = 0 if batch.unfinished else len(by_key[0].sequences)
+    answers, ended = (0, 0) if not chats else ended_answers(by_key[0], ends_of(plan.tokenizer))
     tally = Tally(
         documents=whole,
         num_bytes=sum(texts.num_bytes for texts in documents),
         advance=batch.advance,
         skipped=len(bad),
         named=tuple(bad[:NAMED_BAD]),
+        answers=answers,
+        ended=ended,
     )
     return EncodedBatch(by_key, tally)
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.hugging_face_tokenizer import ends_in
 from model.config import LlamaConfig
 from model.lora_config import LoraConfig, down_name, up_name
 from model.units import parameter_shapes
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
-from paro.untrusted.schema import read_json
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
 PIECE_BYTES = 2**27
@@ -57,10 +57,6 @@ class LazyTensor:
         return replace(self, dtype=dtype, rows=lambda *rows: self.rows(*rows).to(dtype))
 
 
-class _Ends(TypedDict, total=False):
-    eos_token_id: int | list[int] | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A model to convert: tensors under this project's names, nothing padded.
@@ -84,10 +80,7 @@ class Source:
     def ends(self) -> frozenset[int]:
         """The ids that end a text in addition to the tokenizer's, from the generation config."""
         path = self.companions.get("generation_config.json")
-        if path is None:
-            return frozenset()
-        ids = read_json(path, _Ends).get("eos_token_id")
-        return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return frozenset() if path is None else ends_in(path)
 
     @property
     def num_bytes(self) -> int:

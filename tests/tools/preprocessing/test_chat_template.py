@@ -12,7 +12,7 @@ import pytest
 from data.indexed_dataset import IndexedDataset
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.helpers.commands import write_lines
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refused, says
 from tests.tools.preprocessing.templates import (
     BEGIN,
     BODY,
@@ -28,7 +28,7 @@ from tests.tools.preprocessing.templates import (
 )
 from tools.preprocess_data import main
 from tools.preprocessing.chat_template import chat_template_of
-from tools.preprocessing.encode import tokenizer_of
+from tools.preprocessing.encode import ends_of, tokenizer_of
 
 pytestmark = pytest.mark.slow("imports transformers")
 
@@ -48,7 +48,7 @@ TALK = [
 
 def fresh_caches() -> None:
     """Tests write other folders under one name."""
-    for cached in (tokenizer_of, chat_template_of):
+    for cached in (tokenizer_of, chat_template_of, ends_of):
         cached.cache_clear()
 
 
@@ -269,6 +269,43 @@ def test_columns_of_rows_are_conversations_too(tmp_path: Path) -> None:
         for source in sources:
             preprocess(source, tokenizer, *keys)
             assert written(tmp_path / "out_messages_document", tokenizer) == expected
+
+
+END_MARKED = MARKED.replace(BODY, "{{ m.content }}").replace("{{ '\n' }}", "{{ '<|im_end|>' }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "told"),
+    [
+        (PLAIN, [], "4 of 4 answers end with a token that stops a generation (<|im_end|>)"),
+        (MARKED, [], "4 of 4 answers end with a token that stops a generation (<|im_end|>)"),
+        (END_MARKED, [], "warning: 0 of 4 answers end ... {% generation %} ... --append-eod"),
+        (GLM, [], "warning: 0 of 4 answers end"),
+        (GLM, ["--append-eod"], "2 of 4 answers end"),
+        ("{{ strftime_now('%Y') }}" + PLAIN, [], "4 of 4 answers end ... date of today"),
+    ],
+)
+def test_a_line_says_whether_answers_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str, flags: list[str], told: str
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
+    preprocess(source, folder_with(tmp_path, template), "--partitions", "2", *flags)
+    out = capsys.readouterr().out.replace("\n", " ")
+    says(out, told)
+    assert ("date of today" in told) == ("date of today" in out)
+
+
+def test_ends_of_the_generation_config_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = folder_with(tmp_path, PLAIN, eos_token=BEGIN)
+    source = write_lines(tmp_path / "a.jsonl", {"messages": TALK})
+    preprocess(source, tokenizer)
+    assert "warning: 0 of 2 answers end" in capsys.readouterr().out
+    write(tokenizer, "generation_config.json", {"eos_token_id": [0, 1]})
+    fresh_caches()
+    preprocess(source, tokenizer)
+    assert "> 2 of 2 answers" in "> " + capsys.readouterr().out.splitlines()[-1]
 
 
 BAD = [
