@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
-from data.earlier import MARK
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
     DamagedError,
@@ -31,6 +30,7 @@ from paro.checkpoint.manifest import (
     write_manifest,
 )
 from paro.errors import UserError, reading
+from paro.report.earlier import MARK
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, parse_json
 

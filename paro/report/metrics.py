@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from data.atomic_file import replacing
-from data.earlier import earlier_file
 from paro.errors import UserError, about, writing
 from paro.report.config import run_record_path
+from paro.report.earlier import earlier_file
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from data.atomic_file import replacing
-from data.earlier import set_aside
 from paro.distributed.profile_range import record_ranges
 from paro.errors import UserError
+from paro.report.earlier import set_aside
 from paro.report.log import Log
 from paro.report.observer import Observer
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.earlier import next_number
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
 from paro.checkpoint.boxes import boxed_states
@@ -21,6 +20,7 @@ from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
 from paro.optim.finite import not_finite
 from paro.optim.states import PARAM
+from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts

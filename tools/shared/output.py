@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from data.atomic_file import replacing
-from data.earlier import set_aside
 from paro.errors import UserError, writing
+from paro.report.earlier import set_aside
 from paro.report.log import print_line
 from paro.text import align
 

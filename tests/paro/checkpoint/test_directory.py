@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from data.earlier import next_number
 from paro.checkpoint.directory import (
     COMMON,
     TRACKER,
@@ -24,6 +23,7 @@ from paro.checkpoint.directory import (
     set_aside,
 )
 from paro.checkpoint.manifest import MANIFEST, DamagedError
+from paro.report.earlier import next_number
 from tests.helpers.refusals import refused
 
 

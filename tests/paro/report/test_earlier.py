@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data.earlier import earlier_file, next_number, set_aside, set_aside_in
+from paro.report.earlier import earlier_file, next_number, set_aside, set_aside_in
 
 
 def test_every_earlier_file_gets_a_number_of_its_own(tmp_path: Path) -> None:
