@@ -4,6 +4,7 @@ import argparse
 import gc
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from importlib.machinery import ModuleSpec
@@ -23,7 +24,7 @@ from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
 from paro.distributed.world import World
-from paro.errors import StorageError
+from paro.errors import StorageError, about
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
 from paro.planning.search.trainable import Trainable
@@ -209,9 +210,37 @@ def homes_of(dest: str) -> list[str]:
 
 def test_every_flag_is_one_field_and_every_field_comes_from_a_flag() -> None:
     homes = {action.dest: homes_of(action.dest) for action in own_actions()}
-    assert {dest: found for dest, found in homes.items() if len(found) != 1} == {}
+    wrong = [home_missing(dest, found) for dest, found in homes.items() if len(found) != 1]
+    assert not wrong, "\n".join(wrong)
     of_flags = {home for found in homes.values() for home in found}
-    assert all_paths() - of_flags == UNOWNED | ALSO - of_flags
+    known = UNOWNED | ALSO - of_flags
+    wrong = [
+        f"the field {path} comes from no flag: add a flag of its name in paro/arguments/; if it is "
+        "computed, its path to UNOWNED here"
+        for path in all_paths() - of_flags - known
+    ]
+    wrong += [
+        f"{path} is in UNOWNED or ALSO, but {'a flag' if path in of_flags else 'no field'}: "
+        "take it out"
+        for path in known - (all_paths() - of_flags)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def home_missing(dest: str, found: Sequence[str]) -> str:
+    """What to add where a flag fills no field, or several."""
+    flag, name = f"--{dest.replace('_', '-')}", dest.removeprefix("paro_")
+    if found:
+        return (
+            f"{flag} fills several fields, {', '.join(found)}: give all but one another name; what "
+            "repeats it for another reader belongs in ALSO here"
+        )
+    return (
+        f"{flag} fills no field: add `{name}` to the frozen dataclass of its subject, such as "
+        "paro/config/train.py, which paro/config/run.py fills; if a field of another name has its "
+        "value, add the path of that to RENAMED here; if it is Megatron-LM's and changes nothing, "
+        "a row of paro/arguments/megatron_rules.toml"
+    )
 
 
 def other_value(action: argparse.Action) -> str:
@@ -245,10 +274,13 @@ def test_a_flag_changes_its_field(
     (tmp_path / "machine.json").write_text(machine_to_json(machine))
     before, change = ADDED.get(dest, ("", f"{action.option_strings[0]} {other_value(action)}"))
     taken_out, before, after = REPLACED.get(dest, ((), before, f"{before} {change}"))
-    base, (home,) = without(taken_out), homes_of(dest)
-    old = fields_of(configure(f"{base} {before}"))[home]
-    new = fields_of(configure(f"{base} {after}"))[home]
-    assert old != new
+    base, homes = without(taken_out), homes_of(dest)
+    assert len(homes) == 1, home_missing(dest, homes)
+    flags = "flags: add what it needs to CHANGES here, or to REPLACED if it takes others' place"
+    with about(suffix=f"; refused under these {flags}"):
+        old = fields_of(configure(f"{base} {before}"))[homes[0]]
+        new = fields_of(configure(f"{base} {after}"))[homes[0]]
+    assert old != new, f"{homes[0]} stays {old!r} under '{after}', compared with '{before}' {flags}"
 
 
 PRODUCT = ("pretrain_llama", "paro", "model", "data")
@@ -338,6 +370,19 @@ def test_runs_read_every_field(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *words.split()])
             pretrain_llama.main()
     read_by_nothing = {path for path, readers in reads.items() if not any(map(is_use, readers))}
-    assert read_by_nothing == DECIDES.keys()
-    for path, reader in DECIDES.items():
-        assert reader in reads[path]
+    wrong = [
+        f"no run reads {path}: the code that uses it is missing; if it runs only under flags that "
+        "none of RUNS here has, add them there; if the field decides the values of others, or "
+        "whether the run may start, add it with the function that reads it to DECIDES here"
+        for path in read_by_nothing - DECIDES.keys()
+    ]
+    wrong += [
+        f"{path} is in DECIDES, but {', '.join(filter(is_use, reads[path]))} uses it: take it out"
+        for path in DECIDES.keys() - read_by_nothing
+    ]
+    wrong += [
+        f"{path} is read by {', '.join(reads[path])}, not by {reader}, which DECIDES here names"
+        for path, reader in DECIDES.items()
+        if reader not in reads[path]
+    ]
+    assert not wrong, "\n".join(wrong)
