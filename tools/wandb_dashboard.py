@@ -21,7 +21,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError
+from paro.errors import UserError, type_and_message
 from paro.report import tags
 from paro.report.log import print_line
 from tools.shared.command_line import Parser
@@ -116,7 +116,10 @@ def make_workspace(entity: str, project: str, name: str) -> Any:
         )
         for section, panels in SECTIONS.items()
     ]
-    return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
+    try:
+        return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
+    except ValueError as error:  # of the library's own rules for names
+        raise UserError(f"wandb refuses --name {name}: {type_and_message(error)}") from error
 
 
 def has_account() -> bool:
@@ -145,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for package in ("wandb", "wandb_workspaces"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"this needs {package}: pip install -r requirements.txt")
-    print_line(describe(entity, project, options.name))
     workspace = make_workspace(entity or "-", project, options.name)
+    print_line(describe(entity, project, options.name))
     if options.dry_run or not has_account():
         why = "--dry-run" if options.dry_run else "no account: run `wandb login`"
         print_line(f"nothing was saved ({why})")

@@ -37,6 +37,11 @@ def test_the_library_takes_the_view() -> None:
     assert titles == [panel.title for panel in SECTIONS["throughput and MFU"]]
 
 
+def test_a_name_that_the_library_refuses_is_one_line() -> None:
+    pytest.importorskip("wandb_workspaces")
+    refused(lambda: main([*WORDS, "--name", "+1"]), "--name +1")
+
+
 def test_without_an_account_it_says_what_it_would_do() -> None:
     pytest.importorskip("wandb_workspaces")
     told = printed(main, *WORDS)
