@@ -92,7 +92,10 @@ PLAN = (
 CONVERT_HF = f"{CONVERT} --from hf --to paro --input {{set}}/hf"
 INSPECT = f"tools/inspect_dataset.py --data-path {{set}}/corpus_text_document {NULL}"
 INSPECT_SAVED = f"tools/inspect_checkpoint.py --load {SAVED}"
-CURVES = "tools/compare_curves.py {set}/iig/metrics.jsonl {set}/nng-bf16-async/metrics.jsonl"
+CURVES = (
+    "tools/compare_curves.py {set}/iig/metrics.jsonl {set}/nng-bf16-async/metrics.jsonl "
+    "--plot {out}/curves.svg"
+)
 REPORT = "tools/report.py {set}/iig/metrics.jsonl --output {out}/report.html"
 MERGE = "tools/merge_datasets.py --output-prefix {out}/merged --input {set}"
 # Flags with which a real run may rightly be long or large; a dry run takes them all.
@@ -306,6 +309,8 @@ def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str
     (last, *others) = [i for i, line in enumerate(lines) if line.startswith(start)] or [None]
     if last is None or others:
         return "it prints no line with its name and the error, or several"
+    if any(not line.startswith("partition ") for line in lines[:last]):  # those are progress
+        return "a line stands before its error"
     told = "\n".join(lines[last:])
     if max(map(len, lines)) > 2000:
         return "it prints a line of more than 2,000 characters"

@@ -23,18 +23,59 @@ from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 Mutation = Callable[[Path, Random], None]
 
 LONG = "x" * 5000
-ODD = ("\x1b[2J\x1b[31mred", "\u202egnp.exe", "ä")  # what a terminal may obey, and no ASCII
+# What a terminal may obey, what is no ASCII or no UTF-8, formulas, formats and patterns.
+ODD = (
+    *("\x1b[2J\x1b[31mred", "\u202egnp.exe", "ä", "\udc80", "$x", r"$\frac{$", "_x"),
+    *("{x}", "%(prog)s", "*", "[", "(", "a\nb", "\uff11", "²"),
+)
+SYNTAX = (
+    *("{", "}", '"', ",", "\0", "\x1b[31m", "- ", ": ", "&a ", "*a", "1" * 5000, "\n", "\t", "\r"),
+    *("!!int ", "!x ", "? ", "<<: ", "--- ", "%", "|", "@", "\ufeff", "NaN", "Infinity", "\\ud800"),
+)
+YAML_VALUES = (
+    *(
+        "!!int ''",
+        "!!bool x",
+        "!!float x",
+        "!!null x",
+        "!!timestamp x",
+        "!!binary x",
+        "!!set {a, b}",
+    ),
+    *(
+        "!!python/name:os.system",
+        "!!omap [a: 1]",
+        "!!str 1",
+        "! 1",
+        "2020-13-45",
+        "2020-01-01",
+        "=",
+    ),
+    *(".nan", "-.inf", "0x10", "010", "1_000", "1:30", "0b", "yes", "y", "~", "''", "&a 1", "*a"),
+    *(
+        "1" * 5000,
+        "[1, [2]]",
+        "[--lr, 5]",
+        "--lr",
+        "{a: b}",
+        "|\n  1",
+        r'"\0"',
+        r'"\ud800"',
+        r'"\e[2J"',
+    ),
+)
+ENCODINGS = ("utf-8-sig", "utf-16", "utf-32", "utf-7", "cp037")
 DEEP = "[" * 3000 + "]" * 3000
 # What a field of JSON or the value of a flag may be instead.
 LEAVES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 10**6, 10**9, 10**12, 10**30, 1e308, -1e308, 0.5),
     *(float("nan"), float("inf"), [], {}, [[[]]], {"": {}}),
-    *("", " ", LONG, "../..", *ODD),
+    *("", " ", LONG, "../..", "a\0b", "\ud800", *ODD),
 )
 WORDS = (
     *("", "0", "-1", "1", "2", "3", "16", "1000000", "1000000000000", "1" + "0" * 30),
     *("1e308", "1e-308", "nan", "inf", "1.", "0x10", "1_000"),
-    *("-inf", "0.5", "x", LONG, "1,2", "0:1", "--", "%s", *ODD),
+    *("-inf", "0.5", "x", LONG, "1,2", "0:1", "--", "-", "=", "%s", "+1", "1\n", "-0", *ODD),
 )
 
 
@@ -124,7 +165,7 @@ def change_a_field(path: Path, draw: Random) -> None:
     document = json.loads(lines[chosen])
     changed = _changed(document, draw.choice(_places(document)), draw)
     lines[chosen] = json.dumps(changed, ensure_ascii=draw.random() < 0.5)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogatepass")
 
 
 def nest_deeply(path: Path, draw: Random) -> None:
@@ -134,13 +175,24 @@ def nest_deeply(path: Path, draw: Random) -> None:
 def break_the_syntax(path: Path, draw: Random) -> None:
     text = path.read_text(encoding="utf-8")
     at = draw.randrange(len(text) + 1)
-    inserted = draw.choice(
-        ("{", "}", '"', ",", "\0", "\x1b[31m", "- ", ": ", "&a ", "*a", "1" * 5000)
-    )
-    path.write_text(text[:at] + inserted + text[at:], encoding="utf-8")
+    path.write_text(text[:at] + draw.choice(SYNTAX) + text[at:], encoding="utf-8")
 
 
-TEXT: tuple[Mutation, ...] = (*BYTES, *[break_the_syntax] * 6)
+def retype_a_value(path: Path, draw: Random) -> None:
+    """A value of a YAML file becomes one that YAML makes something else of than a text."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    chosen = draw.randrange(len(lines))
+    lines[chosen] = f"{lines[chosen].split(':')[0]}: {draw.choice(YAML_VALUES)}"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def encode_otherwise(path: Path, draw: Random) -> None:
+    text = path.read_text(encoding="utf-8")
+    path.write_bytes(text.encode(draw.choice(ENCODINGS), errors="replace"))
+
+
+TEXT: tuple[Mutation, ...] = (*BYTES, *[break_the_syntax] * 6, encode_otherwise)
+YAML: tuple[Mutation, ...] = (*TEXT, *[retype_a_value] * 16)
 JSON: tuple[Mutation, ...] = (*TEXT, nest_deeply, *[change_a_field] * 16)
 
 
@@ -187,7 +239,9 @@ def mutations_of(path: Path) -> tuple[Mutation, ...]:
         return JSON
     if path.name == METADATA or path.suffix in (".pt", ".pth"):
         return RECORD
-    return TEXT if path.suffix in (".txt", ".yaml", ".tiktoken", ".tokenizer") else BYTES
+    if path.suffix == ".yaml":
+        return YAML
+    return TEXT if path.suffix in (".txt", ".tiktoken", ".tokenizer") else BYTES
 
 
 # In an empty folder that a program may write to, as `make_inputs` fills it, or in the inputs'.
@@ -199,12 +253,16 @@ PATHS = (
 
 
 def odd_flags(actions: Sequence[argparse.Action], draw: Random) -> list[str]:
-    """One to three flags, each with a value that is rarely right."""
+    """One to three flags, each with a value that is rarely right, some of them twice."""
     words: list[str] = []
     for action in draw.sample(actions, min(len(actions), draw.choice((1, 1, 2, 3)))):
-        words.append(draw.choice(action.option_strings))
+        flag = draw.choice(action.option_strings)
         count = 0 if action.nargs == 0 else 1 if action.nargs is None else draw.randrange(4)
         is_path = action.metavar in PATH_METAVARS or action.type is Path
         values = PATHS if is_path else (*WORDS, *map(str, action.choices or ()))
-        words += [draw.choice(values) for _ in range(count)]
+        given = [draw.choice(values) for _ in range(count)]
+        joined = (
+            [f"{flag}={given[0]}", *given[1:]] if given and draw.random() < 0.2 else [flag, *given]
+        )
+        words += joined * draw.choice((1, 1, 1, 2))
     return words

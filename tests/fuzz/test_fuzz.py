@@ -161,6 +161,7 @@ def test_the_flags_of_every_program_are_damaged() -> None:
         (2, "what it is\n", "no line with its name"),
         (2, 2 * "plan.py: error: m.json\n", "or several"),
         (2, "plan.py: error: m.json \x1b[2J\n", r"prints '\x1b'"),
+        (2, "a notice\nplan.py: error: m.json\n", "stands before"),
         (2, f"plan.py: error: m.json {3000 * 'x'}\n", "2,000 characters"),
         (1, "plan.py: error: m.json: what it is\n", "status is 1"),
         (1, "Traceback (most recent call last):\n", "traceback"),
