@@ -43,7 +43,7 @@ _MUON_LR = 0.005  # below it a learning rate is of AdamW's size
 # Arguments that have no effect unless the run saves, decays its rate so, and so on.
 _SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
 _WSD = ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
-_SHARED = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+_SHARED = ("cp_comm_type",)
 _MUON = tuple(asdict(MuonConfig()))
 
 

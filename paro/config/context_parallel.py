@@ -36,8 +36,16 @@ class ContextParallelConfig:
                 f"--cp-comm-type {self.cp_comm_type} is unknown: choose one of "
                 f"{', '.join(TYPES)}, {AUTO}"
             )
+        sizes = self.hierarchical_context_parallel_sizes
         if size > 1:
-            self._check_sizes(size, self.hierarchical_context_parallel_sizes)
+            self._check_sizes(size, sizes)
+        elif sizes is not None:
+            product = math.prod(sizes)
+            also = f"give --context-parallel-size {product} too, or " * (product > 1)
+            raise UserError(
+                f"{_SIZES} {' '.join(map(str, sizes))} divides the ranks that share a sample, and "
+                f"without --context-parallel-size above 1 none do: {also}leave it out"
+            )
 
     def _check_sizes(self, size: int, sizes: tuple[int, ...] | None) -> None:
         kind = f"--cp-comm-type {self.cp_comm_type}"

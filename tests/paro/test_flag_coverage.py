@@ -111,6 +111,7 @@ CHANGES = {
     ),
     DRY: ("--device-memory-gb 80", "--ranks-per-node 2", "--show-step"),
     "--bf16": ("--grad-reduce-in-bf16",),
+    "--bf16 --context-parallel-size 4": ("--hierarchical-context-parallel-sizes 2 2",),
     "--save new": ("--log-progress", "--start-over"),
     LORA: (
         *("--lora-alpha 3", "--lora-base-dtype bf16", "--lora-dropout 0.1"),

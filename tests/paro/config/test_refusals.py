@@ -211,6 +211,12 @@ SIZES = "--hierarchical-context-parallel-sizes"
         (f"{RINGS} --cp-comm-type a2a+p2p {SIZES} 2 2", f"{SIZES} 2 2 ... {RINGS}"),
         (f"{RINGS} --cp-comm-type p2p {SIZES} 8", f"{SIZES} 8 ... {RINGS}"),
         (f"{RINGS} --cp-comm-type allgather {SIZES} 4 2", f"{SIZES} 4 2 ... p2p and a2a+p2p"),
+        (
+            f"{SIZES} 1 1",
+            f"{SIZES} 1 1 ... without --context-parallel-size ... none do: leave it out",
+        ),
+        (f"{SIZES} 2 4", "none do: give --context-parallel-size 8 too"),
+        (f"--context-parallel-size 1 {SIZES} 0 3", f"{SIZES} 0 3 ... none do: leave it out"),
         (f"{RINGS} --attention-backend unfused", "--attention-backend unfused ... a2a"),
         (f"{RINGS} --attention-backend local", "--attention-backend local ... a2a"),
         (f"{RINGS} --attention-backend fused", "--attention-backend fused ... a2a"),
