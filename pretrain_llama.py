@@ -57,10 +57,12 @@ def main() -> None:
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
             with claim_of(config, control, watchdog) as claim:
-                config = planned(config, args, launched, control, watchdog)
+                chosen = planned(config, args, launched, control, watchdog)
+                if chosen is None:
+                    return
                 log = Log(rank=world.rank, world_size=world.size)
-                with local_copies(config, control, log) as copies:
-                    run(config, control, claim, copies, watchdog)
+                with local_copies(chosen, control, log) as copies:
+                    run(chosen, control, claim, copies, watchdog)
 
 
 def run(

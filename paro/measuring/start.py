@@ -11,10 +11,11 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,19 +40,50 @@ from paro.report.memory import give_back_freed_memory
 from paro.report.watchdog import Watchdog
 from paro.text import listed, ranks_text
 from paro.topology import axes_of
+from paro.training.exit_signal import ExitSignal
+
+
+class AskedToLeaveError(Exception):
+    """A signal has asked a rank to leave, and all ranks know."""
+
+
+class LeavingControl(Control):
+    """A control by whose gathers ranks agree on leaving: all raise `AskedToLeaveError` at once."""
+
+    def __init__(self, control: Control, asked: ExitSignal) -> None:
+        super().__init__(control.world, control.device, control.group)
+        self._control = control
+        self._asked = asked
+
+    def sum(self, values: list[float]) -> list[float]:
+        return self._control.sum(values)
+
+    def gather(self, value: object) -> list[Any]:
+        everyone = self._control.gather((value, self._asked.name))
+        if names := [name for _, name in everyone if name is not None]:
+            raise AskedToLeaveError(f"receiving {names[0]}")
+        return [value for value, _ in everyone]
 
 
 def planned(
     config: RunConfig, args: Namespace, world: World, control: Control, watchdog: Watchdog
-) -> RunConfig:
+) -> RunConfig | None:
     """The configuration with what the planner chooses on this machine; collective.
 
-    It is `config` itself where nothing is to be measured. `UserError` on all ranks if nothing fits,
-    or if they would choose differently.
+    It is `config` itself where nothing is to be measured; None if a signal asks to leave meanwhile.
+    `UserError` on all ranks if nothing fits, or if they would choose differently.
     """
     if not config.sharding.is_unmeasured:
         return config
-    machine = find_measured(config, control, watchdog)
+    asked = ExitSignal()
+    try:
+        with asked.caught(config.train):
+            machine = find_measured(config, LeavingControl(control, asked), watchdog)
+    except AskedToLeaveError as reason:
+        log = Log(rank=control.world.rank, world_size=control.world.size)
+        where = "while its machine was measured, before it trained"
+        log.log0(f"[exiting program after {reason} {where}] datetime: {datetime.now()}")
+        return None
     watchdog.begins("planning", 0)
     with control.raise_on_all_ranks():
         config = RunConfig.from_args(args, world, machine)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import datetime
-from types import FrameType
 
 from data.loader import Batch
 from paro.distributed.exposed_time import WaitKind
@@ -20,6 +18,7 @@ from paro.report.observer import Observer
 from paro.report.rank_times import RankTimes
 from paro.report.record import IterationRecord, Validation
 from paro.report.report import Report
+from paro.training.exit_signal import ExitSignal
 from paro.training.local_copies import LocalCopies
 from paro.training.replicas import check_replicas
 from paro.training.saving import Saver
@@ -75,7 +74,7 @@ class Loop:
         self._is_first = True
         self._times = RankTimes()  # since the last log line
         self._num_timed = 0
-        self._signal: str | None = None  # the first that asked for an exit
+        self._signal = ExitSignal()
         self._states = self.training.optimizer.state_bytes()
 
     def run(self) -> bool:
@@ -86,12 +85,7 @@ class Loop:
             self._evaluate_at_end()
             self._end()
             return True
-        if config.exit_signal_handler:
-            names = {config.exit_signal, "SIGTERM", "SIGINT"}
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup makes it
-                names.add("SIGHUP")  # of a terminal that is closed
-            for name in names:
-                signal.signal(getattr(signal, name), self._exit_signal_came)
+        self._signal.catch(config)
         if config.manual_gc:
             gc.disable()
             gc.collect()
@@ -128,10 +122,6 @@ class Loop:
         if self.copies is not None and (reason is None or self.saving is not None):
             self.copies.discard()
         return reason is None
-
-    def _exit_signal_came(self, number: int, _frame: FrameType | None) -> None:
-        """Later ones are ignored: torchrun and a terminal may both send one."""
-        self._signal = self._signal or signal.Signals(number).name
 
     def _begin(self, what: str) -> None:
         for observer in self.observers:
@@ -185,7 +175,7 @@ class Loop:
             held=self._held(),
             allocator=allocator_bytes(training.device),
         )
-        if self._signal is not None:
+        if self._signal.name is not None:
             self.report.interrupted()
         self.report.iteration(record)
         if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
@@ -306,7 +296,7 @@ class Loop:
                 self.copies.wait()  # see [Note: generations]
         minutes = self.training.config.exit_duration_in_mins
         return Reasons(
-            signalled=self._signal is not None,
+            signalled=self._signal.name is not None,
             late=minutes is not None and time.monotonic() - _STARTED > minutes * 60.0,
             unsaved=self.saving is not None and self.saving.failed,
         )
@@ -317,7 +307,7 @@ class Loop:
             assert self.saving is not None, "nothing can have failed"
             self.saving.settle()  # waits for it on all ranks, then logs or raises the failure
         if result.reasons.signalled:
-            return f"receiving {self._signal or 'a signal on another rank'}."
+            return f"receiving {self._signal.name or 'a signal on another rank'}."
         if result.reasons.late:
             return f"{config.exit_duration_in_mins} minutes"
         if config.exit_interval and iteration % config.exit_interval == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Machine, Measured
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
+from paro.training.exit_signal import ExitSignal
 from tests.helpers.commands import output_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
@@ -198,16 +200,60 @@ def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
     assert config.sharding.is_unmeasured
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
 
-        def planned(control: Control) -> RunConfig:
+        def planned(control: Control) -> RunConfig | None:
             return start.planned(config, args, TWO_BY_TWO, control, watchdog)
 
         chosen = planned(alone())
+        assert chosen is not None
         assert chosen.sharding.machine is not None
         assert chosen.sharding.machine.measured == ROWS
         assert not chosen.sharding.is_unmeasured
         assert any(line.startswith("planner: chose ") for line in chosen.notices)
         differing = Differing(World(), torch.device("cpu"))
         refused(lambda: planned(differing), "--paro-strategy must be the same on all ranks ... GGG")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
+def test_a_signal_while_measuring_is_met_by_the_handler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    number = signal.Signals[name]
+
+    def measure(_: object, control: Control, **__: object) -> Machine:
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # torchrun and a terminal may both send one
+        control.gather("a time")
+        raise AssertionError("it measured on")
+
+    monkeypatch.setattr(start, "measure_machine", measure)
+    flags = f"{AUTO} --save {tmp_path} --exit-signal-handler --exit-signal SIGUSR2"
+    args = parse_args(flags.split())
+    config = RunConfig.from_args(args, TWO_BY_TWO)
+    before = {each: signal.getsignal(each) for each in ExitSignal.numbers(config.train)}
+    with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
+
+        def leave() -> None:
+            assert start.planned(config, args, TWO_BY_TWO, alone(), watchdog) is None
+
+        try:
+            told = output_of(leave)
+            signal.raise_signal(number)  # late ones are ignored too
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    assert f"[exiting program after receiving {name} " in told
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_signal_that_came_too_late_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(f"{AUTO} --exit-signal-handler").train
+    came: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", came.append)
+    before, asked = signal.getsignal(signal.SIGTERM), ExitSignal()
+    with asked.caught(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert came == [signal.SIGTERM]
 
 
 def test_what_says_its_strategy_measures_nothing() -> None:

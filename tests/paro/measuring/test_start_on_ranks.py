@@ -94,6 +94,29 @@ def test_ranks_measure_once_and_then_train_as_ever(tmp_path: Path) -> None:
     assert again == losses
 
 
+def one_is_signalled() -> None:
+    """Rank 3 gets SIGTERM where it would time links."""
+    briefly()
+    curve = links._curve
+
+    def until_then(*given: Any) -> Any:
+        if dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return curve(*given)
+
+    links._curve = until_then  # type: ignore[assignment]
+
+
+@pytest.mark.ranks
+def test_all_ranks_leave_when_one_gets_a_signal_while_measuring(tmp_path: Path) -> None:
+    words = (*AUTO, "--save", tmp_path / "run", "--train-iters", 2, "--exit-signal-handler")
+    script = ["pretrain_llama.py", *FLAGS.split(), *words]
+    done = run_script(script, 4, before=one_is_signalled)
+    assert done.returncode == 0, done.stderr
+    assert "[exiting program after receiving SIGTERM " in done.stdout
+    assert not [*(tmp_path / "run").glob("machine-*.json")]
+
+
 @pytest.mark.ranks
 def test_a_rank_that_dies_while_measuring_ends_all(tmp_path: Path) -> None:
     words = (*AUTO, "--save", tmp_path / "run", "--train-iters", 2)

@@ -1,0 +1,54 @@
+"""The signals that ask a training to save and leave, under --exit-signal-handler."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from paro.config.train import TrainConfig
+
+
+class ExitSignal:
+    """The first signal that has asked this rank to leave, if any has."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+
+    @property
+    def name(self) -> str | None:
+        return None if self.number is None else self.number.name
+
+    @staticmethod
+    def numbers(config: TrainConfig) -> set[signal.Signals]:
+        """The signals that ask for it by these flags."""
+        if not config.exit_signal_handler:
+            return set()
+        numbers = {signal.Signals[config.exit_signal], signal.SIGTERM, signal.SIGINT}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup makes it
+            numbers.add(signal.SIGHUP)  # of a terminal that is closed
+        return numbers
+
+    def catch(self, config: TrainConfig) -> None:
+        """Notes signals from now on, if the flags ask for it, instead of what they did."""
+        for number in self.numbers(config):
+            signal.signal(number, self._came)
+
+    @contextmanager
+    def caught(self, config: TrainConfig) -> Iterator[None]:
+        """Notes signals while entered; what has come by then comes again.
+
+        After an exception this rank ends, and signals stay noted: others may send theirs late.
+        """
+        before = {number: signal.getsignal(number) for number in self.numbers(config)}
+        self.catch(config)
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if self.number is not None:
+            signal.raise_signal(self.number)
+
+    def _came(self, number: int, _frame: FrameType | None) -> None:
+        """Later ones are ignored: torchrun and a terminal may both send one."""
+        self.number = self.number or signal.Signals(number)
