@@ -38,7 +38,7 @@ from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of
 from paro.training.placement import placement_lines
 from paro.training.planned_time import workload_of
 from paro.training.resume import base_of
-from paro.training.step import Training
+from paro.training.step import Training, samples_without_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +156,9 @@ def _traffic(plan: PlannedRun) -> Iterator[str]:
     memory = RunMemory(config.sharding.machine)
     own, mean = (memory.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(own)}"
+    warmup = samples_without_codes(plan.training)
+    if config.precision.has_codes and mean.inter and warmup:
+        yield f">   with codes; in the first {warmup:,} samples more, without codes"
     if own != mean:
         yield f">   those are rank 0's; on average a rank sends {_sent_text(mean)}"
 

@@ -151,7 +151,8 @@ def train_step(
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
-    training.model.begin_step(num_micro_batches, full_precision=_warms_up(training, state))
+    warms_up = state.scheduled_samples < samples_without_codes(training)
+    training.model.begin_step(num_micro_batches, full_precision=warms_up)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
     sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens, timed.seconds, reasons)
@@ -244,12 +245,10 @@ def _update(training: Training, state: TrainState, *, grad_norm: float, unscale:
         )
 
 
-def _warms_up(training: Training, state: TrainState) -> bool:
-    """Whether nothing is sent as codes yet."""
+def samples_without_codes(training: Training) -> int:
+    """In how many samples at the start of a run nothing is sent as codes."""
     samples = training.config.inter_bits_warmup_samples
-    if samples is None:
-        return state.scheduled_samples < training.schedule.config.lr_warmup_samples
-    return state.scheduled_samples < samples
+    return math.ceil(training.schedule.config.lr_warmup_samples) if samples is None else samples
 
 
 def _forward_backward(
