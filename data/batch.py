@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from data.answered import Marks
 from data.document_bounds import DocumentRules, bounds_of
-from paro.errors import UserError, is_storage_failure
+from paro.errors import UserError, is_storage_failure, open_files_limit
 
 TokenBytes = NDArray[np.int64]  # how many bytes of text each id stands for
 
@@ -118,7 +118,7 @@ def collate(
     )
 
 
-Failure = UserError | OSError  # the latter is of the storage
+Failure = UserError | OSError  # the latter is of the storage, or of the limit of open files
 
 
 @dataclass(eq=False)
@@ -162,6 +162,6 @@ class Fetch(Dataset[Batch | Failure]):
         except UserError as error:
             return error
         except OSError as error:
-            if not is_storage_failure(error):
+            if not is_storage_failure(error) and open_files_limit(error) is None:
                 raise
             return error

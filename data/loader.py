@@ -28,7 +28,7 @@ from data.mock import MockDataset
 from data.sample_order import SPLIT_NAMES, share_of
 from data.tokenizer_config import TokenizerConfig
 from data.waits import Wait
-from paro.errors import UserError
+from paro.errors import UserError, open_files_limit
 from paro.text import listed
 
 _FILES = 14  # of a corpus that may be open: 5 of its own, and 3 with the order of each split
@@ -254,6 +254,8 @@ class MicroBatches:
             batch = self._received(self._source)
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
             # torch's message for a dead worker; the other errors occur while a batch is received.
+            if (limit := open_files_limit(error)) is not None:
+                raise UserError(limit) from error
             text = str(error)
             gone = text.startswith("DataLoader worker (pid")
             if isinstance(error, RuntimeError) and not gone and "shared memory" in text:
@@ -320,6 +322,8 @@ class MicroBatches:
             try:
                 return iter(loader)
             except OSError as error:  # semaphores lie there too
+                if (limit := open_files_limit(error)) is not None:
+                    raise UserError(limit) from error
                 raise self._no_shared_memory(str(error)) from error
 
     def _no_shared_memory(self, cause: str) -> UserError:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -22,6 +24,11 @@ _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_
 # What gloo and NCCL write where a connection broke, or nothing came in time; gloo's own checks,
 # which a bug of ours may fail, have other words.
 _LOST_PEER = re.compile(r"\[(?!enforce)[^\]]*gloo/transport/[^\]]*\] |ncclRemoteError")
+
+
+# What the system writes at the limit of open files, and Python where a process receives some.
+_OUT_OF_FILES = re.compile(f"(?i){os.strerror(errno.EMFILE)}|received 0 items of ancdata")
+_LIMIT, _LIMIT_OF_ALL = "ulimit -n", "fs.file-max"
 
 
 class UserError(ValueError):
@@ -93,6 +100,29 @@ def is_memory_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
 
 
+def open_files_limit(error: BaseException) -> str | None:
+    """One line with the limit and the remedy, if the cause of an error is too many open files."""
+    met: BaseException | None = None
+    cause: BaseException | None = error
+    while cause is not None:
+        met = cause if _OUT_OF_FILES.search(str(cause)) else met
+        cause = cause.__cause__  # of several, what it began with
+    if met is None:
+        return None
+    is_told = any(limit in str(met) for limit in (_LIMIT, _LIMIT_OF_ALL))
+    if is_told and isinstance(met, (UserError, RunError)):
+        return str(met)  # of another rank or process
+    file = met.filename if isinstance(met, OSError) else None
+    where = f" at {file}" if file else ""
+    if os.strerror(errno.ENFILE) in str(met):
+        return one_line(f"too many open files on this machine{where}: raise its {_LIMIT_OF_ALL}")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return one_line(
+        f"too many open files{where}: a process may have {limit} here; raise the limit before the "
+        f"start, as with {_LIMIT} 65536 or docker run --ulimit nofile=65536"
+    )
+
+
 def lost_peer(error: BaseException) -> str | None:
     """How the connection to another rank failed, if that is the cause of an error."""
     cause: BaseException | None = error
@@ -109,6 +139,8 @@ def lost_peer(error: BaseException) -> str | None:
 
 def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | PeerError:
     """What the other ranks raise where this one meets `error`."""
+    if (limit := open_files_limit(error)) is not None:
+        return UserError(limit)
     if isinstance(error, (UserError, RunError, PeerError)):
         return error
     if is_storage_failure(error):
@@ -120,6 +152,8 @@ def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | Pee
 
 def describe(error: BaseException) -> str:
     """A short one-line description of an exception."""
+    if (limit := open_files_limit(error)) is not None:
+        return limit
     if isinstance(error, (UserError, RunError, PeerError)):
         return str(error)
     if is_memory_failure(error):
@@ -147,12 +181,17 @@ def _describe_memory(text: str) -> str:
 
 @contextmanager
 def reading(what: str, *, how: str = "read") -> Iterator[None]:
-    """Around a call that reads what the user named: an error of the system is a `UserError`."""
+    """Around a call that reads what the user named: an error of the system is a `UserError`.
+
+    Too many open files are not the fault of this one: that error is left as it is.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not UTF-8 text") from error
     except OSError as error:
+        if open_files_limit(error) is not None:
+            raise
         text = f"{what} cannot be {how}: {error.strerror or error}"
         if is_storage_failure(error):
             raise OSError(error.errno, text) from error

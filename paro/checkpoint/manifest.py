@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from paro.errors import UserError, describe, reading
+from paro.errors import UserError, describe, open_files_limit, reading
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import Count, conform, read_json
@@ -226,6 +226,8 @@ def damaged(path: Path) -> Iterator[None]:
         detail = str(error).removeprefix(str(path)).removeprefix(":").strip()
         raise DamagedError(f"{path} is damaged ({detail})") from None
     except OSError as error:
+        if open_files_limit(error) is not None:
+            raise
         raise DamagedError(f"{path} is damaged ({describe(error)})") from None
 
 

@@ -26,7 +26,7 @@ from torch.serialization import _get_layout
 
 from paro.checkpoint.directory import METADATA
 from paro.checkpoint.manifest import DamagedError
-from paro.errors import describe
+from paro.errors import describe, open_files_limit
 from paro.untrusted.pickled import CheckedUnpickler
 from paro.untrusted.regular_file import read_bytes
 
@@ -44,6 +44,8 @@ def read_metadata(directory: Path) -> Metadata:
     try:
         metadata = _MetadataUnpickler(read_bytes(path, max_bytes=MAX_BYTES)).load()
     except Exception as error:  # an unpickler fails in many ways
+        if open_files_limit(error) is not None:
+            raise
         detail = describe(error).removeprefix(f"{path} ")
         raise DamagedError(
             f"{path} is missing or damaged ({detail}): resume from another iteration"

@@ -32,7 +32,7 @@ from paro.checkpoint.directory import in_files
 from paro.checkpoint.manifest import DamagedError, Manifest, Stretch, Stretches, size_of
 from paro.checkpoint.planners import items_to_read, rectangle
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
-from paro.errors import describe
+from paro.errors import describe, open_files_limit
 from paro.untrusted.checksum import crc32
 
 Place = tuple[str, int, int]  # file name, offset and length in bytes
@@ -215,6 +215,8 @@ class CheckedReader:
                             asked += 1
                         self._read_rectangle(file, place, reads)
             except OSError as error:
+                if open_files_limit(error) is not None:
+                    raise
                 raise DamagedError(f"{path} is damaged ({describe(error)})") from error
 
     def _read_rectangle(self, file: FileIO, place: Place, reads: Sequence[Read]) -> None:

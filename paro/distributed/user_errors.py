@@ -30,6 +30,7 @@ from paro.errors import (
     is_memory_failure,
     is_storage_failure,
     lost_peer,
+    open_files_limit,
     printing,
 )
 from paro.text import shown
@@ -59,7 +60,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
         with printing():
             sys.stdout.flush()
     except UserError as error:
-        _leave_with_line(name, str(error), 2, on_this_rank=error.on_this_rank)
+        told = open_files_limit(error) or str(error)
+        _leave_with_line(name, told, 2, on_this_rank=error.on_this_rank)
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:
@@ -74,6 +76,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout.fileno()):
             _leave(128 + signal.SIGPIPE)
+        if (limit := open_files_limit(error)) is not None:
+            _leave_with_line(name, limit, 2, on_this_rank=True)
         if (lost := lost_peer(error)) is not None:
             is_printing_rank = local_rank_to_print() == 0
             if is_printing_rank:

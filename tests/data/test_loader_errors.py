@@ -18,6 +18,8 @@ from paro.errors import describe, is_storage_failure
 from tests.data.test_loader import NUM_WORKERS, Numbered, batches_of, built, samples_in
 from tests.helpers.refusals import refused
 
+EMFILE = OSError(errno.EMFILE, "Too many open files")
+
 
 @pytest.mark.process
 def test_a_killed_worker_is_one_line() -> None:
@@ -98,17 +100,33 @@ def test_corpora_without_checksums_are_told_in_one_line(prefix: str) -> None:
     assert told(*others) == [f"{start}{others[0]}, {others[1]}, {others[2]} and 1 more{ending}"]
 
 
+NO_SHM = "--num-workers 1 needs /dev/shm"
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("place", "error"),
+    ("place", "error", "told"),
     [
-        ("utils.data.dataloader.DataLoader.__iter__", OSError(errno.EROFS, "Read-only")),
-        ("Tensor.share_memory_", RuntimeError("unable to allocate shared memory(shm): full (28)")),
+        ("utils.data.dataloader.DataLoader.__iter__", OSError(errno.EROFS, "Read-only"), NO_SHM),
+        ("Tensor.share_memory_", RuntimeError("no shared memory(shm): full (28)"), NO_SHM),
+        ("utils.data.dataloader.DataLoader.__iter__", EMFILE, "ulimit -n"),
+        ("Tensor.share_memory_", RuntimeError(f"no shared memory: {EMFILE} (24)"), "ulimit -n"),
     ],
 )
-def test_processes_without_shared_memory_are_told_what_they_need(
-    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+def test_processes_are_told_which_resource_they_lack(
+    place: str, error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"torch.{place}", Mock(side_effect=error))
-    told = f"--num-workers 1 needs /dev/shm ... {error!s}"
-    refused(lambda: next(batches_of(num_workers=1)), told)
+    line = refused(lambda: next(batches_of(num_workers=1)), told)
+    assert ("/dev/shm" in line) == (told is NO_SHM)
+    assert (str(error) in line) == (told is NO_SHM)
+
+
+@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+def test_a_worker_without_open_files_left_says_so(num_workers: int) -> None:
+    batches = batches_of(Numbered(broken_at=1, error=EMFILE), num_workers=num_workers)
+    next(batches)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        next(batches)
+    assert "ulimit -n" in describe(caught.value.with_traceback(None))
+    del caught

@@ -22,10 +22,12 @@ from paro.errors import (
     is_memory_failure,
     is_storage_failure,
     lost_peer,
+    open_files_limit,
     reading,
     writing,
 )
 from paro.text import printable, shown
+from tests.helpers.refusals import says
 
 
 def test_mistakes_are_one_line_each() -> None:
@@ -86,6 +88,48 @@ def test_bugs_and_storage_are_not_the_user_s_mistakes() -> None:
     assert not is_storage_failure(FileNotFoundError(errno.ENOENT, "no"))
 
 
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]"
+FULL = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/c7.bin")
+OF_A_WORKER = RuntimeError("Too many open files. Communication with the workers is no longer pos")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "told"),
+    [
+        (FULL, None, "too many open files at /data/c7.bin ... ulimit -n"),
+        (UserError("the corpus is damaged"), FULL, "at /data/c7.bin ... ulimit -n"),
+        (UserError("c7 cannot be opened: Too many open files; write it again"), None, "ulimit -n"),
+        (ImportError("libx.so: cannot open: Too many open files"), None, "ulimit -n"),
+        (OF_A_WORKER, None, "ulimit -n"),
+        (RuntimeError("received 0 items of ancdata"), None, "ulimit -n"),
+        (RuntimeError(f"{GLOO.partition(']')[0]}] socket: Too many open files"), None, "ulimit -n"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), None, "fs.file-max"),
+    ],
+)
+def test_too_many_open_files_name_the_limit_and_nothing_else(
+    error: Exception, cause: Exception | None, told: str
+) -> None:
+    error.__cause__ = cause
+    shared = for_all_ranks(error, 3)
+    assert isinstance(shared, UserError)
+    line = says(str(shared), told)
+    assert "corpus" not in line
+    assert "again" not in line
+    assert describe(error) == open_files_limit(error) == line
+    again = pickle.loads(pickle.dumps(shared))
+    assert open_files_limit(again) == line
+    with pytest.raises(type(error)) as caught, about("c7: ", "; write it again"), reading("c7"):
+        raise error
+    if isinstance(error, OSError):  # neither the file's fault nor the corpus's
+        assert caught.value is error
+
+
+def test_other_errors_have_nothing_to_do_with_the_limit_of_open_files() -> None:
+    lost = RuntimeError("lost")
+    lost.__cause__ = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/c7.bin")
+    assert open_files_limit(lost) is None
+
+
 def test_about_keeps_the_kind_of_a_mistake() -> None:
     class OwnError(UserError):
         pass
@@ -138,7 +182,6 @@ def test_what_other_ranks_raise() -> None:
     assert for_all_ranks(bug, 1) is bug
 
 
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [::1]"
 CHECK = "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.nbytes. 4 vs 2"
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +92,28 @@ def test_a_damaged_newest_one_is_named_and_passed_over(
         lambda: load_checkpoint(saved.parent, shards, wanted=Loading(iteration=200)),
         f"--load {saved.parent}: ... {name} ... another --ckpt-step",
     )
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "common.json", ".metadata", "__0_0.distcp"])
+def test_a_process_without_open_files_left_passes_over_no_checkpoint(
+    saved: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limited(own: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, *words: Any, **named: Any) -> Any:
+            if str(path).endswith(name):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            return own(path, *words, **named)
+
+        return opened
+
+    monkeypatch.setattr(os, "open", limited(os.open))
+    monkeypatch.setattr(io, "open", limited(io.open))  # which Path.open calls
+    lines: list[str] = []
+    shards = make_shards(ONE, 0, filled=True)
+    load = partial(load_checkpoint, saved.parent, shards, log=lines.append)
+    line = refused(load, f"{saved / name} ... ulimit -n")
+    assert "damaged" not in line
+    assert lines == []
 
 
 def test_a_converted_model_behind_a_damaged_one_has_no_moments_of_that(tmp_path: Path) -> None:
