@@ -84,6 +84,23 @@ def test_without_a_gpu_there_is_nothing_to_mark_or_to_record(
     assert not place.exists()
 
 
+def test_the_snapshot_of_an_earlier_start_is_kept_and_later_ones_replace_the_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", None, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", dict)
+    place = tmp_path / "snapshot.pickle"
+    place.write_text("of an earlier start that ran out of memory")
+    recording = config(record_memory_history=True, memory_snapshot_path=str(place))
+    history = MemoryHistory(recording, Log(), torch.device("cuda"))
+    history.begins("saving", 1)
+    history.ends()
+    earlier = tmp_path / "snapshot.pickle.earlier_1"
+    assert sorted(tmp_path.iterdir()) == [place, earlier]
+    assert earlier.read_text() == "of an earlier start that ran out of memory"
+
+
 @pytest.mark.gpu
 def test_a_gpus_allocations_are_written(tmp_path: Path) -> None:
     place = tmp_path / "snapshot.pickle"
