@@ -34,7 +34,7 @@ from data.sample_order import (
 )
 from data.stored_array import StoredArray
 from data.waits import Wait
-from paro.errors import UserError
+from paro.errors import UserError, open_files_limit
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import read_text
 
@@ -94,7 +94,8 @@ def cached_arrays(
             _write(entry, arrays)
         except OSError as error:
             # numpy gives no reason if only a part of an array was written.
-            cause = f"{entry.folder} cannot be written: {error.strerror or 'no room is left'}"
+            why = open_files_limit(error) or error.strerror or "no room is left"
+            cause = f"{entry.folder} cannot be written: {why}"
             return arrays, f"indices kept in memory, {cause}"
     return _read(entry, expected) or arrays, f"indices written to {entry.folder}"
 

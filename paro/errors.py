@@ -166,7 +166,7 @@ def describe(error: BaseException) -> str:
 
 def type_and_message(error: Exception) -> str:
     """An exception of another library as one line, with all lines of its message."""
-    return one_line(f"{type(error).__name__}: {error}")
+    return open_files_limit(error) or one_line(f"{type(error).__name__}: {error}")
 
 
 def _describe_memory(text: str) -> str:

@@ -65,6 +65,8 @@ def run_script(name: str, main: Callable[[], None]) -> NoReturn:
     except RunError as error:
         _leave_with_line(name, str(error), 1, on_this_rank=False)
     except PeerError as error:
+        if (limit := open_files_limit(error)) is not None:
+            _leave_with_line(name, limit, 2, on_this_rank=True)
         _wait_to_be_ended(1, _PRINTING_RANK_SECONDS)
         if local_rank_to_print() == 0:
             _print_error(f"{name}: error: {error}")

@@ -208,7 +208,7 @@ def write_machine(path: Path, machine: Machine) -> str:
         with replacing(path) as temporary:
             temporary.write_text(machine_to_json(machine), encoding="utf-8")
     except OSError as error:
-        return f"the next start measures again, {path} cannot be written: {error.strerror}"
+        return f"the next start measures again, {path} cannot be written: {describe(error)}"
     return f"machine file {path}, which --paro-machine takes"
 
 

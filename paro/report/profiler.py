@@ -10,7 +10,7 @@ import torch
 
 from data.atomic_file import replacing
 from paro.distributed.profile_range import record_ranges
-from paro.errors import UserError
+from paro.errors import UserError, describe
 from paro.report.earlier import set_aside
 from paro.report.log import Log
 from paro.report.observer import Observer
@@ -103,7 +103,7 @@ class Profiler(Observer):
             self._profile.export_chrome_trace(str(place))
             self._log.show(f"[Rank {self._log.rank}] profile written to {place}")
         except (OSError, RuntimeError) as error:
-            self._log.show(f"[Rank {self._log.rank}] the profile is lost: {error}")
+            self._log.show(f"[Rank {self._log.rank}] the profile is lost: {describe(error)}")
         self._profile = None
 
 
@@ -146,4 +146,4 @@ class MemoryHistory(Observer):
             with replacing(self._place) as temporary:
                 temporary.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
         except OSError as error:
-            self._log.show(f"[Rank {self._log.rank}] no memory snapshot: {error}")
+            self._log.show(f"[Rank {self._log.rank}] no memory snapshot: {describe(error)}")

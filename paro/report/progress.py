@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from paro.errors import UserError
+from paro.errors import UserError, describe
 from paro.report.log import Log
 from paro.report.record import RunFacts
 from paro.untrusted.regular_file import read_bytes
@@ -89,7 +89,7 @@ class ProgressFile:
                 stream.write(f"{now}\tJob ID: {self.job_id}\t# GPUs: {ranks}\t{text}\n")
         except OSError as error:
             self._is_open = False
-            self.log.log0(f"--log-progress is left out from here on: {error}")
+            self.log.log0(f"--log-progress is left out from here on: {describe(error)}")
 
 
 def first_start(lines: Sequence[str], world_size: int) -> tuple[datetime, float] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paro.errors import type_and_message, writing
+from paro.errors import describe, type_and_message, writing
 from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
@@ -47,7 +47,7 @@ class Records:
         try:
             self.metrics.write(metrics)
         except OSError as error:  # e.g. a full disk: this must not stop the training
-            self.log.log0(f"--metrics-file is left out from here on: {error}")
+            self.log.log0(f"--metrics-file is left out from here on: {describe(error)}")
             self.metrics = None
 
     def add(self, write: Callable[[RunRecord], None]) -> None:
@@ -57,7 +57,8 @@ class Records:
         try:
             write(self.run)
         except OSError as error:
-            self.log.log0(f"the record of --metrics-file is left out from here on: {error}")
+            told = describe(error)
+            self.log.log0(f"the record of --metrics-file is left out from here on: {told}")
             self.run = None
 
     def close(self) -> None:

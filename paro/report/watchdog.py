@@ -23,7 +23,7 @@ from typing import TextIO
 
 from data.atomic_file import replacing
 from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
-from paro.errors import UserError, writing
+from paro.errors import UserError, describe, writing
 from paro.report.observer import Observer
 
 _BEAT_SECONDS = 1.0
@@ -157,7 +157,7 @@ class Watchdog(Observer):
             with replacing(path) as temporary:
                 temporary.write_text(json.dumps(beat) + "\n", encoding="utf-8")
         except OSError as error:
-            self._say(f"--heartbeat-file is left out from here on: {error}\n")
+            self._say(f"--heartbeat-file is left out from here on: {describe(error)}\n")
             self._heartbeat = None
         self._beaten = state
 
@@ -170,7 +170,7 @@ class Watchdog(Observer):
                 temporary.write_bytes(recorded)
             note = f"its last collectives are in {path}: torchfrtrace {path.parent} compares ranks"
         except (OSError, RuntimeError) as error:
-            note = f"--flight-recorder-dir: {error}"
+            note = f"--flight-recorder-dir: {describe(error)}"
         self._say(f"[Rank {self._rank}] {note}\n")
 
     def _stacks(self, state: _State, stalled: float) -> str:

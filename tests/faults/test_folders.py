@@ -53,7 +53,7 @@ def test_disk_full_for_a_record(scenario: Scenario, flag: str, tmp_path: Path) -
         fill(disk)
         scenario.run.release()
         scenario.ends(job, [0], within=30.0)
-        assert f"{flag} is left out from here on: [Errno 28] No space left" in job.text()
+        assert f"{flag} is left out from here on: No space left" in job.text()
     scenario.is_saved_whole()
 
 

@@ -24,6 +24,7 @@ from paro.errors import (
     lost_peer,
     open_files_limit,
     reading,
+    type_and_message,
     writing,
 )
 from paro.text import printable, shown
@@ -115,7 +116,7 @@ def test_too_many_open_files_name_the_limit_and_nothing_else(
     line = says(str(shared), told)
     assert "corpus" not in line
     assert "again" not in line
-    assert describe(error) == open_files_limit(error) == line
+    assert describe(error) == type_and_message(error) == open_files_limit(error) == line
     again = pickle.loads(pickle.dumps(shared))
     assert open_files_limit(again) == line
     with pytest.raises(type(error)) as caught, about("c7: ", "; write it again"), reading("c7"):

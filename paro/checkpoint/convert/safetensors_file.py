@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.errors import UserError, describe
+from paro.errors import UserError, describe, open_files_limit
 from paro.untrusted.regular_file import check_regular
 
 _DTYPES = {  # in the order in which the library writes tensors
@@ -48,6 +48,8 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
                     rows=partial(_read_rows, path, name),
                 )
     except (OSError, SafetensorError) as error:
+        if open_files_limit(error) is not None:
+            raise
         raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
     return tensors
 

@@ -19,7 +19,7 @@ from torch.serialization import (
 )
 
 from paro.checkpoint.convert.source import LazyTensor
-from paro.errors import UserError, describe
+from paro.errors import UserError, describe, open_files_limit
 from paro.untrusted.regular_file import check_regular
 
 
@@ -50,6 +50,8 @@ def load_torch_file(path: Path) -> Any:
             f"{path} names code that cannot be left out: nothing of it was run, and it is not read"
         ) from None
     except Exception as error:  # damage causes many kinds of errors
+        if open_files_limit(error) is not None:
+            raise
         raise UserError(f"{path} is missing, truncated or damaged ({describe(error)})") from (None)
 
 
