@@ -30,12 +30,15 @@ def corrected(
 ) -> str:
     """The flags to give instead of `words`, ready to paste; empty if only values are to change.
 
-    Flags that are refused, unknown or without effect are left out or replaced. The arguments in
-    `better`, by their names, have other values, and are left out if these are their defaults. The
-    flags in `refused` have values that the parser did not take.
+    Flags that are refused, unknown or without effect are left out or replaced; a guess for an
+    unknown one never replaces a flag that is given. The arguments in `better`, by their names, have
+    other values, and are left out if these are their defaults. The flags in `refused` have values
+    that the parser did not take.
     """
     actions = parser._option_string_actions
     instead = replacements(args)
+    heads = (flag.partition("=")[0] for flag, *_ in by_flag(words))
+    given = {actions[name].dest for name in heads if name in actions}
     kept: dict[str, list[str]] = {}
     added: list[list[list[str]]] = []
     left_out: list[str] = []
@@ -47,7 +50,7 @@ def corrected(
         if name in instead:
             added.append(list(by_flag(instead[name])))
             continue
-        names = [name] if name in actions else known_as(name, parser)
+        names = [name] if name in actions else known_as(name, values, parser, given)
         if not names or name == YAML_FLAG:  # its flags are in words
             continue
         *switches, name = names

@@ -18,6 +18,7 @@ from paro.arguments.unknown import SYNONYMS, hint_for
 from paro.errors import UserError
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
+from tools.planning.workload import make_parser
 
 
 @pytest.mark.parametrize(
@@ -190,6 +191,8 @@ def test_hints_lead_to_flags_that_do_something() -> None:
     # Typing errors in a flag that is refused.
     for slip in ("--fp8-formats", "--sequence-paralel", "--num-expert"):
         assert set(re.findall(r"--[\w-]+", hint_for(slip, build_parser()))) <= known, slip
+    for flag in make_parser()._option_string_actions.keys() - known:
+        assert "tools/plan.py" in hint_for(flag, build_parser()), flag
 
 
 YAML = """
