@@ -13,6 +13,7 @@ from paro.arguments.yaml_flags import FLAG as YAML_FLAG
 from paro.text import listed, one_line
 
 _LONGEST = 1000  # characters of a value that may be offered: a line is to be readable
+_FRUGAL = [["--paro-strategy", "GGG"]]
 # What a flag that is added takes the place of.
 _REPLACES = {
     "--paro-strategy": ("--use-distributed-optimizer",),
@@ -66,14 +67,19 @@ def corrected(
         if other is not ...:
             values = list(map(str, other)) if isinstance(other, list) else [str(other)]
         kept[name] = [name, *values[:most]]
+    notes = [one_line(f"Left out for their values: {listed(left_out)}")] if left_out else []
     for groups in added:
         if groups and groups[0][0] not in kept:
             kept |= {group[0]: group for group in groups}
+            if groups == _FRUGAL:
+                notes.append(
+                    f"{' '.join(_FRUGAL[0])} needs the least memory of all and sends the most: "
+                    "tools/plan.py finds the fastest strategy that fits"
+                )
             for other in _REPLACES.get(groups[0][0], ()):
                 kept.pop(other, None)
     groups = list(kept.values())
     if not is_foreign:
         return ""
-    notes = [one_line(f"Left out for their values: {listed(left_out)}")] if left_out else []
     head = "These flags are left; paste them after pretrain_llama.py:"
     return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tomllib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ _PARTS = (
     ("no dropout in attention", "--attention-dropout"),
     ("no dropout behind it", "--hidden-dropout"),
 )
+# The arguments that cut one copy of a model into as many parts as their product.
+_CUTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 class Outcome(Enum):
@@ -139,9 +142,10 @@ def refused(args: Namespace) -> dict[str, list[str]]:
     They would train another model or need an unsupported feature.
     """
     found: dict[str, list[str]] = {}
+    degree = math.prod(max(1, getattr(args, name, 1)) for name in _CUTS)
     for rule, flag, values in _given(args):
         if not _is_accepted(rule, args, values):
-            instead = rule.instead.format(value=" ".join(map(str, values)))
+            instead = rule.instead.format(value=" ".join(map(str, values)), degree=degree)
             found.setdefault(instead, []).append(_spelled(flag, values))
     return found
 

@@ -257,7 +257,7 @@ def _reason(rule: Rule) -> str:
     if rule.outcome is Outcome.REFUSED:
         return rule.instead
     other = f"; else refused: {rule.instead}" if rule.instead else ""
-    return f"{rule.why}{other}".replace("{value}", "X")
+    return f"{rule.why}{other}".format(value="X", degree="X")
 
 
 def _spelled(rule: Rule) -> str:

@@ -100,10 +100,21 @@ def test_what_is_refused_says_what_to_do() -> None:
         flag = member(rule.flag)
         (line,) = [line for line in lines if flag in re.split(r"[ ,]", line.split(" not ")[0])]
         value = {int: "7", float: "7.0", str: "7"}[type(rule.values[0])] if rule.values else ""
-        assert line.endswith(f" not supported: {rule.instead.format(value=value)}")
+        assert line.endswith(f" not supported: {rule.instead.format(value=value, degree=49)}")
         assert f"{flag} {value}".rstrip() in line
         assert "{" not in line
     assert len(lines) < len(rules), "one line for those with the same way out"
+
+
+@pytest.mark.parametrize(
+    ("words", "degree"),
+    [("TENSOR 2", 2), ("PIPELINE 4 TENSOR 1", 4), ("TENSOR 2 PIPELINE 4", 8), ("TENSOR 0", 1)],
+)
+def test_a_group_has_as_many_ranks_as_a_model_was_cut_into_parts(words: str, degree: int) -> None:
+    for name in ("TENSOR", "PIPELINE"):
+        words = words.replace(name, f"--{name.lower()}-model-parallel-size")
+    (line,) = refusals(parse_args(words.split()))
+    says(line, f"--paro-group-size {degree}")
 
 
 def test_a_word_behind_a_flag_without_effect_belongs_to_it_alone() -> None:

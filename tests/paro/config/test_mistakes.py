@@ -18,12 +18,18 @@ SMALL = (
 )
 
 
-def answer(words: str) -> tuple[list[str], list[str]]:
-    """The mistakes in a command line, and the words that are offered in its place."""
+def mistake(words: str) -> UserError:
+    """The refusal of a command line."""
     with pytest.raises(UserError) as caught:
         parse_args(shlex.split(words), wrong_values=wrong_values)
-    _, _, left = caught.value.example.partition("paste them after pretrain_llama.py:")
-    return list(caught.value.args), shlex.split(left.replace("\\\n", " "))
+    return caught.value
+
+
+def answer(words: str) -> tuple[list[str], list[str]]:
+    """The mistakes in a command line, and the words that are offered in its place."""
+    error = mistake(words)
+    _, _, left = error.example.partition("paste them after pretrain_llama.py:")
+    return list(error.args), shlex.split(left.replace("\\\n", " "))
 
 
 def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
@@ -128,6 +134,13 @@ def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
     _, words = answer(f"{common} {given}")
     assert shlex.join(words).removeprefix(common).strip() == left
     configured(words)
+
+
+def test_a_strategy_that_is_put_in_place_of_other_flags_is_not_called_the_fastest() -> None:
+    common = f"{SMALL} --world-size 4 --micro-batch-size 1 --train-iters 9"
+    for given, is_new in (("", True), ("--paro-strategy IIG", False)):
+        told = mistake(f"{common} --pipeline-model-parallel-size 2 {given}").example
+        assert ("GGG needs the least memory" in told) is ("tools/plan.py" in told) is is_new
 
 
 FLAGS = {
