@@ -33,8 +33,8 @@ def corrected(
 
     Flags that are refused, unknown or without effect are left out or replaced; a guess for an
     unknown one never replaces a flag that is given. The arguments in `better`, by their names, have
-    other values, and are left out if these are their defaults. The flags in `refused` have values
-    that the parser did not take.
+    other values: they are left out if these are their defaults, and added if they are not given.
+    The flags in `refused` have values that the parser did not take.
     """
     actions = parser._option_string_actions
     instead = replacements(args)
@@ -68,18 +68,30 @@ def corrected(
             values = list(map(str, other)) if isinstance(other, list) else [str(other)]
         kept[name] = [name, *values[:most]]
     notes = [one_line(f"Left out for their values: {listed(left_out)}")] if left_out else []
-    for groups in added:
-        if groups and groups[0][0] not in kept:
-            kept |= {group[0]: group for group in groups}
-            if groups == _FRUGAL:
-                notes.append(
-                    f"{' '.join(_FRUGAL[0])} needs the least memory of all and sends the most: "
-                    "tools/plan.py finds the fastest strategy that fits"
-                )
-            for other in _REPLACES.get(groups[0][0], ()):
-                kept.pop(other, None)
+    notes += _replace(kept, added)
+    for action in parser._actions:
+        new = better.get(action.dest)
+        if action.dest not in given and new not in (None, action.default):
+            kept.setdefault(action.option_strings[0], [action.option_strings[0], str(new)])
     groups = list(kept.values())
     if not is_foreign:
         return ""
     head = "These flags are left; paste them after pretrain_llama.py:"
     return "\n".join([*notes, head, " \\\n".join(wrapped(groups))])
+
+
+def _replace(kept: dict[str, list[str]], added: Sequence[list[list[str]]]) -> list[str]:
+    """Adds flags in place of others, unless they are given; returns notes about them."""
+    notes = []
+    for groups in added:
+        if not groups or groups[0][0] in kept:
+            continue
+        kept |= {group[0]: group for group in groups}
+        if groups == _FRUGAL:
+            notes.append(
+                f"{' '.join(_FRUGAL[0])} needs the least memory of all and sends the most: "
+                "tools/plan.py finds the fastest strategy that fits"
+            )
+        for other in _REPLACES.get(groups[0][0], ()):
+            kept.pop(other, None)
+    return notes

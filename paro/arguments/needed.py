@@ -21,6 +21,13 @@ _DATA = (
     *("--train-data-path", "--valid-data-path", "--test-data-path"),
 )
 _TOKENIZER = ("--tokenizer-type", "--vocab-file", "--merge-file")
+_VOCABULARY = ("--vocab-size", "--padded-vocab-size", "--llama-preset")
+ANY_VOCABULARY = 32000  # ids, as LLaMA-2 has
+# What a dry run can do without a tokenizer.
+VOCABULARY = (
+    "a dry run needs only a size: give --tokenizer-type NullTokenizer --vocab-size N, such as "
+    f"{ANY_VOCABULARY}"
+)
 # What stands in for a missing flag while the values of others are checked.
 _STAND_INS: dict[str, dict[str, object]] = {
     "--seq-length": {"seq_length": 1},
@@ -56,8 +63,9 @@ def missing_flags(
         lines.append("--data-path is missing: a corpus; or --mock-data for synthetic tokens")
     if loaded or not args.use_checkpoint_args:
         lines = [*missing_sizes(args, named), *lines]
-        if not _any_given(args, named, *_TOKENIZER, "--mock-data"):
-            lines.append("--tokenizer-type is missing; only --mock-data needs none")
+        if not _any_given(args, named, *_TOKENIZER, "--mock-data", *_VOCABULARY * args.dry_run):
+            without = VOCABULARY if args.dry_run else "only --mock-data needs none"
+            lines.append(f"--tokenizer-type is missing; {without}")
     if args.dry_run and not _any_given(args, named, "--world-size"):
         lines.append("--dry-run needs --world-size N: the ranks to plan for")
     return lines

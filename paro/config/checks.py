@@ -48,10 +48,11 @@ _MUON = tuple(asdict(MuonConfig()))
 
 
 def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
-    if data.seq_length > model.max_position_embeddings:
+    length, most = data.seq_length, model.max_position_embeddings
+    if length > most:
         raise UserError(
-            f"--seq-length {data.seq_length} is above --max-position-embeddings "
-            f"{model.max_position_embeddings}: shorten the one or raise the other"
+            f"--seq-length {length} is above --max-position-embeddings {most}: give "
+            f"--max-position-embeddings {length}, or --seq-length {most}"
         )
 
 

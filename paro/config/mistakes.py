@@ -5,17 +5,20 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 
-from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TOKENIZER_TYPES
+from model.config import LLAMA_PRESETS
 from paro.arguments.flag_parser import PATHS
-from paro.arguments.needed import flags_in, missing_flags, with_stand_ins
+from paro.arguments.needed import ANY_VOCABULARY, flags_in, missing_flags, with_stand_ins
 from paro.arguments.parser import WrongValues, build_parser, take
 from paro.config.context_parallel import sharing
 from paro.config.fitting import better_values, with_values
+from paro.config.model import vocab_size_given
 from paro.config.parts import take_tokenizer
 from paro.config.run import distinct, value_mistakes
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError
+
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def wrong_values(args: Namespace) -> WrongValues:
@@ -31,7 +34,7 @@ def wrong_values(args: Namespace) -> WrongValues:
         return [line for line in lines if not missing & flags_in([line])]
 
     told = wrong({})
-    better = _fitting_type(filled) | _fitting_sizes(filled, missing)
+    better = _fitting_tokenizer(args) | _fitting_positions(filled) | _fitting_sizes(filled, missing)
     while rest := wrong(better):  # also what others hid
         told += rest
         helps = (
@@ -75,18 +78,33 @@ def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, objec
     return {} if "--world-size" in missing else better_values(args, world.data_parallel_size)
 
 
-def _fitting_type(args: Namespace) -> dict[str, object]:
-    """The tokenizer type that reads the given files, instead of one that does not exist here."""
-    given = args.tokenizer_type
-    if given is None or given in TOKENIZER_TYPES:
+def _fitting_positions(args: Namespace) -> dict[str, object]:
+    """As many positions as tokens, where a preset has fewer."""
+    preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
+    given = args.max_position_embeddings or 0
+    if not preset or args.seq_length <= max(given, preset.max_position_embeddings):
         return {}
-    for name in TOKENIZER_TYPES:
-        better: dict[str, object] = {"tokenizer_type": name}
+    return {"max_position_embeddings": args.seq_length}
+
+
+def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
+    """The tokenizer type that reads the given files, instead of one that does not exist here.
+
+    A dry run without such files gets a vocabulary in their place.
+    """
+    given, is_known = args.tokenizer_type, args.tokenizer_type in (None, *TOKENIZER_TYPES)
+    if is_known and not args.dry_run:
+        return {}
+    files = [file for name in _FILES if (file := getattr(args, name)) is not None]
+    for name in (given,) if is_known else TOKENIZER_TYPES:
+        better = {} if is_known else {"tokenizer_type": name}
         try:
-            config = take_tokenizer(with_values(args, better))
-            build_tokenizer(config)
+            config, _ = take_tokenizer(with_values(args, better))
         except UserError:
             continue
-        if name != "NullTokenizer" or not config.files:
+        if [*config.files] == files and not (files and name == "NullTokenizer"):
             return better
-    return {"tokenizer_type": "HuggingFaceTokenizer"}
+    if not args.dry_run:
+        return {"tokenizer_type": "HuggingFaceTokenizer"}
+    size = {} if vocab_size_given(args) else {"vocab_size": ANY_VOCABULARY}
+    return {"tokenizer_type": "NullTokenizer", **dict.fromkeys(_FILES), **size}

@@ -60,6 +60,13 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
     )
 
 
+def vocab_size_given(args: Namespace) -> int | None:
+    """The size of a vocabulary without a tokenizer: that of flags, of the preset, or its rows."""
+    preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].vocab_size
+    sizes: tuple[int | None, ...] = (args.vocab_size, preset, args.padded_vocab_size)
+    return next((size for size in sizes if size is not None), None)
+
+
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
     """The preset's sizes, without those that are derived from sizes that flags changed."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
+from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
-from model.config import LLAMA_PRESETS
+from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import take
 from paro.config.batch_schedule import BatchSchedule, parse_steps
 from paro.config.checkpoint import with_checkpoint_schedule
+from paro.config.model import vocab_size_given
 from paro.config.train import TrainConfig
 from paro.distributed.world import World
 from paro.errors import UserError, contradiction
@@ -139,15 +142,31 @@ def take_data(args: Namespace) -> DataConfig:
     return take(DataConfig, args, **words)
 
 
-def take_tokenizer(args: Namespace) -> TokenizerConfig:
+def take_tokenizer(args: Namespace) -> tuple[TokenizerConfig, Tokenizer]:
+    """The tokenizer; a vocabulary without pieces for synthetic tokens without one.
+
+    A dry run needs only the number of ids: the vocabulary that flags give stands for a tokenizer
+    that is not on this machine.
+    """
     flags = dict(vars(args))
-    if args.mock_data and not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+    if not any((args.tokenizer_type, args.vocab_file, args.merge_file)):
+        assert args.mock_data or args.dry_run, "a missing --tokenizer-type was refused before"
         flags["tokenizer_type"] = "NullTokenizer"
-    if flags["tokenizer_type"] == "NullTokenizer" and args.vocab_size is None and args.llama_preset:
-        flags["vocab_size"] = LLAMA_PRESETS[args.llama_preset].vocab_size
+    size = vocab_size_given(args)
+    if flags["tokenizer_type"] == "NullTokenizer":
+        flags["vocab_size"] = size
     config = tokenizer_config(flags)
-    assert config is not None, "a missing --tokenizer-type was refused before"
-    return config
+    assert config is not None, "there is a type"
+    try:
+        return config, build_tokenizer(config)
+    except UserError as error:
+        if not args.dry_run or all(Path(file).exists() for file in config.files):
+            raise
+        if size is None:
+            *lines, last = error.args
+            raise UserError(*lines, f"{last}; {VOCABULARY}") from error
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=size)
+    return config, build_tokenizer(config)
 
 
 def take_profile(args: Namespace) -> ProfileConfig:

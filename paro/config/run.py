@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from data.config import DataConfig
-from data.tokenizer import build_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from model.config import LlamaConfig
 from model.fusion import Fusions
@@ -156,8 +155,7 @@ class RunConfig:
             notices += lines
         args, lines = keeping_choice(args, world, checkpoint)
         notices += (*flags_without_effect(args), *lines)
-        data, tokenizer = take_data(args), take_tokenizer(args)
-        built = build_tokenizer(tokenizer)
+        data, (tokenizer, built) = take_data(args), take_tokenizer(args)
         model = take_model(args, built.vocab_size)
         trainable = Trainable.of_flag(args.trainable)
         trainable.names(model)  # refuses patterns that match no parameter
@@ -250,10 +248,10 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
         batches = part(take_batches, better, world)
     part(_check_sizes, batches, found["checkpoint"])
     train, data = part(take_train, args, batches), part(take_data, args)
-    built = part(build_tokenizer, part(take_tokenizer, args))
+    tokenizer = part(take_tokenizer, args)
     model = sharding = strategy = None
-    if built is not None and data is not None and not missing_sizes(args):
-        model = part(take_model, args, built.vocab_size)
+    if tokenizer is not None and data is not None and not missing_sizes(args):
+        model = part(take_model, args, tokenizer[1].vocab_size)
         sharding, strategy, *_ = part(take_sharding, args, world, model) or (None, None)
     part(lambda sizes, whole: take_schedule(args, sizes, whole, None), batches, train)
     part(take_loss_scale, args)

@@ -300,6 +300,8 @@ def _memory(plan: PlannedRun) -> Iterator[str]:
 def _data(plan: PlannedRun) -> Iterator[str]:
     """Opens and checks the corpora on this machine; lists the others by name."""
     config = plan.config
+    if _lacks_tokenizer(config):
+        yield f"> tokenizer: none on this machine; a vocabulary of {config.vocab_size:,} instead"
     if config.data.mock_data:
         yield "> data: synthetic tokens"
     blends = config.data.blends().values()
@@ -312,6 +314,15 @@ def _data(plan: PlannedRun) -> Iterator[str]:
             f"> data: {prefix} holds {corpus.num_tokens:,} tokens in {corpus.num_documents:,} "
             f"documents, {'with' if corpus.has_checksums else 'without'} checksums"
         )
+
+
+def _lacks_tokenizer(config: RunConfig) -> bool:
+    """Whether a vocabulary stands for the tokenizer of the launch."""
+    kind, *files = (
+        config.given[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
+    )
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"
+    return is_null and kind != "NullTokenizer" and (any(files) or not config.data.mock_data)
 
 
 def _checkpoints(plan: PlannedRun) -> Iterator[str]:

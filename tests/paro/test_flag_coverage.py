@@ -264,7 +264,7 @@ def test_a_flag_changes_its_field(
 ) -> None:
     dest = action.dest
     monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
-    monkeypatch.setattr("paro.config.run.build_tokenizer", lambda _: NullTokenizer(1000))
+    monkeypatch.setattr("paro.config.parts.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     saved = configure(SMALL)
     sizes = {"model": asdict(saved.model), "schedule": asdict(saved.schedule)}

@@ -22,7 +22,7 @@ from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import ContextParallelConfig, check_parts, take_context
 from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.inter_bits import take_inter_bits, take_precision
-from paro.config.model import take_model
+from paro.config.model import take_model, vocab_size_given
 from paro.config.plan import RankDevice, Task
 from paro.config.plan import case_of as workload_of
 from paro.config.sharding import ShardingConfig, units_ahead
@@ -280,11 +280,8 @@ def machine_of(args: Namespace) -> Machine:
 
 
 def vocab_size_of(args: Namespace) -> int:
-    if args.vocab_size is not None:
-        check_least(1, vocab_size=args.vocab_size)
-        return int(args.vocab_size)
-    if args.llama_preset is None:
-        if args.padded_vocab_size is not None:  # planning needs only the number of rows
-            return int(args.padded_vocab_size)
+    check_least(1, vocab_size=args.vocab_size)
+    size = vocab_size_given(args)
+    if size is None:
         raise UserError("--vocab-size is missing; --llama-preset gives it too")
-    return LLAMA_PRESETS[args.llama_preset].vocab_size
+    return size

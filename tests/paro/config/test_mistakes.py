@@ -36,8 +36,8 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
     batch = "--micro-batch-size 2 --global-batch-size 12 --rampup-batch-size 6 6 100"
     mistakes, left = answer(
         f"{SMALL} --world-size 8 --n-layer 3 --train-iters 9 --tensor-model-parallel-size 8 "
-        f"{batch} --eval-iters -1 --clip-grad -3 --tokenizer-type HuggingFaceTokenizer "
-        "--tokenizer-model nowhere.json --zzz 1"
+        f"{batch} --eval-iters -1 --clip-grad -3 --tokenizer-type NullTokenizer "
+        "--null-tokenizer-eod-id 99 --zzz 1"
     )
     for start in (
         "--n-layer 3 is unknown",
@@ -46,7 +46,7 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
         "--global-batch-size 12 is no multiple",
         "--eval-iters -1 must be",
         "--clip-grad -3.0",
-        "--tokenizer-model nowhere.json",
+        "--null-tokenizer-eod-id 99",
     ):
         assert [line for line in mistakes if line.startswith(start)], (start, mistakes)
     assert len(mistakes) == 7
@@ -127,12 +127,38 @@ def test_a_missing_flag_hides_no_wrong_value(missing: str) -> None:
         ("--use-mup --non-persistent-save-interval 3 --fp8-format e4m3", "--fp8-format e4m3"),
         ("--use-mup --fp8-format e4m3 --ffn-hidden-size 9", "--ffn-hidden-size 9"),
         ("--use-mup --tokenizer-type LlamaTokenizer", "--tokenizer-type NullTokenizer"),
+        (
+            "--use-mup --tokenizer-type Llama2Tokenizer --tokenizer-model nowhere.model",
+            "--tokenizer-type NullTokenizer",
+        ),
     ],
 )
 def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
     common = f"{SMALL} --world-size 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 9"
     _, words = answer(f"{common} {given}")
     assert shlex.join(words).removeprefix(common).strip() == left
+    configured(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("--llama-preset 7B --data-path text --seq-length 16 --use-mup", ""),
+        (
+            "--llama-preset 7B --mock-data --seq-length 4096 --use-mup",
+            "--max-position-embeddings 4096",
+        ),
+        (
+            "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --data-path text "
+            "--seq-length 16",
+            "--tokenizer-type NullTokenizer --vocab-size 32000",
+        ),
+    ],
+)
+def test_what_a_dry_run_lacks_is_added(given: str, left: str) -> None:
+    common = f"{given} --lr 1 --train-iters 9 --micro-batch-size 1 --dry-run --world-size 4"
+    _, words = answer(common)
+    assert shlex.join(words) == f"{common.replace(' --use-mup', '')} {left}".strip()
     configured(words)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.planning.machine.files import machine_to_json, shipped_machines
@@ -23,7 +22,6 @@ from paro.training.local_copies import local_copies_bytes
 from paro.training.memory_check import predict_memory
 from paro.training.placement import placement_lines
 from paro.training.planned_time import planned_step
-from tests.helpers.corpora import write_corpus
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 
@@ -124,36 +122,6 @@ def test_a_thousand_nodes_are_planned_alike(capsys: pytest.CaptureFixture[str]) 
     words = HUGE.replace("--global-batch-size 2048", "--global-batch-size 32768")
     out = printed(f"{words} --dry-run --world-size 16384", capsys)
     assert "> dry run of 16384 ranks on 2048 nodes of 8, nccl\n" in out
-
-
-# Files
-
-
-def test_a_corpus_that_is_here_is_opened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = write_corpus(tmp_path / "here", [[range(60)], [range(40)]])
-    flags = f"{SMALL} --data-path 1 {here} 2 {tmp_path}/elsewhere --dry-run --world-size 4"
-    before = sorted(tmp_path.iterdir())
-    out = printed(flags, capsys)
-    assert f"> data: {here} holds 100 tokens in 2 documents, with checksums\n" in out
-    assert f"> data: {tmp_path}/elsewhere is not on this machine and was not checked\n" in out
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "c", [[range(600)]])
-    words = f"{SMALL} --data-path {tmp_path}/c --dry-run --world-size 4"
-    refused(lambda: run(words), "holds token id 599, the vocabulary has 100")
-
-
-def test_checkpoints_that_would_be_mixed_up_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {})
-    words = f"{MOCK} --save {tmp_path} --dry-run --world-size 4"
-    refused(lambda: run(words), "holds a checkpoint, iteration 5 ... no --load")
-    assert "> the launch would fail: " in capsys.readouterr().out
 
 
 # Refusals
