@@ -17,7 +17,7 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.muon_config import MuonConfig
-from paro.planning.machine.files import MEASURE
+from paro.planning.machine.files import MEASURE, why_unmeasurable
 from paro.quantization.formats import FULL_BITS
 from paro.untrusted.schema import conform
 
@@ -56,8 +56,9 @@ def keeping_choice(
     if AUTO not in (args.paro_strategy, args.paro_inter_bits) or args.paro_machine is not None:
         return args, ()
     before = resumed_arguments(checkpoint)
-    ranks = world.size, args.paro_group_size or world.ranks_per_node
-    if (before.get("world_size"), before.get("paro_group_size")) != ranks:
+    group_size = args.paro_group_size or world.ranks_per_node
+    ranks = before.get("world_size"), before.get("paro_group_size")
+    if ranks != (world.size, group_size):
         return args, ()
     kept: dict[str, Any] = {}
     if args.paro_strategy == AUTO:
@@ -65,10 +66,11 @@ def keeping_choice(
     if args.paro_inter_bits == AUTO:
         kept |= {name: before[name] for name in _BITS if before.get(name) in (4, 8, FULL_BITS)}
         kept["paro_inter_bits"] = None
+    can_measure = not why_unmeasurable(world.size, group_size, dry_run=args.dry_run)
     flags = [f"--{n.replace('_', '-')} {v}" for n, v in kept.items() if v is not None]
     line = (
         f"the run continues with {', '.join(flags)}, as its checkpoint in {checkpoint.load} does; "
-        f"--paro-machine {MEASURE} chooses anew"
+        f"--paro-machine {MEASURE if can_measure else 'NAME'} chooses anew"
     )
     return Namespace(**(vars(args) | kept)), (line,)
 

@@ -21,7 +21,7 @@ from paro.config.context_parallel import (
 from paro.config.context_search import asked, choose, types_asked, ways_asked
 from paro.config.fitting import with_values
 from paro.config.parts import take_batches
-from paro.config.plan import Taken, Task, case_of
+from paro.config.plan import Taken, Task, case_of, check_measurable
 from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -68,6 +68,7 @@ def with_context(
     if sharding.is_unmeasured:
         return with_values(args, found[0].flags), ()
     if sharding.machine is None:
+        check_measurable([f"{flag} auto"], sharding.world, args.dry_run)
         raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
     if any_size and args.global_batch_size is args.step_batch_size_schedule is None:
         raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")

@@ -19,7 +19,12 @@ from paro.distributed.world import World
 from paro.errors import UserError
 from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import in_buckets, model_state_bytes
-from paro.planning.machine.files import MEASURE, find_machine, machine_of_launch
+from paro.planning.machine.files import (
+    MEASURE,
+    find_machine,
+    machine_of_launch,
+    why_unmeasurable,
+)
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.run_plan import Materialize
@@ -33,7 +38,7 @@ from paro.planning.survival import check_nodes, survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
-from paro.text import count_text, size_text
+from paro.text import size_text
 
 DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
@@ -100,12 +105,8 @@ def take_sharding(
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
     """`UserError` where no machine can be measured at the start of a run, which `flags` want."""
-    why = ""
-    if world.group_size == world.size:
-        why = f"there is one group, of {count_text(world.size, 'rank')}"
-    if dry_run:
-        why = "a dry run starts no ranks"
-    if why:
+    why = why_unmeasurable(world.size, world.group_size, dry_run=dry_run)
+    if why is not None:
         raise UserError(
             f"{' and '.join(flags)}: the machine cannot be measured, {why}: give --paro-machine, a "
             "shipped name or a file that a training or tools/bench_collectives.py wrote"

@@ -98,6 +98,15 @@ _AS_THEY_ARE = {each.name for each in fields(_File)} - {
 }
 
 
+def why_unmeasurable(world_size: int, group_size: int, *, dry_run: bool) -> str | None:
+    """Why no machine can be measured at the start of a run; None: it can."""
+    if dry_run:
+        return "a dry run starts no ranks"
+    if group_size == world_size:
+        return f"there is one group, of {count_text(world_size, 'rank')}"
+    return None
+
+
 def shipped_machines() -> tuple[str, ...]:
     """The names of the machines that ship with the project."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))

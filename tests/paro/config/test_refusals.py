@@ -51,7 +51,10 @@ TRIPLE = f"--hidden-size 96 {GQA} 3 --num-attention-heads"
         (f"{GQA} 3", "--num-query-groups 3"),
         ("--num-query-groups 2", "--num-query-groups 2 ... --group-query-attention"),
         ("--llama-preset 7B --group-query-attention", "7B has no groups ... --num-query-groups"),
-        ("--max-position-embeddings 16", "--seq-length 32 ... --max-position-embeddings 16"),
+        (
+            "--max-position-embeddings 16",
+            "--seq-length 32 ... 16: give --max-position-embeddings 32, or --seq-length 16",
+        ),
         (f"--recompute-activations {FULL}", "contradicts full"),
         ("--recompute-method block", f"--recompute-method ... {FULL}: give"),
         (KEEP, f"{KEEP} needs {FULL}"),
@@ -224,7 +227,7 @@ SIZES = "--hierarchical-context-parallel-sizes"
         (f"{RINGS} --bf16 --kv-channels 12", "12 channels in bf16 ... of 8 ... (--kv-channels)"),
         (f"{RINGS} --cp-comm-type p2p --bf16 --seq-length 24", "24 is no multiple of 16"),
         (f"{RINGS} {SIZES} 8 1 --cp-comm-type a2a+p2p", "8 ... 4 heads"),
-        ("--context-parallel-size auto", "--context-parallel-size auto ... give --paro-machine"),
+        ("--context-parallel-size auto", "--context-parallel-size auto: give ... or measure"),
         ("--context-parallel-size many", "'many' is neither a number of ranks nor auto"),
         (f"--context-parallel-size auto {SIZES} 2 2", "2 2 contradicts auto"),
         (
@@ -248,6 +251,14 @@ def test_what_ranks_cannot_share_is_refused_with_what_they_could(words: str, tol
         ("--dry-run --world-size 8 --ranks-per-node -1", "--ranks-per-node -1 must be positive"),
         ("--dry-run --world-size 12", "--world-size 12 is no multiple of the 8 ranks of a node"),
         ("--dry-run --world-size 8 --device-memory-gb 0", "--device-memory-gb 0.0 must be"),
+        (
+            "--context-parallel-size auto",
+            "auto: the machine cannot ... there is one group",
+        ),
+        (
+            "--context-parallel-size auto --dry-run --world-size 16",
+            "auto: the machine cannot be measured, a dry run starts no ranks: give --paro-machine",
+        ),
         # Bounds
         ("--num-layers 10000000", "--num-layers 10000000 ... at most 1024"),
         ("--num-workers 1000000", "--num-workers 1000000 ... at most 1024"),
