@@ -78,7 +78,7 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
         print_line("", *why_not(workload, found, args.why_not))
     bought = tables.purchases(workload, found)
     if found.best is not None:
-        print_line("", "memory against time, all candidates:", tables.front_table(found), "")
+        print_line("", tables.front_table(found), "")
         print_line("what more would buy:", *tables.purchase_lines(bought))
     failing: dict[str, object] | None = None
     if args.mtbf_hours is not None:

@@ -10,7 +10,13 @@ from typing import Any
 from model.units import num_parameters
 from paro.planning.search.description import exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
-from paro.planning.search.planner import MEMORY_TIE, SearchResult, best_first, best_that_fits
+from paro.planning.search.planner import (
+    FRONT_STEP,
+    MEMORY_TIE,
+    SearchResult,
+    best_first,
+    best_that_fits,
+)
 from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.text import align, count_text, ranks_text
@@ -122,12 +128,19 @@ def _changes_table(workload: Workload, alike: Sequence[tuple[str, Estimate]]) ->
 
 
 def front_table(found: SearchResult) -> str:
-    """The Pareto front of memory and time, fastest first."""
-    return "\n".join(
-        f"{estimate.memory_bytes / 1e9:8.1f} GB  {estimate.seconds:9.3f} s  "
-        f"{'' if estimate.fits else '(does not fit) '}{estimate.candidate.describe()}"
-        for estimate in found.front
-    )
+    """The Pareto front of memory and time, fastest first, and the choice among it."""
+    lines = [
+        f"memory against time, all candidates (each at least {FRONT_STEP:.0%} faster than what "
+        "needs less, or chosen):"
+    ]
+    for estimate in found.front:
+        is_best = found.best is not None and estimate.candidate == found.best.candidate
+        note = "(chosen) " if is_best else "" if estimate.fits else "(does not fit) "
+        lines.append(
+            f"{estimate.memory_bytes / 1e9:8.1f} GB  {estimate.seconds:9.3f} s  "
+            f"{note}{estimate.candidate.describe()}"
+        )
+    return "\n".join(lines)
 
 
 def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:

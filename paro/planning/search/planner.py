@@ -35,7 +35,7 @@ RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 TIE = 0.001
 # So much longer a step may take that sends no more and needs no more than this share of the memory.
 MEMORY_TIE, _LESS_MEMORY = 0.01, 0.9
-FRONT_STEP = 0.02
+FRONT_STEP = 0.02  # as much faster is the next candidate of the front that needs more memory
 _ANY = float("inf")  # seconds
 _EVERYTHING = SearchSpace()
 _FRONT_LIMIT = 4  # times the device's memory, at which the front ends
@@ -47,7 +47,7 @@ class SearchResult:
 
     best: Estimate | None  # the first of `best_first` if it fits
     runner_up: Estimate | None  # the same among other strategies
-    front: tuple[Estimate, ...]  # Pareto front of memory and time, fastest first; fits or not
+    front: tuple[Estimate, ...]  # memory against time with `best`, fastest first; fits or not
     least: Estimate  # the candidate that needs the least memory
     num_candidates: int
     num_simulated: int
@@ -226,10 +226,10 @@ class _Search:
                 return own
         return first
 
-    def front(self) -> tuple[Estimate, ...]:
-        """Candidates faster than all others that need as little memory; fastest first.
+    def front(self, best: Estimate | None) -> tuple[Estimate, ...]:
+        """The Pareto front of memory and time in steps of `FRONT_STEP`, and `best`; fastest first.
 
-        One that is not simulated is at most `RESOLUTION` faster than such a step of the front.
+        A candidate that is not simulated is at most `RESOLUTION` faster than a step of the front.
         """
         rows = [(row.memory_bytes, row.least_seconds, row) for row in self.rows]
         rows += [(own.memory_bytes, own.seconds, row) for row, own in self._done.items() if own]
@@ -243,7 +243,9 @@ class _Search:
                 if own and own.seconds < enough:
                     fastest = own.seconds
                     found.append(own)
-        return tuple(reversed(found))
+        if best is not None and all(own.candidate != best.candidate for own in found):
+            found.append(best)
+        return tuple(sorted(found, key=lambda own: (own.seconds, own.memory_bytes)))
 
 
 def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
@@ -270,7 +272,7 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
     return SearchResult(
         best=best,
         runner_up=search.best(others),
-        front=search.front(),
+        front=search.front(best),
         least=least,
         num_candidates=len({*search.rows, *within}),
         num_simulated=search.num_simulated,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -57,7 +58,9 @@ def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
     assert bought.memory_bytes <= limit
     with_more = min(e.seconds for e in everything if e.memory_bytes <= limit)
     assert bought.seconds <= with_more / (1 - MEMORY_TIE)
-    for better, worse in zip(found.front, found.front[1:], strict=False):
+    assert found.best in found.front
+    assert [*found.front] == sorted(found.front, key=lambda e: e.seconds)
+    for better, worse in pairwise(e for e in found.front if e is not found.best):
         assert better.seconds < worse.seconds
         assert better.memory_bytes > worse.memory_bytes
     text = "\n".join(describe(found))
