@@ -12,7 +12,7 @@ if not __package__:  # run as a script: the repository's packages are next to to
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, about
+from paro.errors import UserError, about, contradiction
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
 from paro.planning.machine.made import described
@@ -33,18 +33,22 @@ from tools.planning.failures import expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not
 from tools.planning.longest import longest_table
 from tools.planning.pictures import chrome_trace, draw_front, draw_scaling, draw_timeline
-from tools.planning.workload import case_of, machine_of, make_parser, with_context
+from tools.planning.workload import case_of, device_flag, machine_of, make_parser, with_context
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
+
+FILES = ("--json", "--trace", "--machine-file")
+PICTURES = ("--plot", "--timeline", "--scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     args = make_parser().parse_args(words)
-    check_outputs(
-        args, "--json", "--trace", "--machine-file", pictures=["--plot", "--timeline", "--scaling"]
-    )
+    check_outputs(args, *FILES, pictures=PICTURES)
     if args.longest_sequence:
+        for flag in (*FILES, *PICTURES, "--why-not", "--mtbf-hours"):
+            if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None:
+                raise contradiction("--longest-sequence, which makes no plan,", flag)
         print_line(longest_table(args))
         return
     args, lines = with_context(args)
@@ -104,10 +108,7 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
     if args.trace is not None or args.timeline is not None:
         draw_step(args, workload, found.best or found.least)
     if found.best is None:
-        gigabytes = args.device_memory_gb
-        given = f"--gpu {args.gpu}" if args.gpu else f"--paro-machine {args.paro_machine}"
-        given = given if gigabytes is None else f"--device-memory-gb {gigabytes:g}"
-        raise UserError(f"{given}: {why_nothing_fits(workload, found)}")
+        raise UserError(f"{device_flag(args)}: {why_nothing_fits(workload, found)}")
     print_line("", *launch)
 
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from paro.config.context_parallel import AUTO, ContextParallelConfig, take_context, ways
+from paro.config.context_parallel import (
+    AUTO,
+    ContextParallelConfig,
+    check_parts,
+    take_context,
+    ways,
+)
 from paro.config.context_search import types_asked
+from paro.errors import UserError
 from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.planner import plan
+from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import Workload, recompute_text
 from paro.strategy import Strategy, legal_letters
 from paro.text import align
-from tools.planning.workload import case_of
+from tools.planning.workload import case_of, device_flag
 
 _STEP = 1024  # tokens, to a multiple of which lengths are rounded down
 _NEAR = 0.01  # share of a length up to which it is found
@@ -26,34 +35,61 @@ _HEADS = (
 def longest_table(args: Namespace) -> str:
     """A row for every strategy and number of ranks with the type that allows most tokens.
 
-    Types are those of --cp-comm-type. A step has one micro-batch of one sample.
+    Types are those of --cp-comm-type. A step has one micro-batch of one sample. `UserError` where
+    the given number of ranks cannot share samples, or no sequence fits.
     """
     fields = {**ContextParallelConfig().flags, "global_batch_size": None, "micro_batch_size": 1}
     workload = case_of(Namespace(**vars(args) | fields))
-    types = types_asked(args, workload.model, workload.device_type, workload.precision.compute)
-    rows: list[tuple[str, ...]] = [_HEADS]
+    sharing = [*filter(None, (_ways(args, workload, size) for size in _sizes(args, workload)))]
+    rows: list[tuple[str, ...]] = []
+    without: list[str] = []
     for name, strategy in _strategies(workload):
-        for size in _sizes(args, workload):
-            limits = replace(workload.context_limits, seq_length=_unit(size))
-            found = [
-                (way, length)
-                for way in ways(take_context(args), [size], types, limits)
-                if (length := _longest(workload, way, strategy))
-            ]
-            if found:
-                way, length = max(found, key=lambda one: one[1])
+        lengths = [[(_longest(workload, way, strategy), way) for way in alike] for alike in sharing]
+        found = [max(each, key=lambda one: one[0]) for each in lengths]
+        if not any(length for length, _ in found):
+            without.append(name)
+        for length, way in found:
+            if length:
                 own = _at(workload, way, length)
                 estimate = Estimator(own).estimate(own.candidate(strategy))
                 rows.append((name, *_cells(way, length, estimate)))
-    return align(rows, left=(0, 2, 3))
+    if not rows:
+        raise UserError(f"{device_flag(args)}: {_why_none(workload, sharing[-1])}")
+    lines = [f"{name}: not even {_STEP:,} tokens fit" for name in without]
+    return "\n".join([align([_HEADS, *rows], left=(0, 2, 3)), *lines])
+
+
+def _ways(args: Namespace, workload: Workload, size: int) -> list[ContextParallelConfig]:
+    """How `size` ranks can share a sample; `UserError` if they cannot and the flags ask for it."""
+    context, model, compute = take_context(args), workload.model, workload.precision.compute
+    types = types_asked(args, model, workload.device_type, compute)
+    limits = replace(workload.context_limits, seq_length=_unit(size))
+    found = [*ways(context, [size], types, limits)]
+    rotates = workload.materialize.rotates
+    if context.context_parallel_size == size > 1 and (rotates or not found):
+        context.check(limits, rotates=rotates)
+        check_parts(model, context, workload.device_type, compute)
+    return found
+
+
+def _why_none(workload: Workload, sharing: Sequence[ContextParallelConfig]) -> str:
+    """What the shortest sequence needs, in the way that needs least, and what would be enough."""
+    shortest = [_at(workload, way, _unit(way.context_parallel_size)) for way in sharing]
+    plans = [(own, plan(own, own.as_given())) for own in shortest]
+    own, found = min(plans, key=lambda pair: pair[1].least.memory_bytes)
+    return f"with {own.seq_length:,} tokens {why_nothing_fits(own, found)}"
 
 
 def _strategies(workload: Workload) -> Iterator[tuple[str, Strategy]]:
-    """Those of different degrees, with all their letters."""
+    """Those of different degrees, with all their letters; `UserError` if none is possible."""
     found: dict[tuple[int, ...], list[Strategy]] = {}
     for strategy in map(workload.strategy, legal_letters()):
         if workload.infeasible_reason(strategy, workload.materialize) is None:
             found.setdefault(strategy.degrees, []).append(strategy)
+    if not found:
+        reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
+        assert reason is not None, "III is among them"
+        raise UserError(reason)
     for alike in found.values():
         yield "=".join(one.name for one in alike), alike[0]
 
@@ -62,6 +98,8 @@ def _sizes(args: Namespace, workload: Workload) -> list[int]:
     """The number of ranks that is given, or 1 and all that divide the world."""
     if args.context_parallel_size not in (1, AUTO):
         return [args.context_parallel_size]
+    if workload.materialize.rotates:
+        return [1]
     return [n for n in range(1, workload.world_size + 1) if workload.world_size % n == 0]
 
 

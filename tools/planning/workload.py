@@ -279,6 +279,13 @@ def machine_of(args: Namespace) -> Machine:
     return find_machine(args.paro_machine)
 
 
+def device_flag(args: Namespace) -> str:
+    """The flag that says how much memory a device has, with its value."""
+    if args.device_memory_gb is not None:
+        return f"--device-memory-gb {args.device_memory_gb:g}"
+    return f"--gpu {args.gpu}" if args.gpu else f"--paro-machine {args.paro_machine}"
+
+
 def vocab_size_of(args: Namespace) -> int:
     check_least(1, vocab_size=args.vocab_size)
     size = vocab_size_given(args)

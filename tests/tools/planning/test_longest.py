@@ -6,10 +6,13 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from paro.context_parallel.layout import ContextLayout
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
 from tests.helpers.commands import printed
+from tests.helpers.refusals import refused
 from tools.plan import main
 from tools.planning.workload import case_of, make_parser
 
@@ -59,3 +62,35 @@ def test_auto_takes_the_type_with_the_most_tokens() -> None:
         for name in ("p2p", "a2a", "allgather", "auto")
     }
     assert longest["auto"] == max(longest.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--context-parallel-size 3", "--context-parallel-size 3 does not fit"),
+        ("--context-parallel-size 16", "--context-parallel-size 16 does not fit"),
+        ("--context-parallel-size 8 --cp-comm-type a2a --num-attention-heads 4", "8 ... 4 heads"),
+        ("--context-parallel-size 2 --attention-backend local", "--attention-backend local"),
+        ("--context-parallel-size 2 --paro-materialize rotate", "--paro-materialize rotate"),
+        ("--paro-materialize rotate --num-attention-heads 4", "--paro-materialize rotate"),
+        ("--device-memory-gb 1", "--device-memory-gb 1: with 1,024 tokens nothing fits"),
+        ("--context-parallel-size 2 --device-memory-gb 1", "use larger devices"),
+        ("--json a.json", "--longest-sequence ... --json"),
+        ("--plot a.png", "--longest-sequence ... --plot"),
+        ("--scaling a.png", "--longest-sequence ... --scaling"),
+        ("--timeline a.png", "--longest-sequence ... --timeline"),
+        ("--trace a.json", "--longest-sequence ... --trace"),
+        ("--machine-file a.json", "--longest-sequence ... --machine-file"),
+        ("--why-not GGG", "--longest-sequence ... --why-not"),
+        ("--mtbf-hours 5", "--longest-sequence ... --mtbf-hours"),
+    ],
+)
+def test_what_has_no_longest_sequence_is_refused(flags: str, told: str) -> None:
+    refused(lambda: main([*FLAGS.split(), "--longest-sequence", *flags.split()]), told)
+
+
+def test_a_strategy_under_which_nothing_fits_is_told() -> None:
+    words = [*FLAGS.split(), "--longest-sequence", "--device-memory-gb", "1.6"]
+    table, *none = printed(main, *words).split("\nNNI=NNG: not even 1,024 tokens fit\n")
+    assert table.splitlines()[-1].startswith("NNN ")
+    assert len(none) == 1
