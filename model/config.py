@@ -63,6 +63,7 @@ class RecomputeConfig:
 
 # Far above any LLaMA: a size beyond them is a slip or a forged file, and would take minutes to lay
 # out or overflow a tensor's size.
+FP8_MULTIPLE = 16  # of the sizes that a GPU's matmuls in fp8 take
 _MAX = {
     "num_layers": 1024,
     "hidden_size": 2**20,

@@ -8,37 +8,27 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
-from inspect import signature
 from pathlib import Path
 
-from data.config import DataConfig
 from model.config import LlamaConfig
-from model.units import parameter_shapes
 from paro.arguments.parser import given
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
-from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.config.batch_schedule import BatchSchedule
-from paro.config.context_parallel import check_parts
-from paro.config.plan import RankDevice, check_survival
+from paro.config.plan import check_survival
+from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
-from paro.context_parallel.layout import ContextLimits
 from paro.distributed.process_group import RuntimeConfig
 from paro.errors import UserError, check_least
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
-from paro.optim.states import is_for_muon
-from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
-from paro.planning.search.trainable import Trainable
+from paro.planning.rotation import rotation_infeasible_reason
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.strategy import Strategy, make_comm_plan
 from paro.text import count_text
 
-_FP8_MULTIPLE = 16
 _MUON_LR = 0.005  # below it a learning rate is of AdamW's size
 # Arguments that have no effect unless the run saves, decays its rate so, and so on.
 _SAVING = ("save_interval", "async_save", "no_save_optim", "on_save_failure")
@@ -47,87 +37,12 @@ _SHARED = ("cp_comm_type",)
 _MUON = tuple(asdict(MuonConfig()))
 
 
-def check_sequence(model: LlamaConfig, data: DataConfig) -> None:
-    length, most = data.seq_length, model.max_position_embeddings
-    if length > most:
-        raise UserError(
-            f"--seq-length {length} is above --max-position-embeddings {most}: give "
-            f"--max-position-embeddings {length}, or --seq-length {most}"
-        )
-
-
-def check_fp8(
-    model: LlamaConfig, data: DataConfig, batches: BatchSchedule, sharding: ShardingConfig
-) -> None:
-    """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
-    if model.fp8_format is None:
-        return
-    sharing, tokens = sharding.world.context_parallel_size, "--micro-batch-size x --seq-length"
-    if sharing > 1:
-        tokens += " / --context-parallel-size"
-    for flags, size in (
-        ("--hidden-size", model.hidden_size),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-        ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
-        ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
-        (tokens, batches.micro_batch_size * data.seq_length // sharing),
-    ):
-        if size % _FP8_MULTIPLE != 0:
-            raise UserError(
-                f"--fp8-format {model.fp8_format} needs multiples of {_FP8_MULTIPLE}: change "
-                f"{flags}, which is {size}, or leave fp8 out"
-            )
-
-
 def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
     if precision.rounds_moments and optim.adam_implementation == "apex":
         raise UserError(
             "--adam-implementation apex keeps moments in fp32 alone: leave it out, or "
             "--exp-avg-dtype and --exp-avg-sq-dtype"
         )
-
-
-def check_context(sharding: ShardingConfig, model: LlamaConfig, data: DataConfig) -> None:
-    """`UserError` if ranks cannot share samples of this model and length; names what can."""
-    if sharding.context.context_parallel_size > 1:
-        world, length = sharding.world, data.seq_length
-        limits = ContextLimits.of(
-            model, world_size=world.size, group_size=world.group_size, seq_length=length
-        )
-        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
-
-
-def check_attention(
-    model: LlamaConfig,
-    sharding: ShardingConfig,
-    precision: PrecisionConfig,
-    runtime: RuntimeConfig,
-) -> None:
-    """`UserError` where attention is to be computed in parts, or kept, and cannot be."""
-    device = RankDevice.of(runtime.distributed_backend, None)
-    check_parts(model, sharding.context, device.type, precision.compute)
-
-
-def check_muon(
-    precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
-) -> None:
-    """`UserError` where there are no whole matrices for Muon."""
-    if precision.optimizer != "muon":
-        return
-    if sharding.materialize == "rotate":
-        raise UserError(MUON_ROTATES)
-    shapes = parameter_shapes(model)
-    names = trainable.names(model)
-    if not any(is_for_muon(name, shapes[name]) for name in names):
-        raise UserError(
-            f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
-            "leave it out"
-        )
-
-
-def check_compile(model: LlamaConfig) -> None:
-    if model.torch_compile is not None and model.lora is not None:
-        raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
 
 
 def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig) -> None:
@@ -139,16 +54,6 @@ def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaCon
     )
     if reason is not None:
         raise UserError(reason)
-
-
-def check_collective(sharding: ShardingConfig, runtime: RuntimeConfig) -> None:
-    """`UserError` for an algorithm of single messages under nccl."""
-    name = sharding.collective
-    if runtime.distributed_backend == "nccl" and name not in (*NCCL_COLLECTIVES, "auto"):
-        raise UserError(
-            f"--paro-collective {name} sends a gather as hundreds of messages from point to point, "
-            "which take longer to launch than to send under nccl: give native or ho-ring"
-        )
 
 
 def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
@@ -202,11 +107,7 @@ def check_local_copies(
         return
     needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
     flag = "--non-persistent-ckpt-type local" if is_local else needed_by
-    if precision.inter_grad_error_feedback:
-        raise UserError(
-            f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
-            "remembers of its gradients nobody else holds: give one of them"
-        )
+    check_feedback(flag, precision)
     if checkpoint.save is not None and not checkpoint.continues:
         raise UserError(
             f"{flag} is for a command that continues when it is started again: give --load "
@@ -333,23 +234,11 @@ def _check_writable(flag: str, place: str) -> None:
 
 # Between fields of a RunConfig, each of which a check names as its parameter.
 CHECKS: tuple[Callable[..., None], ...] = (
-    check_collective,
+    *PLANNED_CHECKS,
     check_copy_engine,
     check_rotation,
     check_survival,
-    check_sequence,
-    check_context,
-    check_attention,
-    check_compile,
     check_moments,
-    check_muon,
-    check_fp8,
     check_intervals,
     check_profile,
 )
-
-
-@cache
-def needs_of(check: Callable[..., None]) -> tuple[str, ...]:
-    """The fields of a RunConfig that a check needs."""
-    return tuple(signature(check).parameters)

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from paro.arguments.parser import take
 from paro.errors import UserError, contradiction
+from paro.optim.loss_scale import LossScaleConfig
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters
@@ -19,6 +20,10 @@ def take_precision(args: Namespace) -> PrecisionConfig:
         raise contradiction("--fp16", "--bf16")
     compute = "fp16" if args.fp16 else "bf16" if args.bf16 else "fp32"
     return take(PrecisionConfig, args, compute=compute)
+
+
+def take_loss_scale(args: Namespace) -> LossScaleConfig:
+    return take(LossScaleConfig, args, dynamic=args.fp16 and args.loss_scale is None)
 
 
 def take_inter_bits(

@@ -17,7 +17,6 @@ from paro.config.model import vocab_size_given
 from paro.config.train import TrainConfig
 from paro.distributed.world import World
 from paro.errors import UserError, contradiction
-from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.report.profiler import ProfileConfig
 
@@ -130,10 +129,6 @@ def _warmup_samples(args: Namespace, batches: BatchSchedule, decay_samples: int)
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--lr-warmup-fraction {fraction} must be in [0, 1)")
     return float(fraction * decay_samples)
-
-
-def take_loss_scale(args: Namespace) -> LossScaleConfig:
-    return take(LossScaleConfig, args, dynamic=args.fp16 and args.loss_scale is None)
 
 
 def take_data(args: Namespace) -> DataConfig:

@@ -31,23 +31,22 @@ from paro.config.checks import (
     check_save,
     check_trackers,
     flags_without_effect,
-    needs_of,
 )
 from paro.config.context_choice import with_context
 from paro.config.context_parallel import ContextParallelConfig, sharing
 from paro.config.fitting import fitting_batches, with_values
-from paro.config.inter_bits import take_precision
+from paro.config.inter_bits import take_loss_scale, take_precision
 from paro.config.model import take_model
 from paro.config.parts import (
     take_batches,
     take_data,
-    take_loss_scale,
     take_profile,
     take_schedule,
     take_tokenizer,
     take_train,
 )
 from paro.config.plan import RankDevice, Task, take_sharding, take_states
+from paro.config.planned_checks import needs_of
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -120,6 +119,16 @@ class RunConfig:
     def context(self) -> ContextParallelConfig:
         """The ranks that share samples."""
         return self.sharding.context
+
+    @property
+    def seq_length(self) -> int:
+        """The tokens of a sample."""
+        return self.data.seq_length
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the backend sends from."""
+        return RankDevice.of(self.runtime.distributed_backend, None).type
 
     @property
     def local_copies_interval(self) -> int | None:
@@ -260,6 +269,8 @@ def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
     found |= {"batches": batches, "train": train, "data": data, "model": model}
     found |= {"sharding": sharding, "strategy": strategy, "trainable": trainable}
     found |= {"precision": part(take_precision, args), "profile": part(take_profile, args)}
+    found["seq_length"] = None if data is None else data.seq_length
+    found["device_type"] = RankDevice.of(args.distributed_backend, None).type
     for check in (*CHECKS, check_local_copies):
         part(check, *(found[name] for name in needs_of(check)))
     return distinct(wrong)

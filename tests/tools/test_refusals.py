@@ -27,6 +27,7 @@ from tools.bench import (
 
 NULL = "--tokenizer-type NullTokenizer --vocab-size 1001"
 H100 = "--gpu h100 --inter 25gbit"
+FEEDBACK = "--paro-inter-grad-error-feedback"
 DUMP = f"--dump-samples x {NULL}"
 
 # By tool and flags that are right: what a mistake is told after those.
@@ -45,9 +46,18 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--seq-length 0": "--seq-length 0 must be at least 1",
         "--fp16": "--fp16 and --bf16 contradict each other",
         "--paro-rotate-in-place": "needs --paro-materialize rotate",
+        # As a training refuses them.
+        "--optimizer muon --trainable names:*norm*": "--optimizer muon ... has none",
+        "--trainable names:zzz": "no parameter matches 'zzz'",
+        "--max-position-embeddings 64": "give --max-position-embeddings 512, or --seq-length 64",
+        "--paro-collective ring": "--paro-collective ring ... give native or ho-ring",
+        "--loss-scale 0": "--loss-scale 0.0 must be a positive number",
+        "--fp8-format hybrid --ffn-hidden-size 40": "--ffn-hidden-size, which is 40",
+        "--torch-compile inductor --lora-rank 2": "--torch-compile ... --lora-rank",
+        f"--paro-survive 1 --paro-inter-grad-bits 4 {FEEDBACK}": f"{FEEDBACK} and --paro-survive",
         "--paro-materialize rotate --paro-group-size 1": "III shards them over 1 and 1",
     },
-    (plan, FLAGS): {"--context-parallel-size 16": "16 does not fit: ... 1, 2, 4 and 8"},
+    (plan, FLAGS): {"--context-parallel-size 16": "16 does not divide ... 1, 2, 4, 8"},
     (plan, MODEL): {
         "": "--paro-machine is missing",
         f"{H100} --paro-machine dgx-h100": "--paro-machine and --gpu contradict each other",

@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from model.config import LLAMA_PRESETS
+from model.config import LLAMA_PRESETS, LlamaConfig
 from paro.arguments.model import (
     add_context_args,
     add_inter_bits_args,
@@ -19,14 +19,14 @@ from paro.arguments.model import (
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.context_parallel import ContextParallelConfig, check_parts, take_context
+from paro.config.context_parallel import ContextParallelConfig, sharing, take_context
 from paro.config.context_search import asked, choose, types_asked, ways_asked
-from paro.config.inter_bits import take_inter_bits, take_precision
+from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model, vocab_size_given
 from paro.config.plan import RankDevice, Task
 from paro.config.plan import case_of as workload_of
+from paro.config.planned_checks import check_feedback, check_plan
 from paro.config.sharding import ShardingConfig, units_ahead
-from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
 from paro.optim.muon_config import MuonConfig
@@ -171,11 +171,14 @@ def case_of(args: Namespace) -> Workload:
     if args.paro_nccl_launch_order is not None:
         machine = replace(machine, launch_order=args.paro_nccl_launch_order)
     ahead, prefetch_units = args.paro_updated_ahead, args.paro_prefetch_units
+    context = take_context(args)
+    world = World(size=world_size, ranks_per_node=machine.group_size, group=group_size)
+    world = sharing(world, context.context_parallel_size)
     sharding = take(
         ShardingConfig,
         args,
-        world=World(size=world_size, ranks_per_node=machine.group_size, group=group_size),
-        context=take_context(args),
+        world=world,
+        context=context,
         updated_ahead=units_ahead(ahead, prefetch_units, by_nccl=machine.is_of_gpus),
         machine=machine,
         is_unmeasured=False,
@@ -183,40 +186,49 @@ def case_of(args: Namespace) -> Workload:
     )
     args.seq_length = seq_length_of(args)
     model = take_model(args, vocab_size_of(args))
-    if args.seq_length > model.max_position_embeddings:
+    if args.max_position_embeddings is None and args.seq_length > model.max_position_embeddings:
         model = replace(model, max_position_embeddings=args.seq_length)
     if not 0 <= args.memory_margin < 1:
         raise UserError(f"--memory-margin {args.memory_margin:g} must be at least 0 and below 1")
-    bits, precision, _ = take_inter_bits(
-        sharding.inter_bits, take_precision(args), group_size, world_size
-    )
-    kind = "cpu" if machine.device and machine.device.cores else "cuda"
-    size = sharding.context.context_parallel_size
-    if size > 1:
-        limits = ContextLimits.of(
-            model, world_size=world_size, group_size=group_size, seq_length=args.seq_length
-        )
-        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
-    check_parts(model, sharding.context, kind, precision.compute)
-    batch = args.global_batch_size
+    task, bits = task_of(args, model, sharding)
+    batch, size = args.global_batch_size, args.micro_batch_size
+    readers = world.data_parallel_size
     batches = BatchSchedule(
-        micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.micro_batch_size * world_size // size if batch is None else batch,
-        data_parallel_size=world_size // size,
+        micro_batch_size=size,
+        global_batch_size=size * readers if batch is None else batch,
+        data_parallel_size=readers,
     )
+    fields = task._asdict() | {"device_type": task.device.type}
+    check_plan(fields | {"batches": batches, "sharding": sharding})
+    workload = workload_of(task, batches, replace(sharding, inter_bits=bits))
+    return replace(workload, memory_margin=args.memory_margin)
+
+
+def task_of(
+    args: Namespace, model: LlamaConfig, sharding: ShardingConfig
+) -> tuple[Task, str | None]:
+    """What the ranks train, and whether bits between groups are to be chosen."""
+    world, machine = sharding.world, sharding.machine
+    assert machine is not None, "of a plan"
+    given = take_precision(args)
+    take_loss_scale(args)  # a launch has it
+    if sharding.survive:
+        check_feedback("--paro-survive", given)
+    bits, precision, _ = take_inter_bits(sharding.inter_bits, given, world.group_size, world.size)
+    kind = "cpu" if machine.device and machine.device.cores else "cuda"
     gigabytes = args.device_memory_gb
-    launch = LaunchConfig(dry_run=True, world_size=world_size, device_memory_gb=gigabytes)
-    device = RankDevice(kind, launch.device_memory_gb)
+    launch = LaunchConfig(dry_run=True, world_size=world.size, device_memory_gb=gigabytes)
+    trainable = Trainable.of_flag(args.trainable)
+    trainable.names(model)  # refuses patterns that match no parameter
     task = Task(
         model,
-        Trainable.of_flag(args.trainable),
+        trainable,
         precision,
         MuonConfig(muon_num_ns_steps=args.muon_num_ns_steps),
         args.seq_length,
-        device,
+        RankDevice(kind, launch.device_memory_gb),
     )
-    workload = workload_of(task, batches, replace(sharding, inter_bits=bits))
-    return replace(workload, memory_margin=args.memory_margin)
+    return task, bits
 
 
 def seq_length_of(args: Namespace) -> int:

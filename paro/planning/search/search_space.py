@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 
-from model.config import RecomputeConfig
+from model.config import FP8_MULTIPLE, RecomputeConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError, check_least
 from paro.planning.cost_model import UnitSize
@@ -273,9 +273,12 @@ def legal_strategies(
 
 
 def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
-    """All sizes that divide a data-parallel rank's share of the global batch."""
+    """All sizes that divide a data-parallel rank's share of the global batch, and may be in fp8."""
     per_rank = workload.global_batch_size // workload.data_parallel_size
-    return tuple(size for size in range(1, per_rank + 1) if per_rank % size == 0)
+    tokens = workload.seq_length // workload.context.size
+    multiple = 1 if workload.model.fp8_format is None else FP8_MULTIPLE
+    sizes = (size for size in range(1, per_rank + 1) if per_rank % size == 0)
+    return tuple(size for size in sizes if size * tokens % multiple == 0)
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:

@@ -1,0 +1,134 @@
+"""Checks between flags that a training and a plan have, for what both would compute and send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import signature
+
+from model.config import FP8_MULTIPLE, LlamaConfig
+from model.units import parameter_shapes
+from paro.collectives.schedule import NCCL_COLLECTIVES
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.context_parallel import check_parts
+from paro.config.sharding import ShardingConfig
+from paro.context_parallel.layout import ContextLimits
+from paro.errors import UserError
+from paro.optim.states import is_for_muon
+from paro.planning.rotation import MUON_ROTATES
+from paro.planning.search.trainable import Trainable
+from paro.precision import PrecisionConfig
+
+
+def check_sequence(model: LlamaConfig, seq_length: int) -> None:
+    most = model.max_position_embeddings
+    if seq_length > most:
+        raise UserError(
+            f"--seq-length {seq_length} is above --max-position-embeddings {most}: give "
+            f"--max-position-embeddings {seq_length}, or --seq-length {most}"
+        )
+
+
+def check_fp8(
+    model: LlamaConfig, seq_length: int, batches: BatchSchedule, sharding: ShardingConfig
+) -> None:
+    """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
+    if model.fp8_format is None:
+        return
+    sharing, tokens = sharding.world.context_parallel_size, "--micro-batch-size x --seq-length"
+    if sharing > 1:
+        tokens += " / --context-parallel-size"
+    for flags, size in (
+        ("--hidden-size", model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+        ("--num-attention-heads x --kv-channels", model.num_attention_heads * model.kv_channels),
+        ("--num-query-groups x --kv-channels", model.num_query_groups * model.kv_channels),
+        (tokens, batches.micro_batch_size * seq_length // sharing),
+    ):
+        if size % FP8_MULTIPLE != 0:
+            raise UserError(
+                f"--fp8-format {model.fp8_format} needs multiples of {FP8_MULTIPLE}: change "
+                f"{flags}, which is {size}, or leave fp8 out"
+            )
+
+
+def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int) -> None:
+    """`UserError` if ranks cannot share samples of this model and length; names what can."""
+    if sharding.context.context_parallel_size > 1:
+        world = sharding.world
+        limits = ContextLimits.of(
+            model, world_size=world.size, group_size=world.group_size, seq_length=seq_length
+        )
+        sharding.context.check(limits, rotates=sharding.materialize == "rotate")
+
+
+def check_attention(
+    model: LlamaConfig, sharding: ShardingConfig, precision: PrecisionConfig, device_type: str
+) -> None:
+    """`UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    check_parts(model, sharding.context, device_type, precision.compute)
+
+
+def check_muon(
+    precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
+) -> None:
+    """`UserError` where there are no whole matrices for Muon."""
+    if precision.optimizer != "muon":
+        return
+    if sharding.materialize == "rotate":
+        raise UserError(MUON_ROTATES)
+    shapes = parameter_shapes(model)
+    names = trainable.names(model)
+    if not any(is_for_muon(name, shapes[name]) for name in names):
+        raise UserError(
+            f"--optimizer muon updates matrices of blocks, and --trainable {trainable} has none: "
+            "leave it out"
+        )
+
+
+def check_compile(model: LlamaConfig) -> None:
+    if model.torch_compile is not None and model.lora is not None:
+        raise UserError("--torch-compile compiles no adapters: leave it or --lora-rank out")
+
+
+def check_collective(sharding: ShardingConfig, device_type: str) -> None:
+    """`UserError` for an algorithm of single messages under nccl."""
+    name = sharding.collective
+    if device_type == "cuda" and name not in (*NCCL_COLLECTIVES, "auto"):
+        raise UserError(
+            f"--paro-collective {name} sends a gather as hundreds of messages from point to point, "
+            "which take longer to launch than to send under nccl: give native or ho-ring"
+        )
+
+
+def check_feedback(flag: str, precision: PrecisionConfig) -> None:
+    """`UserError` if what a rank alone remembers of its gradients would be lost with it."""
+    if precision.inter_grad_error_feedback:
+        raise UserError(
+            f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
+            "remembers of its gradients nobody else holds: give one of them"
+        )
+
+
+# Each names as its parameters the fields of a RunConfig that it needs.
+PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
+    check_collective,
+    check_sequence,
+    check_context,
+    check_attention,
+    check_compile,
+    check_muon,
+    check_fp8,
+)
+
+
+@cache
+def needs_of(check: Callable[..., None]) -> tuple[str, ...]:
+    """The fields of a RunConfig that a check needs."""
+    return tuple(signature(check).parameters)
+
+
+def check_plan(fields: Mapping[str, object]) -> None:
+    """`UserError` for fields of a plan, named as those of a RunConfig, that a training refuses."""
+    for check in PLANNED_CHECKS:
+        check(*(fields[name] for name in needs_of(check)))
