@@ -72,7 +72,7 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
     rotated = rotated_rows(workload) if workload.materialize.rotates else ()
     rows = best_first((*letter_rows(workload), *rotated))
     if any(row.fits for row in rows):
-        notes = (*tables.on_bytes(workload), *tables.misfits(workload, rows))
+        notes = (*tables.on_bytes(workload), *tables.misfits(workload, rows), tables.NODES)
         print_line(tables.rows_table(workload, rows), *notes, "")
     else:
         print_line(*tables.nothing_fits(workload, rows), "")

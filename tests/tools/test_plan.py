@@ -13,16 +13,17 @@ import pytest
 
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import TIE, letter_rows
+from paro.planning.search.planner import plan as search
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from tests.helpers.commands import measured, output_of, printed
 from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import BF16, workload
+from tests.paro.planning.cases import BF16, FEW, machine, workload
 from tools import plan
 from tools.plan import main
 from tools.planning.pictures import chrome_trace
-from tools.planning.tables import as_json, rows_table
+from tools.planning.tables import as_json, front_table, rows_table
 from tools.planning.workload import case_of, make_parser
 
 CASE = (
@@ -112,7 +113,7 @@ def test_where_nothing_fits_as_given_the_smallest_change_is_named() -> None:
 def test_letters_that_mean_the_same_are_one_row() -> None:
     out = printed(main, *CASE.replace("--world-size 16", "--world-size 8").split())
     table = out.split("\n\n")[1].splitlines()
-    names = [line.split()[0] for line in table[1:] if not line.startswith("*")]
+    names = [line.split()[0] for line in table[1:] if not line.startswith(("*", "nodes: "))]
     assert "III=IIG=IGG=GIG=GGG" in {"=".join(sorted(n.split("="), reverse=True)) for n in names}
     assert sorted("=".join(names).split("=")) == sorted(legal_letters())
 
@@ -239,6 +240,15 @@ def test_newton_schulz_and_codes_have_a_column_and_a_field(
         names = ("inter_grad_bits", "inter_param_bits")
         found = {row[name] for row in fields.values() for name in names}
         assert found == {bits if has_column else 16}
+
+
+@pytest.mark.parametrize(("strategy", "is_explained"), [("IIG", False), ("2,4,8", True)])
+def test_the_choice_is_marked_and_degrees_are_explained(strategy: str, is_explained: bool) -> None:
+    case = workload(machine=machine(world_size=8, group_size=4), group_size=4)
+    space = replace(FEW, strategies=(case.strategy(strategy), case.strategy("GGG")))
+    table = front_table(search(case, space))
+    assert len(re.findall(rf" \(chosen\) {strategy}, ", table)) == 1
+    assert (f"\ndegrees such as {strategy}: " in table) is is_explained
 
 
 def test_newton_schulz_takes_the_steps_that_are_given() -> None:

@@ -30,6 +30,9 @@ SECONDS = {
 }
 
 
+NODES = "nodes: how many may be lost at once while the others still hold every state"
+
+
 def title(workload: Workload) -> str:
     machine = workload.machine
     return (
@@ -54,8 +57,8 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
 def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
     """One row per strategy: memory, step time, traffic and exposed communication of a rank.
 
-    Under "nodes" are those that may be lost at once with every state still held. What codes between
-    groups take to encode and decode has a column if there are any, and so has Newton-Schulz.
+    `NODES` explains a column. What codes between groups take to encode and decode has a column if
+    there are any, and so has Newton-Schulz.
     """
     seconds = {head: of for head, of in SECONDS.items() if any(map(of, rows))}
     return text_table(
@@ -139,6 +142,13 @@ def front_table(found: SearchResult) -> str:
         lines.append(
             f"{estimate.memory_bytes / 1e9:8.1f} GB  {estimate.seconds:9.3f} s  "
             f"{note}{estimate.candidate.describe()}"
+        )
+    named = (found.best, found.runner_up, *found.front)
+    degrees = [each.candidate.strategy.name for each in named if each is not None]
+    if example := next((name for name in degrees if "," in name), None):
+        lines.append(
+            f"degrees such as {example}: over how many neighbouring ranks one copy of parameters, "
+            "of gradients and of optimizer state is sharded"
         )
     return "\n".join(lines)
 
