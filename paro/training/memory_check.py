@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import lcm
 
 import torch
 
@@ -17,11 +18,12 @@ from paro.layout import Shape
 from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.run_plan import Materialize, RunPlan
-from paro.planning.search.recomputation import least_recomputation, recompute_flags
-from paro.planning.search.remedies import fewest_sharing
+from paro.planning.search.recomputation import least_recomputation, of_first, recompute_flags
+from paro.planning.search.remedies import fewest_ranks, fewest_sharing
 from paro.planning.search.run_memory import RunMemory
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
+from paro.strategy import Strategy
 from paro.text import count_text, size_text
 
 
@@ -156,11 +158,40 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
     if config.batches.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
     snapshot = predicted(config.model.recompute).allocations
+    is_spread = min(plan.strategy.degrees) == plan.world_size
+    if is_spread:
+        advice += _more_ranks(config, plan, fits, is_recomputed=enough is not None)
     if snapshot.states * 2 > snapshot.total:
-        advice += ["spread more by --paro-strategy", "start more ranks", "take a smaller model"]
+        spread_more = ["spread more by --paro-strategy", "start more ranks"]
+        advice += [*spread_more * (not is_spread), "take a smaller model"]
     else:
         advice.append("lower --seq-length")
     return ", or ".join(advice)
+
+
+def _more_ranks(
+    config: RunConfig, plan: RunPlan, fits: Callable[[DeviceMemory], bool], *, is_recomputed: bool
+) -> Iterator[str]:
+    """How many ranks are enough where all states are spread over all of them.
+
+    Fewer ones with all blocks recomputed, unless that is enough alone (`is_recomputed`).
+    """
+    machine, every = config.sharding.machine, of_first(config.model.num_layers, config.model)
+    step = lcm(plan.group_size, config.world.ranks_per_node, plan.context.size)
+    found: list[int] = []
+    for recompute, flags in ((plan.recompute, ""), (every, f" with {recompute_flags(every)}")):
+
+        def fits_on(ranks: int, recompute: RecomputeConfig | None = recompute) -> bool:
+            strategy = Strategy(name="GGG", params=ranks, grads=ranks, optim=ranks)
+            more = replace(plan, recompute=recompute, world_size=ranks, strategy=strategy)
+            return fits(RunMemory(machine).of(more))
+
+        ranks = fewest_ranks(plan.world_size, step, fits_on)
+        if ranks is not None and ranks < min(found, default=ranks + 1):
+            yield f"start {ranks} ranks{flags}"
+            found.append(ranks)
+        if is_recomputed:
+            return
 
 
 def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:

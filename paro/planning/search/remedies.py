@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
 
 from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
-from paro.planning.search.recomputation import least_recomputation, recompute_flags
+from paro.planning.search.recomputation import (
+    least_recomputation,
+    of_first,
+    recompute_flags,
+)
 from paro.planning.search.search_space import Candidate, Workload
 from paro.text import size_text
 
@@ -32,9 +38,13 @@ class Change(NamedTuple):
 
 
 def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
-    """One line: the least memory, and each single change that would make it fit."""
+    """One line: the least memory, and each single change that would make it fit.
+
+    Also more ranks with recomputation, where these are fewer than without.
+    """
     least = plan.least
-    changes = "; or ".join(change.what for change in single_changes(workload, least.candidate))
+    found = [*single_changes(workload, least.candidate), *_recomputed(workload, least.candidate)]
+    changes = "; or ".join(change.what for change in found)
     return (
         f"nothing fits the {workload.choice_text}: the least is "
         f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
@@ -118,25 +128,49 @@ def _fits(workload: Workload, candidate: Candidate) -> bool:
     return estimator_of(workload).memory(candidate).total <= workload.choice_bytes
 
 
+def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
+    """The fewest ranks above `given`, in steps, that are enough; None if even the most are not.
+
+    The more ranks, the less memory.
+    """
+    low, most = given // step, MOST_RANKS // step
+    high = low + 1
+    while high < most and not fits(high * step):
+        low, high = high, min(2 * high, most)
+    counts = range(low + 1, min(high, most) + 1)
+    found = bisect_left(counts, True, key=lambda count: fits(count * step))
+    return counts[found] * step if found < len(counts) else None
+
+
+def _recomputed(workload: Workload, least: Candidate) -> Iterator[Change]:
+    """Fewer ranks than without, with recomputation of all blocks; not if that is enough alone."""
+    every = of_first(workload.model.num_layers, workload.model)
+    recomputed = replace(least, recompute=every)
+    if least.recompute == every or _fits(workload, recomputed):
+        return
+    fewest = [change.workload.world_size for change in _more_ranks(workload, least)]
+    for change in _more_ranks(workload, recomputed):
+        if not fewest or change.workload.world_size < fewest[0]:
+            yield change._replace(what=f"{change.what}, and {recompute_flags(every)}")
+
+
 def _more_ranks(workload: Workload, least: Candidate) -> Iterator[Change]:
-    """The fewest ranks that are enough, by doubling at the same batch per rank, if not too many.
+    """The fewest whole groups of ranks that are enough at the same batch per rank.
 
     None where collectives were measured: measurements hold only for their own ranks.
     """
     if workload.machine.measured:
         return
-    ranks, batch = 2 * workload.world_size, 2 * workload.global_batch_size
-    while ranks <= MOST_RANKS:
-        more = replace(
-            workload,
-            machine=replace(workload.machine, uneven=()).for_world(ranks, subject="more ranks"),
-            global_batch_size=batch,
-        )
+
+    def spread(ranks: int) -> tuple[Workload, Candidate]:
+        machine = replace(workload.machine, uneven=()).for_world(ranks, subject="more ranks")
+        batch = workload.global_batch_size * ranks // workload.world_size
+        more = replace(workload, machine=machine, global_batch_size=batch)
         strategy = more.strategy(f"{ranks},{ranks},{ranks}")
-        everywhere = replace(least, strategy=strategy, materialize=Materialize.GATHER)
-        if _fits(more, everywhere):
-            how = ", gathered" if least.materialize.rotates else ""
-            what = f"{ranks} ranks, with all states spread over all of them{how}"
-            yield Change(what, more, everywhere)
-            return
-        ranks, batch = 2 * ranks, 2 * batch
+        return more, replace(least, strategy=strategy, materialize=Materialize.GATHER)
+
+    step = lcm(workload.group_size, workload.machine.group_size, workload.context.size)
+    ranks = fewest_ranks(workload.world_size, step, lambda ranks: _fits(*spread(ranks)))
+    if ranks is not None:
+        how = ", gathered" if least.materialize.rotates else ""
+        yield Change(f"{ranks} ranks, with all states spread over all of them{how}", *spread(ranks))

@@ -13,7 +13,7 @@ from paro.errors import UserError
 from paro.training.memory_check import check_memory, predict_memory
 from tests.end_to_end.test_training import RUN, launch
 from tests.helpers.flags import configured
-from tests.helpers.refusals import refused
+from tests.helpers.refusals import refused, says
 
 CPU = torch.device("cpu")
 WORLD = World(size=4, ranks_per_node=2)
@@ -67,6 +67,25 @@ def test_the_fewest_blocks_whose_recomputation_is_enough_are_named() -> None:
     assert "--recompute" not in refusal(words, 1)
     shared = "--context-parallel-size 4 --cp-comm-type p2p"
     assert f": give {shared}, or " in refusal(words, 2 * needs(f"{words} {shared}"))
+
+
+@pytest.mark.parametrize("recompute", ["", " --recompute-granularity full"])
+def test_where_all_is_spread_the_fewest_ranks_are_named(recompute: str) -> None:
+    words = "--paro-strategy GGG --hidden-size 256 --num-layers 8 --micro-batch-size 16"
+
+    def on(ranks: int) -> int:
+        """The need of a host's two ranks among so many."""
+        world = World(size=ranks, ranks_per_node=2)
+        flags = f"{words}{recompute} --global-batch-size {16 * ranks}"
+        return 2 * predict_memory(config_of(flags, world), "cpu").total
+
+    assert on(8) > on(10)
+    words += " --global-batch-size 64"
+    told = refusal(words, on(10))
+    says(told, f"start 10 ranks{' with' * bool(recompute)}{recompute}, or lower --seq-length")
+    assert ("give --recompute-granularity" in told) is (recompute == "")
+    assert "spread more" not in told
+    assert "start" not in refusal(words, 1)
 
 
 def test_the_copy_of_an_async_save_counts() -> None:

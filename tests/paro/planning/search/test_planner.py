@@ -15,7 +15,7 @@ from paro.planning.run_plan import Materialize
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
-from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.remedies import fewest_ranks, why_nothing_fits
 from paro.planning.search.search_space import (
     SearchSpace,
     all_candidates,
@@ -181,9 +181,28 @@ def test_a_large_model_is_recognised_as_too_large() -> None:
     told = why_nothing_fits(given, found)
     assert "nothing fits the 80 GB of a device: the least is" in told
     ranks = int(re.search(r"or (\d+) ranks, with all states spread over all", told)[1])
-    for world, fits in ((ranks // 2, False), (ranks, True)):
+    for world, fits in ((ranks - 8, False), (ranks, True)):
         more = replace(given, machine=machine(world_size=world), global_batch_size=2 * world)
         assert (plan(more).best is not None) is fits
+
+
+@pytest.mark.parametrize("enough", [9, 12, 13, 47, 16384, 16385])
+def test_the_fewest_whole_groups_are_found(enough: int) -> None:
+    found = fewest_ranks(8, 4, lambda ranks: ranks >= enough)
+    assert found == (None if enough > 16384 else -(-enough // 4) * 4)
+    assert fewest_ranks(16384, 4, lambda ranks: True) is None
+
+
+def test_more_ranks_with_recomputation_are_named_where_without_too_many_are_needed() -> None:
+    given = workload(memory_bytes=220_000_000)
+    told = why_nothing_fits(given, plan(given, given.as_given()))
+    named = re.search(r"or (\d+) ranks, .* of them, and --recompute-granularity full$", told)
+    assert named, told
+    for ranks, fits in ((int(named[1]) - 8, False), (int(named[1]), True)):
+        batch = given.global_batch_size * ranks // given.world_size
+        more = replace(given, machine=machine(world_size=ranks), global_batch_size=batch)
+        recomputed = replace(more, model=replace(more.model, recompute=FULL))
+        assert (plan(recomputed, recomputed.as_given()).best is not None) is fits
 
 
 FULL = RecomputeConfig(granularity="full")
