@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import BEGINS, Marks
+from data.answered import ANSWERED, BEGINS, Marks
 from data.config import DataConfig
 from data.fingerprint import Fingerprint, check_tokenizer
 from data.index_cache import CacheEntry, cached_order, checksum
@@ -92,6 +92,14 @@ class GPTDataset:
             if begin == 0:  # no token before it is of this conversation
                 parts[-1][:1] = BEGINS
         return self._filled(np.concatenate(parts), "constant")  # by READ
+
+    def has_answer(self) -> bool:
+        """Whether a sample has a token to predict; reads up to the first conversation with one."""
+        if self.indexed.answered is None:
+            return True
+        end = self.plan.seq_length if self.plan.shared_tokens == 0 else None
+        sequences = range(self.plan.bounds.first, self.plan.bounds.last)
+        return any((self.indexed.marks(each)[1:end] == ANSWERED).any() for each in sequences)
 
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
         """The sequences of a sample, where it begins in each, and how much it has of it."""

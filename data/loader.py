@@ -59,16 +59,36 @@ class Datasets:
 
     def describe(self) -> list[str]:
         """One line per split or validation set, printed at the start of a run."""
-        sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
-        sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
         lines = {
             name: f"{name}: {samples.describe() if samples else 'no samples'}"
-            for name, samples in sets.items()
-            if name != "valid" or not self.named_valid
+            for name, samples in self._by_name().items()
         }
         for name, cause in self.causes.items():
             lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
         return [*lines.values(), *no_checksums(self.unchecked)]
+
+    def check_answers(self, *, trains: bool) -> None:
+        """`UserError` for a data set of conversations none of whose samples has an answered token.
+
+        Training data may have none in a run that only evaluates.
+        """
+        for name, samples in self._by_name().items():
+            corpora = _corpora_of(samples) if trains or name != "train" else ()
+            if corpora and not any(corpus.has_answer() for corpus in corpora):
+                prefixes = listed([corpus.indexed.prefix for corpus in corpora[:_NAMED]])
+                raise UserError(
+                    f"{name}: no sample of --seq-length {corpora[0].plan.seq_length} of {prefixes} "
+                    "has an answered token, so there is no loss: raise --seq-length, give other "
+                    "data, or see what is answered with tools/inspect_dataset.py"
+                )
+
+    def _by_name(self) -> dict[str, Samples | None]:
+        """All data sets by the names under which they are reported."""
+        sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
+        sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
+        if self.named_valid:
+            del sets["valid"]
+        return sets
 
     def train_corpora(self) -> tuple[GPTDataset, ...]:
         """The training corpora, one or those of a blend; empty for synthetic tokens."""
@@ -100,7 +120,7 @@ class Datasets:
         return [[plan.num_epochs, plan.samples_before_separate_epoch or 0] for plan in plans]
 
 
-def _corpora_of(samples: Samples) -> tuple[GPTDataset, ...]:
+def _corpora_of(samples: Samples | None) -> tuple[GPTDataset, ...]:
     corpora = samples.members if isinstance(samples, BlendedDataset) else (samples,)
     return tuple(corpus for corpus in corpora if isinstance(corpus, GPTDataset))
 

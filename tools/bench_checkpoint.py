@@ -36,7 +36,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
-from paro.errors import UserError
+from paro.errors import UserError, check_least
 from paro.layout import make_layout, whole_box
 from paro.optim.states import MOMENTS, PARAM
 from paro.report.log import Log
@@ -229,6 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--steps", type=int, help="time that many steps during asynchronous saves instead")
     add("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
+    counts = ("params", "hidden_size", "rounds", "steps")
+    check_least(1, **{name: getattr(args, name) for name in counts})
     world = read_world()
     with distributed(RuntimeConfig(distributed_backend="gloo"), world) as control:
         if world.rank == 0:

@@ -114,7 +114,8 @@ def describe(
     yield f"  checksums: {contents.checksums}"
     if dataset.answered is not None:
         count = sum(int(np.count_nonzero(marks)) for marks in dataset.answered.parts())
-        yield f"  conversations: {count:,} tokens ({count / dataset.num_tokens:.1%}) are answered"
+        share = f" ({count / dataset.num_tokens:.1%})" if dataset.num_tokens else ""
+        yield f"  conversations: {count:,} tokens{share} are answered"
     yield f"  tokens of a document: {figures(lengths)}"
     yield from (f"  {line}" for line in draw_text(histogram(lengths)))
 

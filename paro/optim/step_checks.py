@@ -1,4 +1,4 @@
-"""Checks that skip a step: non-finite loss or gradients, loss spikes, large gradient norms."""
+"""Checks that skip a step: no tokens, non-finite or spiky loss, non-finite or large gradients."""
 
 # A step is compared with running means of the loss, its variance and the gradient norm. They are
 # part of a run's state, so that a resumed run decides the same, and they include skipped steps
@@ -43,6 +43,7 @@ class Verdict(Enum):
     NOT_FINITE = "not finite"
     SPIKY_LOSS = "spiky loss"
     LARGE_GRADS = "large gradients"
+    NO_TOKENS = "no answered token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +64,11 @@ def judge(
     loss: float,
     grad_norm: float,
     scale_can_fall: bool,
+    has_tokens: bool,
 ) -> Verdict:
     """The verdict on a step; pass values that are the same on all ranks."""
+    if not has_tokens:
+        return Verdict.NO_TOKENS
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
         return Verdict.OVERFLOW if scale_can_fall and math.isfinite(loss) else Verdict.NOT_FINITE
     if expected.num_steps < _WARMUP_STEPS:
@@ -84,7 +88,7 @@ def expect_after(
     if verdict is Verdict.OVERFLOW:
         return expected
     in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
-    if verdict is Verdict.NOT_FINITE:
+    if verdict in (Verdict.NOT_FINITE, Verdict.NO_TOKENS):
         return replace(expected, skipped_in_a_row=in_a_row)
     num_steps = expected.num_steps + 1
     part = 1.0 / min(num_steps, _MEMORY)  # a plain mean over the first steps

@@ -113,7 +113,8 @@ class LiveView:
         name, bits = one_line(found.name.removeprefix("validation-")), found.bits_per_byte
         before = "" if name == "validation" else f"{name} "
         behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
-        text = f"{before}{found.lm_loss:.4f}{behind} at iteration {found.iteration}"
+        loss = "no answered token" if found.lm_loss is None else f"{found.lm_loss:.4f}"
+        text = f"{before}{loss}{behind} at iteration {found.iteration}"
         self._held_out[found.name] = text
 
     def begin_below(self) -> None:

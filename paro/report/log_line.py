@@ -46,7 +46,8 @@ def iteration_line(
     if metrics.lm_loss >= 0.0:  # NaN: every iteration of the interval was skipped
         fields.append(f"lm loss: {metrics.lm_loss:.6E}")
     fields.append(f"loss scale: {last.loss_scale:.1f}")
-    fields.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.has_tokens:
+        fields.append(f"grad norm: {last.grad_norm:.3f}")
     if last.num_zeros is not None:
         fields.append(f"num zeros: {last.num_zeros}")
     if last.params_norm is not None:
@@ -76,10 +77,12 @@ def perplexity(lm_loss: float) -> float:
 def validation_block(found: Validation) -> str:
     """The validation line between two rules."""
     where = f"iteration {found.iteration}" + (f" on {found.data_set} set" if found.data_set else "")
-    line = (
-        f" validation loss at {where} | lm loss value: {found.lm_loss:.6E} | "
-        f"lm loss PPL: {perplexity(found.lm_loss):.6E} | "
-    )
+    line = f" validation loss at {where} | "
+    if found.lm_loss is None:
+        line += "no answered token | "
+    else:
+        line += f"lm loss value: {found.lm_loss:.6E} | "
+        line += f"lm loss PPL: {perplexity(found.lm_loss):.6E} | "
     if found.bits_per_byte is not None:
         line += f"bits per byte: {found.bits_per_byte:.6f} | "
     line += f"samples: {found.read} | "

@@ -22,13 +22,14 @@ class IterationRecord:
     learning_rate: float
     loss_scale: float
     iteration_time_ms: float
-    skipped: bool  # no update, since a gradient was not finite
+    skipped: bool  # no update, for example since a gradient was not finite
     intra_bytes: int  # sent by this rank in this iteration inside its group
     inter_bytes: int  # the same between groups
     num_zeros: float | None = None  # among the gradients' elements; None: not counted, or skipped
     params_norm: float | None = None  # after the update; None: not computed
     data_wait_ms: float = 0.0  # time waiting for batches, mean over ranks
     exposed: Exposed = field(default_factory=Exposed)  # exposed communication, mean over ranks
+    has_tokens: bool = True  # whether a token has a weight; if not, loss and norm are NaN
     held: Mapping[str, int] = field(default_factory=dict)  # bytes on this rank by kind
     allocator: Mapping[str, int] = field(default_factory=dict)  # CUDA allocator statistics
 
@@ -38,7 +39,7 @@ class Validation(NamedTuple):
 
     iteration: int
     consumed_samples: int  # in training
-    lm_loss: float
+    lm_loss: float | None  # None: no token that was read has a weight
     read: str  # such as `1 to 48`
     bits_per_byte: float | None = None
     data_set: str | None = None  # its name if there are several, or after training
@@ -148,7 +149,9 @@ def summarize(
         inter_bytes=last.inter_bytes,
         **_exposed_ms([asdict(record.exposed) for record in interval]),
         skipped_iterations=sum(record.skipped for record in interval),
-        nan_iterations=sum(not math.isfinite(record.lm_loss) for record in interval),
+        nan_iterations=sum(
+            record.has_tokens and not math.isfinite(record.lm_loss) for record in interval
+        ),
     )
 
 

@@ -197,10 +197,13 @@ class Report:
         name, loss = found.name, found.lm_loss
         self.log.log_last(validation_block(found))
         self._show(lambda view: view.validation(found))
-        scalars = {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity(loss)}
+        scalars: dict[str, float] = {}
+        if loss is not None:
+            scalars |= {f"lm loss {name}": loss, f"lm loss {name} ppl": perplexity(loss)}
         if found.bits_per_byte is not None:
             scalars[f"bits per byte {name}"] = found.bits_per_byte
-        self.scalars(scalars, found.iteration, found.consumed_samples)
+        if scalars:
+            self.scalars(scalars, found.iteration, found.consumed_samples)
         self.records.add(lambda run: run.validation(found))
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:

@@ -37,8 +37,9 @@ def _training(record: IterationRecord, facts: RunFacts) -> dict[str, float]:
         "batch-size": record.global_batch_size,
         "loss-scale": record.loss_scale,
         "world-size": facts.world_size,
-        "grad-norm": record.grad_norm,
     }
+    if record.has_tokens:
+        found["grad-norm"] = record.grad_norm
     if not record.skipped:
         found["lm loss"] = record.lm_loss
     for tag, value in (("num-zeros", record.num_zeros), ("params-norm", record.params_norm)):

@@ -166,6 +166,7 @@ class Loop:
             loss_scale=scale,
             iteration_time_ms=seconds * 1000.0,
             skipped=result.skipped,
+            has_tokens=result.verdict is not Verdict.NO_TOKENS,
             intra_bytes=result.sent.intra,
             inter_bytes=result.sent.inter,
             num_zeros=result.num_zeros,
@@ -178,7 +179,7 @@ class Loop:
         if self._signal.name is not None:
             self.report.interrupted()
         self.report.iteration(record)
-        if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS):
+        if result.verdict in (Verdict.SPIKY_LOSS, Verdict.LARGE_GRADS, Verdict.NO_TOKENS):
             self.report.log.log_last(_skipped_line(record, result, state.expected))
         if due:
             self._report_ranks(record)
@@ -283,12 +284,10 @@ class Loop:
         return any(held_out.num_micro_batches is None for held_out in sets)
 
     def _evaluation_of(self, held_out: HeldOut) -> Evaluation:
-        training, whole = self.training, held_out.num_micro_batches
-        batches = self._noted(held_out.batches)
-        if whole is not None:
-            return evaluate(training, batches, whole, per_token=True)
-        per_iter = training.batches.num_eval_micro_batches
-        return evaluate(training, batches, training.config.eval_iters * per_iter)
+        training, number = self.training, held_out.num_micro_batches
+        if number is None:
+            number = training.config.eval_iters * training.batches.num_eval_micro_batches
+        return evaluate(training, self._noted(held_out.batches), number)
 
     def _reasons(self) -> Reasons:
         if self.copies is not None:
@@ -316,8 +315,11 @@ class Loop:
 
 
 def _skipped_line(record: IterationRecord, result: StepResult, expected: Expectation) -> str:
+    line = f" iteration {record.iteration} is skipped: {result.verdict.value} |"
+    if not record.has_tokens:
+        return line
     return (
-        f" iteration {record.iteration} is skipped: {result.verdict.value} | "
+        f"{line} "
         f"lm loss: {record.lm_loss:.6E}, usual {expected.loss:.6E} | "
         f"grad norm: {record.grad_norm:.3f}, usual {expected.grad_norm:.3f} |"
     )

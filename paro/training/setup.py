@@ -82,9 +82,10 @@ def open_data(
 ) -> Datasets:
     """The data sets of the run; logs it if their order changed since the checkpoint.
 
-    `UserError` where --skip-train leaves nothing to evaluate.
+    `UserError` where --skip-train leaves nothing to evaluate, or where nothing is answered.
     """
     datasets = build_data(config, state)
+    datasets.check_answers(trains=not config.train.skip_train)
     held_out = datasets.valid or datasets.named_valid or datasets.test
     if config.train.skip_train and not held_out:
         split = config.data.split_in_use

@@ -72,7 +72,7 @@ class Reasons(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one optimizer step."""
+    """The result of one optimizer step; loss and norm are NaN if no token has a weight."""
 
     loss: float
     grad_norm: float
@@ -126,6 +126,7 @@ class _Sums(NamedTuple):
     square_sum: float
     loss: float
     num_tokens: float
+    num_filled: float
     num_zeros: float
     data_wait: float
     signalled: float
@@ -147,7 +148,9 @@ def train_step(
     """
     num_micro_batches = training.batches.num_micro_batches_at(state.consumed_train_samples)
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
-    weigh = _weights(training, num_micro_batches, scale=state.loss_scale.scale)
+    world, per_token = training.control.world, training.config.calculate_per_token_loss
+    scale = state.loss_scale.scale
+    weigh = TokenWeights(world, num_micro_batches, scale=scale, per_token=per_token)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
@@ -155,15 +158,11 @@ def train_step(
     training.model.begin_step(num_micro_batches, full_precision=warms_up)
     loss_sum = _forward_backward(training, timed, weigh, num_micro_batches, state.iteration)
     _empty_cache(training, from_level=1)
-    sums, exposed, own = _add_up(training, loss_sum, weigh.num_tokens, timed.seconds, reasons)
-    unscale = weigh.unscale(sums.num_tokens)
+    sums, exposed, own = _add_up(training, loss_sum, weigh, timed.seconds, reasons)
+    unscale = weigh.unscale(sums.num_tokens, sums.num_filled)
     loss = sums.loss * unscale
     grad_norm = math.sqrt(sums.square_sum) * unscale if sums.square_sum >= 0 else math.nan
-    scaling = training.loss_scale
-    can_fall = scaling.dynamic and state.loss_scale.scale > scaling.min_loss_scale
-    verdict = judge(
-        training.checks, state.expected, loss=loss, grad_norm=grad_norm, scale_can_fall=can_fall
-    )
+    verdict = _judge(training, state, loss=loss, grad_norm=grad_norm, tokens=sums.num_tokens)
     sent = training.traffic.take()  # before the all-gather of updated parameters: the next step's
     if verdict is Verdict.FINE:
         _update(training, state, grad_norm=grad_norm, unscale=unscale)
@@ -175,27 +174,44 @@ def train_step(
     state.consumed_train_samples += batch_size
     state.expected = expect_after(state.expected, verdict, loss=loss, grad_norm=grad_norm)
     nonfinite = verdict in (Verdict.OVERFLOW, Verdict.NOT_FINITE)
-    state.loss_scale = update_loss_scale(scaling, state.loss_scale, found_nonfinite=nonfinite)
+    state.loss_scale = update_loss_scale(
+        training.loss_scale, state.loss_scale, found_nonfinite=nonfinite
+    )
+    has_gradients = not nonfinite and verdict is not Verdict.NO_TOKENS
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
         verdict=verdict,
         sent=sent,
         num_zeros=sums.num_zeros
-        if training.config.log_num_zeros_in_grad and not nonfinite
+        if training.config.log_num_zeros_in_grad and has_gradients
         else None,
         params_norm=_params_norm(training) if training.config.log_params_norm else None,
         reasons=Reasons(sums.signalled > 0, sums.late > 0, sums.unsaved > 0),
-        data_wait_seconds=sums.data_wait / training.control.world.size,
+        data_wait_seconds=sums.data_wait / world.size,
         exposed=exposed,
         own=own,
+    )
+
+
+def _judge(
+    training: Training, state: TrainState, *, loss: float, grad_norm: float, tokens: float
+) -> Verdict:
+    scaling = training.loss_scale
+    return judge(
+        training.checks,
+        state.expected,
+        loss=loss,
+        grad_norm=grad_norm,
+        scale_can_fall=scaling.dynamic and state.loss_scale.scale > scaling.min_loss_scale,
+        has_tokens=tokens > 0.0,
     )
 
 
 def _add_up(
     training: Training,
     loss_sum: Tensor,
-    num_tokens: float,
+    weigh: TokenWeights,
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
@@ -212,7 +228,8 @@ def _add_up(
     mine = _Sums(
         square_sum=square_sum,
         loss=own_loss,
-        num_tokens=num_tokens,
+        num_tokens=weigh.num_tokens,
+        num_filled=weigh.num_filled,
         num_zeros=sum(zeros),
         data_wait=data_wait,
         **{name: float(holds) for name, holds in reasons()._asdict().items()},
@@ -310,54 +327,37 @@ class _TimedBatches(Iterator[Batch]):
         return batch.to(self.device, non_blocking=True)
 
 
-def _weights(
-    training: Training, num_micro_batches: int, *, scale: float, per_token: bool | None = None
-) -> TokenWeights:
-    if per_token is None:
-        per_token = training.config.calculate_per_token_loss
-    world = training.control.world
-    return TokenWeights(world, num_micro_batches, scale=scale, per_token=per_token)
-
-
 class Evaluation(NamedTuple):
     """What held-out data say of a model."""
 
-    loss: float  # nats per token
+    loss: float | None  # nats per token; None: no token is unmasked
     bits_per_byte: float | None  # None: nobody knows how much text the tokens are
 
 
 def evaluate(
-    training: Training,
-    micro_batches: Iterator[Batch],
-    num_micro_batches: int,
-    *,
-    per_token: bool | None = None,
+    training: Training, micro_batches: Iterator[Batch], num_micro_batches: int
 ) -> Evaluation:
-    """The mean loss over micro-batches of held-out data; sent bytes are not counted.
+    """The mean loss over the unmasked tokens of held-out data; sent bytes are not counted.
 
-    A mean over micro-batches or, with `per_token`, over tokens; None: the same as in training. Bits
-    per byte are always of all unmasked tokens: their summed loss, and the text that they stand for.
+    The tokens of all micro-batches and ranks weigh the same, whatever is the mean in training.
     """
-    model = training.model
+    model, num_sharing = training.model, training.control.world.context_parallel_size
     model.wait_for_updated_params()
-    weigh = _weights(training, num_micro_batches, scale=1.0, per_token=per_token)
-    # As it is weighed, and in nats.
-    losses_2 = torch.zeros(2, dtype=torch.float64, device=training.device)
+    own_nats = torch.zeros((), dtype=torch.float64, device=training.device)
+    own_tokens = own_bytes = 0.0
     batches = _TimedBatches(micro_batches, training.device, Timers())
     with training.traffic.paused():
         for _ in range(num_micro_batches):
             batch = next(batches)
-            weights_BS = weigh(batch)
-            own = model.evaluate(
-                batch.tokens_BS, batch.labels_BS, weights_BS, **batch.documents()
-            ).double()
-            losses_2 += torch.stack([own, own / weigh.weight])
+            own_nats += model.evaluate(
+                batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, **batch.documents()
+            )
+            own_tokens += batch.mask_sum / num_sharing
+            own_bytes += batch.text_bytes / num_sharing
             training.exposure.take()  # waits of an evaluation belong to no step
-    loss, nats, num_tokens, text_bytes = training.control.sum(
-        [*losses_2.tolist(), weigh.num_tokens, weigh.text_bytes]
-    )
+    nats, num_tokens, text_bytes = training.control.sum([float(own_nats), own_tokens, own_bytes])
     training.exposure.take()  # the rest: the GPU has finished by now
     return Evaluation(
-        loss=loss * weigh.unscale(num_tokens),
+        loss=nats / num_tokens if num_tokens > 0.0 else None,
         bits_per_byte=nats / math.log(2.0) / text_bytes if text_bytes > 0.0 else None,
     )

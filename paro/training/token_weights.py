@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from data.batch import Batch
@@ -11,9 +13,10 @@ from paro.distributed.world import World
 class TokenWeights:
     """The weight of every token in the loss that backward starts from (Note: gradient scaling).
 
-    Megatron's loss is the mean over micro-batches of their token means. With
-    --calculate-per-token-loss it is the mean over all tokens of the global batch, whose number is
-    known only at the end of the step: until then a full batch is assumed; `unscale` corrects it.
+    Megatron's loss is the mean over micro-batches of their token means; those without an unmasked
+    token have no mean and are left out. With --calculate-per-token-loss it is the mean over all
+    tokens of the global batch. How many micro-batches or tokens count is known only at the end of
+    the step: until then all are assumed to; `unscale` corrects it.
 
     Ranks that share a sample weigh its tokens alike: what they divide by is of whole samples.
     """
@@ -33,32 +36,27 @@ class TokenWeights:
         self._scale = scale
         self._nominal_tokens = 0
         self._mask_sum = 0.0
-        self._text_bytes = 0.0
-        self.weight = 1.0  # of every unmasked token of the last batch
+        self.num_filled = 0  # batches so far that have an unmasked token
 
     def __call__(self, batch: Batch) -> Tensor:
         self._nominal_tokens = batch.loss_mask_BS.numel() * self._num_sharing
         self._mask_sum += batch.mask_sum
-        self._text_bytes += batch.text_bytes
+        self.num_filled += batch.mask_sum > 0.0
         tokens = self._nominal_tokens if self._per_token else max(batch.mask_sum, 1.0)
-        self.weight = self._factor / tokens
-        return batch.loss_mask_BS * self.weight
+        return batch.loss_mask_BS * (self._factor / tokens)
 
     @property
     def num_tokens(self) -> float:
         """This rank's share of the unmasked tokens of its samples in this step so far."""
         return self._mask_sum / self._num_sharing
 
-    @property
-    def text_bytes(self) -> float:
-        """This rank's share of the bytes that the same tokens stand for; 0 if nobody counts."""
-        return self._text_bytes / self._num_sharing
-
-    def unscale(self, num_tokens: float) -> float:
+    def unscale(self, num_tokens: float, num_filled: float) -> float:
         """The factor from the accumulated loss and gradients to the true ones.
 
-        `num_tokens` is the number of unmasked tokens over all ranks.
+        `num_tokens` and `num_filled` are sums over all ranks. NaN without tokens, as is the loss.
         """
+        if num_tokens == 0.0:
+            return math.nan
         if not self._per_token:
-            return 1.0 / self._scale
-        return self._num_parts * self._nominal_tokens / max(num_tokens, 1.0) / self._scale
+            return self._num_parts * self._num_sharing / num_filled / self._scale
+        return self._num_parts * self._nominal_tokens / num_tokens / self._scale

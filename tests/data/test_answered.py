@@ -130,6 +130,36 @@ def test_a_sample_without_an_answer_weighs_nothing(tmp_path: Path) -> None:
     assert batch.mask_sum == 2.0, "of the whole sample"
 
 
+def test_data_without_an_answered_token_are_refused_unless_they_are_not_used(
+    tmp_path: Path,
+) -> None:
+    """An answer that begins a sample, or comes after it, is no label of it."""
+    silent = {
+        "none": ([*range(20)], [0] * 20),
+        "first": ([*range(20)], [1] + [0] * 19),
+        "behind": ([*range(20)], [0] * SEQ + [1] * (20 - SEQ)),
+    }
+    answered = ([*range(20)], [0] * (SEQ - 1) + [1] + [0] * (20 - SEQ))
+    paths = {
+        name: str(write_conversations(tmp_path / name, [talk] * 4)) for name, talk in silent.items()
+    }
+    last = str(write_conversations(tmp_path / "last", [silent["none"]] * 3 + [answered]))
+    built(last, sft=True).check_answers(trains=True)
+    built("1", paths["none"], "1", last, sft=True).check_answers(trains=True)
+    built(paths["behind"], **APART).check_answers(trains=True)
+    for prefix in paths.values():
+        datasets = built(prefix, sft=True)
+        refused(partial(datasets.check_answers, trains=True), f"--seq-length {SEQ} ... {prefix}")
+        datasets.check_answers(trains=False)
+    packed = built(paths["first"], **APART)
+    refused(partial(packed.check_answers, trains=True), paths["first"])
+    sets = {"train_data_path": (last,), "valid_data_path": (last, paths["none"])}
+    held_out = partial(of_words, **sets, counts=(1, 4), sft=True)
+    held_out().check_answers(trains=True)
+    apart = held_out(multiple_validation_sets=True)
+    refused(partial(apart.check_answers, trains=False), f"valid, none ... {paths['none']}")
+
+
 def swap(one: Path, other: Path) -> None:
     for suffix in (".answered", ".answered.crc"):
         Path(f"{one}{suffix}").write_bytes(Path(f"{other}{suffix}").read_bytes())

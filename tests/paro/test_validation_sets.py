@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from data.fingerprint import Fingerprint
-from tests.helpers.corpora import read_corpus, write_corpus
+from tests.helpers.corpora import read_corpus, write_conversations, write_corpus
 from tests.helpers.margins import assert_near
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
@@ -69,6 +69,33 @@ def test_full_validation_begins_anew_every_time(flags: str) -> None:
     assert run.state.consumed_valid_samples == 0
 
 
+@pytest.mark.slow("evaluates several times")
+def test_validation_is_the_mean_over_answered_tokens_in_any_micro_batches(tmp_path: Path) -> None:
+    """One conversation of four is answered within a sample; the last evaluation has none."""
+    random = np.random.RandomState(3)
+    marks = ([0] * 9 + [1] * 3, [0] * 12, [0] * 20 + [1] * 5, [0] * 12)
+    talks = [(random.randint(0, 59, len(each)).tolist(), each) for each in marks]
+    write_conversations(tmp_path / "all", talks)
+    write_conversations(tmp_path / "one", talks[:1])
+    found = []
+    for name, more in (
+        ("one", "--micro-batch-size 1 --eval-iters 1"),
+        ("all", "--micro-batch-size 1 --eval-iters 4"),
+        ("all", "--micro-batch-size 1 --eval-iters 4 --calculate-per-token-loss"),
+        ("all", "--micro-batch-size 4 --eval-iters 1"),
+        ("all", "--micro-batch-size 1 --full-validation"),
+        ("all", "--micro-batch-size 1 --eval-iters 1 --eval-interval 1"),
+    ):
+        paths = f"--train-data-path {tmp_path}/one --valid-data-path {tmp_path}/{name}"
+        run = run_loop(f"{paths} --sft --train-iters 3 --lr 1e-30 {more}", base=CORPUS)
+        found.append(run.losses)
+    *whole, one_by_one = found
+    answered = [loss for loss in one_by_one if not math.isnan(loss)]
+    assert (len(answered), len(one_by_one)) == (1, 4)
+    losses = [*chain(*whole), *answered]
+    assert_near(losses, [losses[0]] * 6, 1e-6, "the same answer")
+
+
 VOCAB_SIZE, SEQ_LENGTH, NUM_SAMPLES = 60, 12, 24
 COUNTS = np.arange(VOCAB_SIZE) % 7
 EOD = VOCAB_SIZE - 1
@@ -119,7 +146,7 @@ def counted(folder: Path, *names: str, masked: bool) -> tuple[int, int]:
 def test_bits_per_byte_are_the_summed_loss_by_the_bytes_of_the_same_tokens(
     scored: str, tmp_path: Path
 ) -> None:
-    """In one micro-batch or many, whose means weigh their tokens differently under a mask."""
+    """In one micro-batch or many, which have different numbers of tokens under a mask."""
     sets = f"--valid-data-path {tmp_path}/own {tmp_path}/same"
     for more in ("", MASKED):
         whole = run_loop(
@@ -131,7 +158,7 @@ def test_bits_per_byte_are_the_summed_loss_by_the_bytes_of_the_same_tokens(
         each = f"--micro-batch-size 1 --global-batch-size 1 --eval-iters {NUM_SAMPLES}"
         by_one = run_loop(f"{scored} {sets} {more} {each}", base=CORPUS)
         assert by_one.bits == pytest.approx(whole.bits, rel=1e-6)
-    assert by_one.losses != pytest.approx(whole.losses, rel=1e-4)
+        assert_near(by_one.losses, whole.losses, 1e-6, more)
 
 
 @pytest.mark.slow("evaluates several times")

@@ -43,6 +43,23 @@ def test_scores_are_of_the_logits_whatever_is_in_the_batch(tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        (([1], []), "an answer ... no token"),
+        (([], [1]), "a question ... no token"),
+        (([1], [1] * (LENGTH + 1)), f"{LENGTH + 1} tokens ... --seq-length is {LENGTH}"),
+        (([1], [SMALL.vocab_size]), f"{SMALL.vocab_size} vocabulary rows"),
+    ],
+)
+def test_an_answer_that_has_no_likelihood_is_refused(
+    pair: tuple[list[int], list[int]], told: str
+) -> None:
+    with torch.device("meta"):
+        model = Llama(SMALL)
+    refused(lambda: scores_of(model, [*PAIRS, pair], max_length=LENGTH, size=1), told)
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
         ("--batch-size 0", "--batch-size 0 must be at least 1"),

@@ -97,6 +97,8 @@ def test_answered_tokens_are_counted_and_dumped(tmp_path: Path) -> None:
     run = ["--data-path", prefix, "--split", "1,0,0", "--sft", "--seq-length", 4]
     samples = dumped(tmp_path / "samples.jsonl", *run, "--train-samples", 9, *NULL)
     assert samples == [{"tokens": [1, 2, 3, 3], "answered": [0, 1, 1, 0]}] * 9
+    empty = write_conversations(tmp_path / "empty", [])
+    assert "conversations: 0 tokens are answered" in printed(main, "--data-path", empty, *NULL)
 
 
 def test_long_reads_say_how_far_they_are(

@@ -12,7 +12,7 @@ from tests.tools.bench.test_bench_model import TINY
 from tests.tools.planning.test_launch import MODEL
 from tests.tools.planning.test_longest import FLAGS
 from tests.tools.test_plan import CASE
-from tools import gather_text, inspect_dataset, plan
+from tools import bench_checkpoint, gather_text, inspect_dataset, plan
 from tools.bench import (
     bench_loader,
     bench_model,
@@ -21,6 +21,7 @@ from tools.bench import (
     bench_reporting,
     check_gpu,
     study_bits,
+    study_crashes,
     study_optimizers,
     study_plan,
 )
@@ -86,6 +87,10 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
     (gather_text, "--output a.jsonl"): {
         "--min-bytes 1000000000000": "--min-bytes 1,000,000,000,000",
     },
+    (bench_checkpoint, "--folder x"): {
+        "--rounds 0": "--rounds 0 must be at least 1",
+        "--steps 0": "--steps 0 must be at least 1",
+    },
     (bench_loader, "--folder x"): {"--samples 3": "--samples"},
     (bench_model, " ".join(TINY)): {
         "--contenders ours,what": "--contenders ... ours, ... not what",
@@ -112,10 +117,12 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--gpus 0": "--gpus 0 must be at least 1",
     },
     (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
+    (study_crashes, "--folder x"): {"--kills 0": "--kills 0 must be at least 1"},
     (study_optimizers, "--folder x --data ."): {
         "": "--data . holds no corpus ... make quickstart",
         "--at-once 0": "--at-once 0 must be at least 1",
     },
+    (study_plan, "measure --folder ."): {"--turns 0": "--turns 0 must be at least 1"},
     (study_plan, "measure --folder . --settings"): {
         "IIG": "IIG: names no collective",
         "IIG@native+turn": "+turn is none of +rotate, +in-place, +4-bit",

@@ -31,6 +31,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
+from paro.errors import check_least
 from tools.bench.shared.turns import ROOT, rows_in, torchrun
 from tools.cluster.processes import children
 from tools.shared.command_line import Parser
@@ -284,11 +285,16 @@ def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
         "starts": study.num_starts,
         "losses_compared": study.num_losses,
         "checkpoints_passed_over": study.num_passed_over,
-        "survivors_gone_seconds": {"median": statistics.median(gone), "most": max(gone)},
-        "trains_again_seconds": {"median": statistics.median(again), "most": max(again)},
+        "survivors_gone_seconds": _figures(gone),
+        "trains_again_seconds": _figures(again),
         "complaints": study.complaints,
         "each": [asdict(kill) for kill in study.kills],
     }
+
+
+def _figures(seconds: list[float]) -> dict[str, float] | None:
+    """The median and the largest; None if nothing was measured."""
+    return {"median": statistics.median(seconds), "most": max(seconds)} if seconds else None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -306,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seed", type=int, default=1)
     add("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
+    check_least(1, kills=args.kills, ranks=args.ranks, train_iters=args.train_iters)
     study = make_study(args)
     figures = describe(study, args)
     write_json(args.json, figures)

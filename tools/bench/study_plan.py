@@ -20,7 +20,7 @@ from paro.arguments.parser import parse_args
 from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
-from paro.errors import UserError, about
+from paro.errors import UserError, about, check_least
 from paro.planning.machine.collective_time import speed_of
 from paro.planning.machine.files import read_machine
 from paro.planning.machine.machine import Machine, bits_per_second, rate_text
@@ -343,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     reporting = commands.add_parser("report", help="write the page")
     reporting.add_argument("--folder", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(argv)
+    if args.command == "measure":
+        check_least(1, rounds=args.rounds, turns=args.turns)
     (measure if args.command == "measure" else report)(args)
 
 

@@ -57,18 +57,6 @@ class HarnessModel(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[Score]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        rows = self._model.config.vocab_size
-        for context, continuation in pairs:
-            if len(continuation) > self.max_length:
-                raise UserError(
-                    f"an answer has {len(continuation)} tokens, and --seq-length is "
-                    f"{self.max_length}: leave the task out, or raise it"
-                )
-            if max(*context, *continuation) >= rows:
-                raise UserError(
-                    f"the tokenizer has an id above the {rows} vocabulary rows of the model, and a "
-                    "task uses it: leave the task out"
-                )
         return scores_of(self._model, pairs, max_length=self.max_length, size=self._batch_size)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.llama import Llama, TokenInfo
 from model.rotary import rotations
+from paro.errors import UserError
 
 
 class Score(NamedTuple):
@@ -26,11 +27,13 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and its continuat
 
 @torch.no_grad()
 def scores_of(model: Llama, pairs: Sequence[Pair], *, max_length: int, size: int) -> list[Score]:
-    """The score of every pair; neither part may be empty, nor a continuation above `max_length`.
+    """The score of every pair; `UserError` for one that has none, as where a part is empty.
 
-    Contexts lose their first tokens where they are too long. `size` pairs are computed at once,
-    the longest first, so that memory does not grow later.
+    Contexts lose their first tokens where they are longer than `max_length`, continuations may not
+    be. `size` pairs are computed at once, the longest first, so that memory does not grow later.
     """
+    for pair in pairs:
+        _check(*pair, max_length=max_length, rows=model.config.vocab_size)
     order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
     found: dict[int, Score] = {}
     for begin in range(0, len(order), size):
@@ -38,6 +41,27 @@ def scores_of(model: Llama, pairs: Sequence[Pair], *, max_length: int, size: int
         batch = [pairs[number] for number in numbers]
         found |= zip(numbers, _scores_of_batch(model, batch, max_length), strict=True)
     return [found[number] for number in range(len(pairs))]
+
+
+def _check(
+    context: Sequence[int], continuation: Sequence[int], *, max_length: int, rows: int
+) -> None:
+    for what, ids in (("a question", context), ("an answer", continuation)):
+        if not ids:
+            raise UserError(
+                f"{what} of a task has no token, so an answer has no likelihood: leave the task "
+                "out, or that document"
+            )
+    if len(continuation) > max_length:
+        raise UserError(
+            f"an answer has {len(continuation)} tokens, and --seq-length is {max_length}: leave "
+            "the task out, or raise it"
+        )
+    if max(*context, *continuation) >= rows:
+        raise UserError(
+            f"the tokenizer has an id above the {rows} vocabulary rows of the model, and a task "
+            "uses it: leave the task out"
+        )
 
 
 def _scores_of_batch(model: Llama, pairs: Sequence[Pair], max_length: int) -> Iterator[Score]:

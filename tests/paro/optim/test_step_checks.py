@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,8 +30,16 @@ def verdict_on(
     grad_norm: float = 1.0,
     config: StepChecksConfig = CHECKS,
     scale_can_fall: bool = False,
+    has_tokens: bool = True,
 ) -> Verdict:
-    return judge(config, expected, loss=loss, grad_norm=grad_norm, scale_can_fall=scale_can_fall)
+    return judge(
+        config,
+        expected,
+        loss=loss,
+        grad_norm=grad_norm,
+        scale_can_fall=scale_can_fall,
+        has_tokens=has_tokens,
+    )
 
 
 def after(num_steps: int, *, start: float = 4.0) -> Expectation:
@@ -83,6 +92,16 @@ def test_an_overflow_is_told_from_a_loss_that_is_no_number() -> None:
         assert verdict is Verdict.NOT_FINITE
         now = expect_after(expected, verdict, loss=loss, grad_norm=math.nan)
         assert now == Expectation(skipped_in_a_row=3)
+
+
+def test_a_step_without_tokens_is_skipped_and_says_nothing_of_the_usual_loss() -> None:
+    expected = after(200)
+    verdict = verdict_on(expected, loss=math.nan, grad_norm=math.nan, has_tokens=False)
+    assert verdict is Verdict.NO_TOKENS
+    now = expect_after(expected, verdict, loss=math.nan, grad_norm=math.nan)
+    assert now == replace(expected, skipped_in_a_row=1)
+    checks = StepChecksConfig(check_for_nan_in_loss_and_grad=True)
+    assert reason_to_stop(checks, now, verdict, iteration=7) is None
 
 
 def test_when_to_stop() -> None:

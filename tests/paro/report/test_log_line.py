@@ -1,6 +1,7 @@
 """The printed lines, character by character, and their values in existing parsers."""
 
 import math
+import re
 from dataclasses import replace
 from datetime import datetime
 
@@ -73,6 +74,21 @@ def test_an_interval_of_skipped_iterations_has_no_loss() -> None:
     text = line(record(lm_loss=math.nan, grad_norm=math.nan, skipped=True))
     assert "lm loss" not in text
     assert "| grad norm: nan |" in text
+
+
+def test_an_iteration_without_tokens_has_neither_loss_nor_norm_and_is_none_of_the_nans() -> None:
+    nothing = {"lm_loss": math.nan, "grad_norm": math.nan, "skipped": True, "has_tokens": False}
+    text = line(record(9, lm_loss=3.0), record(10, **nothing))
+    assert "| lm loss: 3.000000E+00 |" in text
+    assert "grad norm" not in text
+    assert "number of skipped iterations:   1 | number of nan iterations:   0 |" in text
+    assert "lm loss" not in line(record(**nothing))
+
+
+def test_an_evaluation_without_tokens_has_no_loss() -> None:
+    assert re.findall("loss|PPL|[0-9.]+E", validation_block(Validation(1, 8, None, "all"))) == [
+        "loss"
+    ], "as in `validation loss at`"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From measurements to throughput."""
 
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -70,6 +71,13 @@ def test_a_single_loss_keeps_every_bit() -> None:
     loss = 0.1 + 0.2
     metrics = summarize([replace(FIRST, lm_loss=loss)], FACTS, peak_memory_bytes=0)
     assert metrics.lm_loss == loss
+
+
+def test_a_dashboard_has_no_tag_of_a_norm_over_no_tokens() -> None:
+    metrics = summarize([FIRST], FACTS, peak_memory_bytes=55)
+    empty = replace(FIRST, skipped=True, has_tokens=False, lm_loss=math.nan, grad_norm=math.nan)
+    tags = [scalars_of(seen, metrics, FACTS, totals={}) for seen in (FIRST, empty)]
+    assert tags[0].keys() - tags[1].keys() == {"lm loss", "grad-norm"}
 
 
 def test_a_dashboard_has_tags_of_what_was_measured() -> None:

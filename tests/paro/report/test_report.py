@@ -137,6 +137,7 @@ def test_an_evaluation_has_megatrons_tags_and_bits_where_they_are_known(
     monkeypatch.setattr(report, "scalars", lambda values, *_: written.append(values))
     report.validation(Validation(2, 16, 1.0, "all", 0.5))
     report.validation(Validation(2, 16, 1.0, "all", data_set="test"))
+    report.validation(Validation(2, 16, None, "all", data_set="validation-empty"))
     ppl = pytest.approx(2.718281828)
     assert written == [
         {"lm loss validation": 1.0, "lm loss validation ppl": ppl, "bits per byte validation": 0.5},

@@ -37,7 +37,7 @@ class Finished:
     state: TrainState
     records: list[IterationRecord]
     evaluated: list[tuple[int, str | None]]
-    losses: list[float]  # of the evaluations
+    losses: list[float]  # of the evaluations; NaN: there is none
     bits: list[float | None]  # per byte, of the same
     saved: list[int]
 
@@ -104,7 +104,7 @@ def run_loop(
         state,
         records=[call.args[0] for call in iterations.call_args_list],
         evaluated=[(each.iteration, each.data_set) for each in found],
-        losses=[each.lm_loss for each in found],
+        losses=[math.nan if each.lm_loss is None else each.lm_loss for each in found],
         bits=[each.bits_per_byte for each in found],
         saved=saved,
     )

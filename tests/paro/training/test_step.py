@@ -6,14 +6,17 @@ import gc
 import math
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from paro.training.step import Training, train_step
+from paro.optim.step_checks import Verdict
+from paro.training.step import StepResult, Training, TrainState, train_step
+from tests.helpers.corpora import write_conversations
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import TINY, Trained, begun, built, train
+from tests.helpers.training import TINY, Trained, begun, built, train, whole_parameters
 
 # Far more ids than a batch has tokens, so that most rows of the embedding get no gradient.
 VOCAB_SIZE, HIDDEN_SIZE, BATCH_SIZE, NUM_STEPS = 1501, 20, 8, 2
@@ -93,6 +96,45 @@ def test_a_skipped_step_counts_no_zeros_and_keeps_the_norm() -> None:
     assert step.skipped
     assert step.num_zeros is None
     assert step.params_norm == math.sqrt(before)
+
+
+def first_step(prefix: Path, flags: str) -> tuple[StepResult, TrainState, bool]:
+    """A step on conversations, the state after it, and whether it has changed the parameters."""
+    base = FLAGS.replace("--mock-data", f"--split 1,0,0 --sft --data-path {prefix}")
+    config, training = built(f"{base} --train-iters 1 {flags}")
+    before = whole_parameters(training)
+    state, source = begun(config, training)
+    step = train_step(training, state, source)
+    after = whole_parameters(training)
+    return step, state, any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_step_without_an_answered_token_is_skipped(tmp_path: Path) -> None:
+    prefix = write_conversations(tmp_path / "x", [([*range(20)], [0] * 15 + [1] * 5)] * BATCH_SIZE)
+    for flags in ("", "--calculate-per-token-loss", "--micro-batch-size 4"):
+        step, state, has_changed = first_step(prefix, flags)
+        assert step.verdict is Verdict.NO_TOKENS
+        assert math.isnan(step.loss), flags
+        assert math.isnan(step.grad_norm), flags
+        assert step.num_zeros is None, flags
+        assert (state.iteration, state.consumed_train_samples) == (1, BATCH_SIZE)
+        assert (state.scheduled_samples, state.expected.skipped_in_a_row) == (0, 1)
+        assert not has_changed, flags
+
+
+def test_micro_batches_without_an_answered_token_weigh_nothing(tmp_path: Path) -> None:
+    """Neither in the loss nor in the gradients; the others as they do alone."""
+    talks = [([place, 1, 2, 3, place], [0, 0, 0, 1, 1]) for place in range(BATCH_SIZE // 2)]
+    silent = [(ids, [0] * 5) for ids, _ in talks]
+    full = write_conversations(tmp_path / "full", talks)
+    half = write_conversations(tmp_path / "half", talks + silent)
+    few = f"--global-batch-size {BATCH_SIZE // 2}"
+    for flags in ("", "--calculate-per-token-loss"):
+        wanted, _, _ = first_step(full, f"{few} {flags}")
+        found, _, has_changed = first_step(half, flags)
+        assert has_changed
+        assert_near([found.loss], [wanted.loss], 1e-6, f"loss {flags}")
+        assert_near([found.grad_norm], [wanted.grad_norm], 1e-5, f"norm {flags}")
 
 
 def outlive_closing(strategies: Sequence[str]) -> list[int]:
