@@ -31,6 +31,7 @@ from paro.report.log import print_line
 from paro.untrusted.regular_file import read_text
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of
+from tools.shared.finite import check_logits
 
 UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
 
@@ -80,6 +81,7 @@ def continuations(
     logits_BV = decoder.start(prompts)
     while True:
         rows = logits_BV[:, :num_ids].float().cpu()  # where the generators are
+        check_logits(rows, logits_BV.dtype)
         tokens = [sampling.choose(*pair) for pair in zip(rows, generators, strict=True)]
         yield tokens
         logits_BV = decoder.step(torch.tensor(tokens, device=device))
@@ -161,10 +163,12 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
 
 
 def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The model with its trained parameters."""
+    """The model with its trained parameters; `UserError` if one is not finite."""
     with torch.device("meta"):
         model = Llama(source.config)
-    parameters = {name: tensor.whole(dtype).to(device) for name, tensor in source.tensors.items()}
+    parameters = {
+        name: tensor.cast(dtype).whole(dtype).to(device) for name, tensor in source.tensors.items()
+    }
     model.load_state_dict(parameters, assign=True)
     return model.requires_grad_(False)
 

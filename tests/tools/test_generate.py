@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.helpers.refusals import refused
 from tests.model.values import SMALL
 from tests.tools.conftest import TEXT
 from tests.tools.untrained import save_untrained
+from tools.evaluation.scoring import scores_of
 from tools.generate import Sampling, continuations, main, text_of, until_ends
 from tools.train_tokenizer import main as train_tokenizer
 
@@ -90,6 +92,22 @@ def test_sampling_is_repeated_by_its_seed_alone(checkpoint: Path) -> None:
     first = printed(main, *words)
     assert printed(main, *words) == first
     assert printed(main, *words, "--seed", 5) != first
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"), [(torch.float32, "--ckpt-step"), (torch.float16, "--bf16")]
+)
+def test_logits_that_are_not_finite_are_refused(dtype: torch.dtype, told: str) -> None:
+    model = Llama(replace(SMALL, num_layers=1)).to(dtype).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.fill_(0.0 if "blocks" in name else 1.0)
+    model.head.weight.fill_(torch.finfo(dtype).max)
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature=temperature, seed=1)
+        tokens = continuations(model, [[0], [1]], sampling, num_ids=4)
+        refused(partial(next, tokens), f"--load ... logits ... {told}")
+    score = partial(scores_of, model, [([1], [2])], max_length=4, size=1)
+    refused(score, f"--load ... logits ... {told}")
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_fair() -> None:

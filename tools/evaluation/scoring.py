@@ -13,6 +13,7 @@ from torch import Tensor
 from model.llama import Llama, TokenInfo
 from model.rotary import rotations
 from paro.errors import UserError
+from tools.shared.finite import check_logits
 
 
 class Score(NamedTuple):
@@ -81,6 +82,7 @@ def _scores_of_batch(model: Llama, pairs: Sequence[Pair], max_length: int) -> It
     # Only these rows: logits of whole texts would take most of the memory.
     logits_NV = model.head(torch.cat(parts)[None], None, None, tied_VD)[0].float()
     chosen_N = logits_NV.gather(1, labels_N[:, None])[:, 0] - logits_NV.logsumexp(1)
+    check_logits(chosen_N, x_BSD.dtype)
     greedy_N = logits_NV.argmax(1) == labels_N
     for values, hits in zip(chosen_N.split(counts), greedy_N.split(counts), strict=True):
         yield Score(float(values.sum()), bool(hits.all()))

@@ -104,6 +104,7 @@ def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTen
             shape=tuple(state.size),
             dtype=state.properties.dtype,
             rows=partial(_read_rows, reader, name, state),
+            name=f"{directory}: {name.removeprefix(f'{PARAM}.')}",
         )
         for name, state in metadata.state_dict_metadata.items()
         if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")

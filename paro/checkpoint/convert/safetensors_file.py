@@ -46,6 +46,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
                     shape=tuple(view.get_shape()),
                     dtype=_DTYPES[kind],
                     rows=partial(_read_rows, path, name),
+                    name=f"{path}: {name}",
                 )
     except (OSError, SafetensorError) as error:
         if open_files_limit(error) is not None:

@@ -32,6 +32,7 @@ class LazyTensor:
     shape: Shape
     dtype: torch.dtype
     rows: Callable[[int, int], Tensor]
+    name: str = ""  # its file and its name there, for messages
 
     @property
     def num_bytes(self) -> int:
@@ -52,9 +53,32 @@ class LazyTensor:
         return values
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
-        if dtype is None or dtype == self.dtype:
-            return self
-        return replace(self, dtype=dtype, rows=lambda *rows: self.rows(*rows).to(dtype))
+        """The tensor in this type, or in its own; reading a value that is not finite is a
+        `UserError`.
+        """
+        wanted = dtype or self.dtype
+
+        def rows(start: int, stop: int) -> Tensor:
+            values = self.rows(start, stop)
+            cast = values.to(wanted)
+            if not _is_finite(cast):
+                raise UserError(f"{self.name} {_what_is_wrong(values, wanted)}")
+            return cast
+
+        return replace(self, dtype=wanted, rows=rows)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """By the extremes, which is many times faster than element by element; NaN is one of both."""
+    return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
+
+
+def _what_is_wrong(values: Tensor, wanted: torch.dtype) -> str:
+    if not _is_finite(values):
+        return "holds infinity or NaN: take a checkpoint that holds none"
+    text, most = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
+    largest = float(values.abs().max())
+    return f"holds {largest:g}, and {text} has no number above {most:g}: choose another type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +154,7 @@ def checked_tensors(
         if found[name].shape != shape:
             there, here = map(shape_text, (found[name].shape, shape))
             raise UserError(f"{where}: {theirs} is {there}, and its configuration makes it {here}")
-        tensors[name] = found[name]
+        tensors[name] = replace(found[name], name=found[name].name or f"{where}: {theirs}")
     return tensors
 
 
@@ -159,8 +183,9 @@ def with_adapters(
     """
     tensors = dict(source.tensors)
     for weight, scaling in scalings.items():
-        down, up = adapters[down_name(weight)], adapters[up_name(weight)]
-        tensors[weight] = _sum(tensors[weight], down, up, scaling)
+        parts = (tensors[weight], adapters[down_name(weight)], adapters[up_name(weight)])
+        whole, down, up = (part.cast(None) for part in parts)
+        tensors[weight] = _sum(whole, down, up, scaling)
     return replace(source, tensors=tensors, lora=lora, adapters=adapters)
 
 
@@ -169,4 +194,4 @@ def _sum(weight: LazyTensor, down: LazyTensor, up: LazyTensor, scaling: float) -
         product = up.rows(start, stop).float() @ down.whole(torch.float32)
         return weight.rows(start, stop).float().add_(product, alpha=scaling)
 
-    return LazyTensor(shape=weight.shape, dtype=torch.float32, rows=rows)
+    return replace(weight, dtype=torch.float32, rows=rows)

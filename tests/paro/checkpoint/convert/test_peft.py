@@ -101,6 +101,20 @@ def test_a_run_continues_with_adapters_of_peft(root: Path, tmp_path: Path) -> No
     assert_equal(training, wanted)
 
 
+def test_an_adapter_that_is_not_finite_is_refused_by_its_name(
+    root: Path, theirs: Path, tmp_path: Path
+) -> None:
+    stored = load_file(theirs / WEIGHTS)
+    name = [*stored][-1]
+    stored[name][0, 0] = float("inf")
+    edited(theirs, {}, stored)
+    base = ("--base", str(root / "base"))
+    for target, *more in (("paro",), ("peft",), ("paro", "--merge"), ("hf", "--merge")):
+        out = tmp_path / "out"
+        refused(lambda: convert("peft", target, theirs, out, *base, *more), f"{theirs} ... {name}")  # noqa: B023
+        assert not out.exists()
+
+
 @pytest.mark.parametrize("target", ["paro", "hf", "megatron"])
 def test_both_ways_merge_into_the_same_model(root: Path, tmp_path: Path, target: str) -> None:
     wanted = open_native(root / "run")

@@ -1,0 +1,18 @@
+"""Refuses what a model computes if it is not finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paro.errors import UserError
+
+
+def check_logits(values: Tensor, dtype: torch.dtype) -> None:
+    """`UserError` for logits, or what follows from them, of a model that computes in this type."""
+    if values.isfinite().all():
+        return
+    how = "give an earlier iteration with --ckpt-step, or another model"
+    if dtype == torch.float16:
+        how = "give --bf16, or neither, for fp32: fp16 has no number above 65504"
+    raise UserError(f"--load: the model's logits are infinite or NaN: {how}")
