@@ -88,12 +88,11 @@ def run(
     resumed = setup.fill(config, training, copies, log)
     state = resumed.state or start_state(config)
     config.batches.check_from(state.consumed_train_samples)
-    loaded = None if resumed.recovery is not None else resumed.state
     if only_evaluate:
         state.consumed_valid_samples = 0  # the same samples for every checkpoint
     watchdog.begins("opening the data sets and the report", state.iteration)
     with control.raise_on_all_ranks():
-        datasets = setup.open_data(config, state, loaded, log)
+        datasets = setup.open_data(config, state, resumed, log)
     for line in (*datasets.describe(), f"[after dataloaders are built] datetime: {datetime.now()}"):
         log.log0(line)
     sources = build_sources(config, datasets, training, state, trained_on=resumed.trained_on)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data.answered import ANSWERED, BEGINS, Marks
+from data.answered import BEGINS, Marks
 from data.config import DataConfig
 from data.fingerprint import Fingerprint, check_tokenizer
 from data.index_cache import CacheEntry, cached_order, checksum
@@ -93,14 +93,6 @@ class GPTDataset:
                 parts[-1][:1] = BEGINS
         return self._filled(np.concatenate(parts), "constant")  # by READ
 
-    def has_answer(self) -> bool:
-        """Whether a sample has a token to predict; reads up to the first conversation with one."""
-        if self.indexed.answered is None:
-            return True
-        end = self.plan.seq_length if self.plan.shared_tokens == 0 else None
-        sequences = range(self.plan.bounds.first, self.plan.bounds.last)
-        return any((self.indexed.marks(each)[1:end] == ANSWERED).any() for each in sequences)
-
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
         """The sequences of a sample, where it begins in each, and how much it has of it."""
         sample = int(self.order.shuffle_index[index])
@@ -152,11 +144,17 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
     """Raises `UserError` if any checked id of the corpus is outside the vocabulary."""
     if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
         return  # ids of this dtype cannot be outside
+    for ids in scanned(indexed):
+        _check_ids(ids, vocab_size, indexed.prefix)
+
+
+def scanned(indexed: IndexedDataset) -> Iterator[Tokens]:
+    """All ids of a small corpus, evenly spaced blocks of a large one."""
     block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
     count = indexed.num_tokens
     num_blocks = min(SCAN_BLOCKS, -(-count // block))
     for begin in np.linspace(0, max(0, count - block), num_blocks, dtype=np.int64).tolist():
-        _check_ids(indexed.read(begin, min(block, count - begin)), vocab_size, indexed.prefix)
+        yield indexed.read(begin, min(block, count - begin))
 
 
 def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:

@@ -67,20 +67,9 @@ class Datasets:
             lines[name] = f"{name}: no samples, its evaluation is left out: {cause}"
         return [*lines.values(), *no_checksums(self.unchecked)]
 
-    def check_answers(self, *, trains: bool) -> None:
-        """`UserError` for a data set of conversations none of whose samples has an answered token.
-
-        Training data may have none in a run that only evaluates.
-        """
-        for name, samples in self._by_name().items():
-            corpora = _corpora_of(samples) if trains or name != "train" else ()
-            if corpora and not any(corpus.has_answer() for corpus in corpora):
-                prefixes = listed([corpus.indexed.prefix for corpus in corpora[:_NAMED]])
-                raise UserError(
-                    f"{name}: no sample of --seq-length {corpora[0].plan.seq_length} of {prefixes} "
-                    "has an answered token, so there is no loss: raise --seq-length, give other "
-                    "data, or see what is answered with tools/inspect_dataset.py"
-                )
+    def corpora(self) -> dict[str, tuple[GPTDataset, ...]]:
+        """The corpora of every data set, by the name under which it is reported."""
+        return {name: _corpora_of(samples) for name, samples in self._by_name().items()}
 
     def _by_name(self) -> dict[str, Samples | None]:
         """All data sets by the names under which they are reported."""

@@ -14,6 +14,8 @@ from functools import lru_cache
 from model.config import LlamaConfig
 from model.lora_config import Shape, down_name, up_name
 
+BY_VOCABULARY = ("embedding.weight", "head.weight")  # their rows are those of the vocabulary
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpec:

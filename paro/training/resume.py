@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from data.hub import how_to_fetch
 from data.loader import Datasets
 from data.tokenizer_config import unpadded_vocab_size
+from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.config import CheckpointConfig, saved_fields
 from paro.checkpoint.directory import Base, TokenIds, find_checkpoint, read_common
@@ -217,11 +218,25 @@ class Resumed(NamedTuple):
         """The vocabulary rows that are no padding, of the model and not only of its tokenizer.
 
         Those of what was loaded, else of --padded-vocab-size: --make-vocab-size-divisible-by pads.
+        The tokenizer's other ids have a row only where it trains.
         """
+        if (frozen := self.frozen_rows(config)) is not None:
+            return frozen
         rows = self.unpadded_vocab_size
         if rows is None:
             rows = config.given["padded_vocab_size"] or 0
         return min(max(rows, config.vocab_size), config.model.vocab_size)
+
+    def frozen_rows(self, config: RunConfig) -> int | None:
+        """The vocabulary rows of what was loaded if embedding or output layer is frozen, or None.
+
+        An id without one of them is never learnt.
+        """
+        frozen = parameter_shapes(config.model).keys() - config.trained
+        rows = self.unpadded_vocab_size
+        if rows is None or frozen.isdisjoint(BY_VOCABULARY):
+            return None
+        return min(rows, config.model.vocab_size)
 
 
 FROM_NOTHING = Resumed()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from data.learnable import check_answers, check_rows
 from data.loader import Datasets
 from model.block_attention import check_attention
 from model.compilation import check_compiler
@@ -77,15 +78,23 @@ def fill(config: RunConfig, training: Training, copies: LocalCopies | None, log:
     return resumed
 
 
-def open_data(
-    config: RunConfig, state: TrainState, loaded: TrainState | None, log: Log
-) -> Datasets:
+def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) -> Datasets:
     """The data sets of the run; logs it if their order changed since the checkpoint.
 
-    `UserError` where --skip-train leaves nothing to evaluate, or where nothing is answered.
+    `UserError` where --skip-train leaves nothing to evaluate, or where nothing can be learnt.
     """
     datasets = build_data(config, state)
-    datasets.check_answers(trains=not config.train.skip_train)
+    corpora = datasets.corpora()
+    if config.train.skip_train:
+        del corpora["train"]
+    check_answers(corpora)
+    rows = resumed.frozen_rows(config)
+    if rows is not None and rows < config.vocab_size and not config.train.skip_train:
+        check_rows(corpora, rows)
+        log.log0(
+            f"WARNING: the tokenizer has {config.vocab_size} ids, and the model of --load {rows} "
+            "vocabulary rows, which are frozen: no other id was found in the data"
+        )
     held_out = datasets.valid or datasets.named_valid or datasets.test
     if config.train.skip_train and not held_out:
         split = config.data.split_in_use
@@ -93,8 +102,8 @@ def open_data(
         raise UserError(
             f"--skip-train has nothing to evaluate: {flags} leaves no sample for validation or test"
         )
-    if loaded is not None and not config.train.skip_train:
-        tell_order(config, loaded, datasets, log)
+    if resumed.state is not None and resumed.recovery is None and not config.train.skip_train:
+        tell_order(config, resumed.state, datasets, log)
     return datasets
 
 

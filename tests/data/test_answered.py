@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
+from data.learnable import check_answers
 from data.loader import Datasets, MicroBatches
 from tests.data.test_block_checksums import flip
 from tests.data.test_loader import batches_of
@@ -130,9 +131,7 @@ def test_a_sample_without_an_answer_weighs_nothing(tmp_path: Path) -> None:
     assert batch.mask_sum == 2.0, "of the whole sample"
 
 
-def test_data_without_an_answered_token_are_refused_unless_they_are_not_used(
-    tmp_path: Path,
-) -> None:
+def test_data_without_an_answered_token_are_refused(tmp_path: Path) -> None:
     """An answer that begins a sample, or comes after it, is no label of it."""
     silent = {
         "none": ([*range(20)], [0] * 20),
@@ -144,20 +143,22 @@ def test_data_without_an_answered_token_are_refused_unless_they_are_not_used(
         name: str(write_conversations(tmp_path / name, [talk] * 4)) for name, talk in silent.items()
     }
     last = str(write_conversations(tmp_path / "last", [silent["none"]] * 3 + [answered]))
-    built(last, sft=True).check_answers(trains=True)
-    built("1", paths["none"], "1", last, sft=True).check_answers(trains=True)
-    built(paths["behind"], **APART).check_answers(trains=True)
-    for prefix in paths.values():
-        datasets = built(prefix, sft=True)
-        refused(partial(datasets.check_answers, trains=True), f"--seq-length {SEQ} ... {prefix}")
-        datasets.check_answers(trains=False)
-    packed = built(paths["first"], **APART)
-    refused(partial(packed.check_answers, trains=True), paths["first"])
     sets = {"train_data_path": (last,), "valid_data_path": (last, paths["none"])}
     held_out = partial(of_words, **sets, counts=(1, 4), sft=True)
-    held_out().check_answers(trains=True)
-    apart = held_out(multiple_validation_sets=True)
-    refused(partial(apart.check_answers, trains=False), f"valid, none ... {paths['none']}")
+    for right in (
+        built(last, sft=True),
+        built("1", paths["none"], "1", last, sft=True),
+        built(paths["behind"], **APART),
+        held_out(),
+    ):
+        check_answers(right.corpora())
+    wrong = {prefix: built(prefix, sft=True) for prefix in paths.values()}
+    packed = {paths["first"]: built(paths["first"], **APART)}
+    for prefix, datasets in (*wrong.items(), *packed.items()):
+        told = f"train ... --seq-length {SEQ} ... {prefix}"
+        refused(partial(check_answers, datasets.corpora()), told)
+    apart = held_out(multiple_validation_sets=True).corpora()
+    refused(partial(check_answers, apart), f"valid, none ... {paths['none']}")
 
 
 def swap(one: Path, other: Path) -> None:

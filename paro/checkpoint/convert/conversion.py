@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from paro.checkpoint.convert.hugging_face import (
 from paro.checkpoint.convert.megatron import open_megatron, write_megatron
 from paro.checkpoint.convert.meta import open_meta
 from paro.checkpoint.convert.native import open_native, write_adapters, write_native
-from paro.checkpoint.convert.peft import open_peft, write_peft
+from paro.checkpoint.convert.peft import check_base, open_peft, write_peft
 from paro.checkpoint.convert.source import LazyTensor, Source
 from paro.errors import UserError, about, reading
 from paro.text import size_text
@@ -76,10 +76,17 @@ class Conversion:
         with reading(f"--input {self.source}"):
             source = self._open()
         self._check_adapters(source)
+        if self.target_format == PEFT:
+            check_base(source, self.base_model)
         self._rows(source)
         merges = bool(source.adapters) and not self.writes_adapters
         cast = partial(_cast, dtype=self.dtype or (torch.float32 if merges else None))
-        return replace(source, tensors=cast(source.tensors), adapters=cast(source.adapters))
+        return replace(
+            source,
+            tensors=cast(source.tensors),
+            adapters=cast(source.adapters),
+            notes=(*source.notes, *self._missing_rows(source)),
+        )
 
     def _open(self) -> Source:
         if self.source_format == "paro":
@@ -132,6 +139,14 @@ class Conversion:
         """
         rows = max(source.config.vocab_size, _num_ids(source))
         return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
+
+    def _missing_rows(self, source: Source) -> Iterator[str]:
+        """A line on ids of the tokenizer for which the model has no row, if there are any."""
+        ids, rows = _num_ids(source), source.config.vocab_size
+        if ids > rows:
+            pads = self.target_format in ("paro", "megatron") and not self.writes_adapters
+            what = "get rows of zeros" if pads else "cannot be in its texts"
+            yield f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
 
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
         """Writes under a temporary name, then renames; a failure leaves nothing behind.

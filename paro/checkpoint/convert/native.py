@@ -17,6 +17,7 @@ from data.hub import how_to_fetch
 from data.tokenizer_config import saved_tokenizer, unpadded_vocab_size
 from model.config import LlamaConfig
 from model.lora_config import adapted_weight, is_adapter
+from model.units import BY_VOCABULARY
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base
 from paro.checkpoint.boxes import BoxedState
@@ -29,7 +30,6 @@ from paro.checkpoint.convert.hugging_face import (
     tokenizer_of,
 )
 from paro.checkpoint.convert.source import (
-    BY_VOCABULARY,
     LazyTensor,
     Source,
     checked_tensors,

@@ -9,9 +9,10 @@ from math import nextafter, sqrt
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from model.hugging_face import hugging_face_name
+from model.hugging_face import hugging_face_name, llama_config
 from model.lora_config import ALL_LINEAR, MODULES, LoraConfig, adapted_weight, down_name, up_name
-from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions
+from paro.checkpoint.convert.hugging_face import CONFIG as BASE_CONFIG
+from paro.checkpoint.convert.hugging_face import TOKENIZER_FILES, copy_companions, is_hugging_face
 from paro.checkpoint.convert.safetensors_file import open_safetensors, write_safetensors
 from paro.checkpoint.convert.source import LazyTensor, Source, with_adapters, write_json
 from paro.errors import UserError, about
@@ -99,6 +100,21 @@ def open_peft(directory: Path, base: Source) -> Source:
     _check_shapes(directory / WEIGHTS, base, adapters, scales)
     scalings = {weight: alpha / rank for weight, (rank, alpha) in scales.items()}
     return with_adapters(base, _alike(base, scales, fields), adapters, scalings)
+
+
+def check_base(source: Source, base_model: str | None) -> None:
+    """`UserError` if the base that adapters will name is a folder whose model lacks rows."""
+    base = base_model or source.origin
+    if base is None or not is_hugging_face(Path(base)):
+        return  # a name of the hub, or a folder of another machine
+    path, rows = Path(base) / BASE_CONFIG, source.config.vocab_size
+    with about(f"{path}: "):
+        there = llama_config(read_json(path, dict[str, Any])).vocab_size
+    if there < rows:
+        raise UserError(
+            f"the base {base} has {there} vocabulary rows, and the model of these adapters {rows}: "
+            "name another with --base-model-name-or-path, or write the whole model with --merge"
+        )
 
 
 def write_peft(

@@ -15,14 +15,13 @@ from torch import Tensor
 from data.hugging_face_tokenizer import ends_in
 from model.config import LlamaConfig
 from model.lora_config import LoraConfig, down_name, up_name
-from model.units import parameter_shapes
+from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.directory import TokenIds
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
 
 # How much of a tensor is read at once; a conversion holds a few times as much in memory.
 PIECE_BYTES = 2**27
-BY_VOCABULARY = ("embedding.weight", "head.weight")  # their rows are those of the vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
