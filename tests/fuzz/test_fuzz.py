@@ -48,7 +48,6 @@ READERS = {
     "paro.checkpoint.convert.native": "native",
     "paro.checkpoint.convert.peft": "tests/paro/checkpoint/convert/test_peft.py",
     "paro.checkpoint.convert.safetensors_file": "hugging face",
-    "paro.checkpoint.convert.source": "generation",
     "paro.checkpoint.convert.torch_file": "megatron",
     "paro.checkpoint.directory": "tracker",
     "paro.checkpoint.lease": "lease",
