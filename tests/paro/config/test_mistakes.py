@@ -150,7 +150,7 @@ def test_what_is_left_of_flags_is_sound(given: str, left: str) -> None:
         ),
         (
             "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --data-path text "
-            "--seq-length 16",
+            "--seq-length 16 --use-mup",
             "--tokenizer-type NullTokenizer --vocab-size 32000",
         ),
     ],
