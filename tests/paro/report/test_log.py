@@ -89,6 +89,7 @@ def test_where_standard_output_fails_the_log_goes_to_standard_error(
         log.show(message)
     assert errors.getvalue().splitlines() == [notice, *rest]
     print("what libraries print is no error either", flush=True)
+    sys.stdout.close()
 
 
 @pytest.mark.parametrize("number", FAILURES.values(), ids=FAILURES)

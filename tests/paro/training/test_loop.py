@@ -204,6 +204,7 @@ def test_a_standard_output_that_nobody_reads_costs_no_save(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "stdout", Failing(errno.EPIPE))
     monkeypatch.setattr(sys, "stderr", Failing(errno.EPIPE))
     run = run_loop("--train-iters 3 --eval-interval 2 --eval-iters 1", save_interval=2)
+    sys.stdout.close()  # which stands for it
     assert run.saved == [2, 3]
 
 
