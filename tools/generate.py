@@ -1,17 +1,14 @@
-"""Continues prompts with a trained or a converted model, printing the text as it is produced."""
+"""Continues prompts with a trained or a converted model, or talks by its chat template."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,7 +16,6 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from data.hub import how_to_fetch
 from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import GPT2_TYPE, TokenizerConfig
-from model.decoding import Decoder
 from model.llama import Llama
 from paro.checkpoint.convert.hugging_face import is_hugging_face, open_hugging_face
 from paro.checkpoint.convert.native import open_native
@@ -29,87 +25,12 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, check_least, reading
 from paro.report.log import print_line
 from paro.untrusted.regular_file import read_text
+from tools.generation.chat import chat, chat_template, said_by_user
+from tools.generation.continuing import Sampling, Speaker, check_ids, text_of
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of
-from tools.shared.finite import check_logits
 
-UNFINISHED = "\ufffd"  # what decode returns for the bytes of an incomplete character
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is sampled from the model's probabilities."""
-
-    temperature: float  # 0: always the most probable token
-    seed: int
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature} must be 0 (greedy) or positive")
-        if self.top_k < 0:
-            raise UserError(f"--top-k {self.top_k} must be 0 (all tokens) or positive")
-        if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"--top-p {self.top_p} must be above 0 and at most 1")
-
-    def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """One token, sampled among the most probable ones."""
-        if self.temperature == 0.0:
-            return int(logits_V.argmax())
-        # In fp64, so that a tiny temperature gives the greedy choice and no overflow.
-        shifted_V = (logits_V - logits_V.max()).double() / self.temperature
-        probable_V, ids_V = shifted_V.softmax(0).sort(descending=True, stable=True)
-        if self.top_k:
-            probable_V = probable_V[: self.top_k]
-        # The fewest tokens with at least top_p of the remaining probability, at least one.
-        above_V = probable_V.cumsum(0) - probable_V
-        probable_V = probable_V[above_V < self.top_p * probable_V.sum()]
-        return int(ids_V[torch.multinomial(probable_V, 1, generator=generator)])
-
-
-def continuations(
-    model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, *, num_ids: int
-) -> Iterator[list[int]]:
-    """Token after token for every prompt, endlessly; each prompt is independent of the others.
-
-    Only ids below `num_ids` are sampled: rows of the output layer above are padding.
-    """
-    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
-    device = model.embedding.weight.device
-    decoder = Decoder(model)
-    logits_BV = decoder.start(prompts)
-    while True:
-        rows = logits_BV[:, :num_ids].float().cpu()  # where the generators are
-        check_logits(rows, logits_BV.dtype)
-        tokens = [sampling.choose(*pair) for pair in zip(rows, generators, strict=True)]
-        yield tokens
-        logits_BV = decoder.step(torch.tensor(tokens, device=device))
-
-
-def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text that `tokens` add to `prompt`, in pieces that end with whole characters."""
-    ids = list(prompt)
-    shown = len(tokenizer.decode(ids))
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith(UNFINISHED):
-            yield text[shown:]
-            shown = len(text)
-    yield tokenizer.decode(ids)[shown:]
-
-
-def until_ends(
-    batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
-) -> Iterator[dict[int, int]]:
-    """Token after token of the texts that had none of `ends`, by their numbers; `at_most` each."""
-    growing = set(range(num_texts))
-    for _, tokens in zip(range(at_most), batch, strict=False):
-        growing -= {row for row in growing if tokens[row] in ends}
-        if not growing:
-            return
-        yield {row: tokens[row] for row in growing}
+LENGTHS = {False: 64, True: 512}  # tokens at most, of a continuation and of an answer in a chat
 
 
 def open_model(directory: Path, iteration: int | None = None, base: str | None = None) -> Source:
@@ -210,6 +131,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="more prompts, one a line")
     add(
+        "--chat",
+        action="store_true",
+        help="prompts are what a user says in one conversation, written by the chat template of "
+        "the tokenizer's folder; without any they are read from standard input, one a line, until "
+        "it ends",
+    )
+    add(
         "--temperature",
         type=float,
         default=0.8,
@@ -234,9 +162,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--max-new-tokens",
         type=int,
-        default=64,
         metavar="N",
-        help="stop after N tokens, or at the end of the document (default: %(default)s)",
+        help="stop after N tokens, or at the end of the document or answer (default: "
+        f"{LENGTHS[False]}; with --chat {LENGTHS[True]})",
     )
     add("--seed", type=int, default=1234, metavar="N", help="of the choices (default: %(default)s)")
     return parser
@@ -246,8 +174,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(args.prompt or ())
     if args.prompt_file is not None:
         prompts += read_text(args.prompt_file, f"--prompt-file {args.prompt_file}").splitlines()
-    if not prompts:
-        raise UserError("there is nothing to continue: give --prompt or --prompt-file")
+    if not prompts and not args.chat:
+        raise UserError("there is nothing to continue: give --prompt, --prompt-file or --chat")
     return prompts
 
 
@@ -269,14 +197,27 @@ def prefix_of(source: Source, tokenizer: Tokenizer) -> tuple[int, ...]:
 def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
     """The model's input: the prompts, each started as the training samples were."""
     begun = [[*prefix_of(source, tokenizer), *text] for text in texts]
-    highest, rows = max(max(ids) for ids in begun), source.config.vocab_size
-    if highest >= rows:  # a folder's tokenizer may add tokens that its model does not have
-        token = " ".join(key for key, number in tokenizer.vocabulary.items() if number == highest)
-        raise UserError(
-            f"--prompt: the token {token!r} has the id {highest}, and the model has {rows} "
-            "vocabulary rows: leave it out"
-        )
+    check_ids(tokenizer, begun, source.config.vocab_size)
     return begun
+
+
+def continue_all(
+    speaker: Speaker, prompts: Sequence[str], texts: Sequence[list[int]], begun: list[list[int]]
+) -> None:
+    """Prints every prompt with what follows; the text of a single one as it is produced."""
+    steps = speaker.continued(begun)
+    if len(prompts) == 1:
+        print_line(prompts[0], end="", whole=True)
+        for text in text_of(speaker.tokenizer, texts[0], (step[0] for step in steps)):
+            print_line(text, end="", whole=True)
+        print_line("")
+        return
+    added: list[list[int]] = [[] for _ in prompts]
+    for step in steps:
+        for row, token in step.items():
+            added[row].append(token)
+    for prompt, ids, more in zip(prompts, texts, added, strict=True):
+        print_line(prompt + "".join(text_of(speaker.tokenizer, ids, iter(more))), whole=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -290,25 +231,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     with reading(f"--load {args.load}"):
         source = open_model(args.load, args.ckpt_step, args.base)
     tokenizer = load_tokenizer(source, args.tokenizer_model)
-    texts = encode(tokenizer, prompts)
-    begun = beginnings(source, tokenizer, texts)
-    model = load_model(source, device, dtype_of(args))
-    ends, at_most = source.ends | {tokenizer.eod}, args.max_new_tokens
-    num_ids = min(tokenizer.vocab_size, source.config.vocab_size)
-    batch = continuations(model, begun, sampling, num_ids=num_ids)
-    steps = until_ends(batch, len(prompts), ends=ends, at_most=at_most)
-    if len(prompts) == 1:
-        print_line(prompts[0], end="", whole=True)
-        for text in text_of(tokenizer, texts[0], (step[0] for step in steps)):
-            print_line(text, end="", whole=True)
-        print_line("")
-        return
-    added: list[list[int]] = [[] for _ in prompts]
-    for step in steps:
-        for row, token in step.items():
-            added[row].append(token)
-    for prompt, ids, more in zip(prompts, texts, added, strict=True):
-        print_line(prompt + "".join(text_of(tokenizer, ids, iter(more))), whole=True)
+    if args.chat:
+        template = chat_template(source, args.tokenizer_model)
+    else:
+        texts = encode(tokenizer, prompts)
+        begun = beginnings(source, tokenizer, texts)
+    speaker = Speaker(
+        model=load_model(source, device, dtype_of(args)),
+        tokenizer=tokenizer,
+        sampling=sampling,
+        ends=source.ends | {tokenizer.eod},
+        at_most=args.max_new_tokens or LENGTHS[args.chat],
+    )
+    if args.chat:
+        chat(speaker, template, prompts or said_by_user())
+    else:
+        continue_all(speaker, prompts, texts, begun)
 
 
 if __name__ == "__main__":

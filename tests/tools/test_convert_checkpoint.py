@@ -34,7 +34,7 @@ from tests.model.values import assert_near
 from tests.paro.checkpoint.convert.folders import logits_of, random_fields, save_folder
 from tests.tools import untrained
 from tests.tools.untrained import convert
-from tools.generate import Sampling, continuations
+from tools.generation.continuing import Sampling, continuations
 
 
 def mistake(told: str, *given: Any) -> None:

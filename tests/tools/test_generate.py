@@ -23,7 +23,8 @@ from tests.model.values import SMALL
 from tests.tools.conftest import TEXT
 from tests.tools.untrained import save_untrained
 from tools.evaluation.scoring import scores_of
-from tools.generate import Sampling, continuations, main, text_of, until_ends
+from tools.generate import main
+from tools.generation.continuing import Sampling, continuations, text_of, until_ends
 from tools.train_tokenizer import main as train_tokenizer
 
 VOCAB = 60  # NullTokenizer's; the model has 64 rows
@@ -73,7 +74,7 @@ def test_a_type_is_that_of_the_model(
         held.append(model)
         return continuations(model, *others, **more)
 
-    monkeypatch.setattr("tools.generate.continuations", watched)
+    monkeypatch.setattr("tools.generation.continuing.continuations", watched)
     words = ("--load", checkpoint, *GREEDY, 4)
     assert printed(main, *words, flag, "--device", "cpu").startswith("3 1 2 ")
     assert {p.dtype for p in held[0].parameters()} == {dtype}

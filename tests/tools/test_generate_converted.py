@@ -15,14 +15,13 @@ from tests.helpers.commands import printed
 from tests.paro.checkpoint.convert.folders import own_model, save_folder
 from tests.tools.untrained import convert, save_untrained
 from tools.generate import (
-    Sampling,
     beginnings,
-    continuations,
     encode,
     load_tokenizer,
     main,
     open_model,
 )
+from tools.generation.continuing import Sampling, continuations
 
 PROMPTS = [[3, 1, 2], [7], [5, 9, 4, 4, 8, 2, 11]]
 GREEDY = Sampling(temperature=0.0, seed=1)

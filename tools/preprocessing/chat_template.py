@@ -67,6 +67,10 @@ class ChatTemplate:
             raise UserError("the assistant answers nothing in this conversation")
         return ids, marks
 
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """The ids of a conversation, and of what asks the assistant for the next answer."""
+        return self._tokens(self._renderer_for(conversation).text(conversation, prompt=True))[0]
+
     def _renderer_for(self, conversation: Conversation) -> _Renderer:
         try:
             template = self._tokenizer.get_chat_template(tools=conversation.tools)

@@ -26,7 +26,8 @@ from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, save_run, whole_parameters
 from tests.paro.checkpoint.convert.folders import logits_of, some_tokens
 from tests.paro.training.test_base import start, started, trained
-from tests.tools.preprocessing.test_conversations import MARKED, folder_with, preprocess
+from tests.tools.preprocessing.templates import MARKED
+from tests.tools.preprocessing.test_chat_template import folder_with, preprocess
 from tests.tools.untrained import convert
 
 pytestmark = pytest.mark.verify  # importing peft takes seconds

@@ -1,0 +1,1 @@
+"""Tests of the parts of preprocess_data.py."""

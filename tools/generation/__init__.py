@@ -1,0 +1,1 @@
+"""How tools/generate.py continues texts, and talks."""
