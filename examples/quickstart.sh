@@ -18,6 +18,8 @@
 set -euo pipefail
 [[ ${1:-} != @(-h|--help) ]] || { sed '1d; /^#SBATCH/d; /^[^#]/,$d; s/^# \{0,1\}//' "$0"; exit; }
 cd "$(dirname "$0")/.."
+# shellcheck source-path=SCRIPTDIR source=steps.sh
+source examples/steps.sh
 
 DEFAULT_ITERS=300
 TRAIN_ITERS=${TRAIN_ITERS:-$DEFAULT_ITERS}
@@ -86,52 +88,13 @@ EVAL_AND_LOGGING_ARGS=(
 )
 read -ra EXTRA_ARGS <<<"${EXTRA_FLAGS:-}"
 
-# A command as one would type it.
-typed() {
-    local word line=
-    for word in "$@"; do
-        [[ $word =~ ^[A-Za-z0-9_./:,=+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
-        line+=" $word"
-    done
-    echo "${line# }"
-}
-
-# Prints a command and runs it.
-run() {
-    echo "+ $(typed "$@")"
-    [[ -n ${DRY_RUN:-} ]] || "$@"
-}
-
 # Whether standard error is a terminal: for progress bars, and the live view of the training.
 on_terminal() {
     [[ -t 2 && ${TERM:-dumb} != dumb ]]
 }
 
-# Runs a command unless the files before `--` are there; they get their names only when whole.
-make_once() {
-    local files=() file missing=
-    while [[ $1 != -- ]]; do
-        files+=("$1")
-        [[ -s $1 ]] || missing=yes
-        shift
-    done
-    shift
-    if [[ -n $missing || -n ${DRY_RUN:-} ]]; then
-        run "$@"
-    else
-        for file in "${files[@]}"; do echo "= $file is there"; done
-    fi
-}
-
-trained_iters() {
-    cat "$CHECKPOINTS/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0
-}
-
 train() {
-    if (($(trained_iters) >= TRAIN_ITERS)) && [[ -z ${DRY_RUN:-} ]]; then
-        echo "= $CHECKPOINTS holds iteration $(trained_iters)"
-        return
-    fi
+    if is_trained "$CHECKPOINTS" "$TRAIN_ITERS"; then return; fi
     local flags=(
         "${PARO_ARGS[@]}" "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}"
         "${EVAL_AND_LOGGING_ARGS[@]}" "${EXTRA_ARGS[@]}"

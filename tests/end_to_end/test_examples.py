@@ -25,9 +25,11 @@ pytestmark = pytest.mark.process
 # On nodes of 8 GPUs; the other scripts are small.
 CLUSTER = [f"pretrain_llama_{size}_{how}.sh" for size in ("7b", "65b") for how in ("dgx", "slurm")]
 CORE = "pretrain_llama.sh"  # which those source
+STEPS = "steps.sh"  # of which quickstart.sh and finetune.sh have functions
 ONE_MACHINE = "one_machine.sh"  # a launcher
 ADAPTERS = "finetune_llama_65b_lora_dgx.sh"
-SCRIPTS = [*CLUSTER, ADAPTERS, "single_gpu.sh", "cpu_emulated_cluster.sh", "quickstart.sh"]
+STEP_BY_STEP = ("quickstart.sh", "finetune.sh")
+SCRIPTS = [*CLUSTER, ADAPTERS, "single_gpu.sh", "cpu_emulated_cluster.sh", *STEP_BY_STEP]
 NUM_PARAMETERS = {"7b": "6,738,415,616", "65b": "65,285,660,672"}
 RECIPE = {"7b": 1e12, "65b": 1.4e12}  # tokens
 
@@ -262,7 +264,7 @@ def test_memory_under_other_choices_is_the_predictors(recorders: Path) -> None:
 
 def test_every_example_is_tested() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
-    assert files == {*SCRIPTS, CORE, ONE_MACHINE, "Dockerfile"}
+    assert files == {*SCRIPTS, CORE, STEPS, ONE_MACHINE, "Dockerfile"}
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, ONE_MACHINE])
@@ -282,7 +284,7 @@ def test_the_shell_finds_nothing_to_say() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert {path.name for path in scripts} > {*SCRIPTS, CORE, ONE_MACHINE}
+    assert {path.name for path in scripts} > {*SCRIPTS, CORE, STEPS, ONE_MACHINE}
 
 
 def test_the_container_holds_what_a_run_needs() -> None:

@@ -164,6 +164,7 @@ def _run(
         os.dup2(stream, own)
         os.close(stream)
     options = words[: next(at for at, word in enumerate(words) if word not in ("-u", "-P"))]
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put the null device in its place
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(  # type: ignore[union-attr]
             line_buffering=output.isatty(), write_through="-u" in options
