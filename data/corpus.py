@@ -213,17 +213,22 @@ def texts_of(
     *,
     as_they_are: bool = False,
     optional: Collection[str] = (),
+    flag: str = "--json-keys",
 ) -> Iterator[Texts]:
     """The documents of a batch; `UserError` gives file and line of a bad one.
 
     With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key. With
-    `as_they_are` values need not be texts, and are None where an `optional` key is missing.
+    `as_they_are` values need not be texts. They are None where an `optional` key is missing; `flag`
+    is the one that names the keys.
     """
 
     def value_of(entry: Mapping[str, Any], key: str) -> Any:
-        if not as_they_are:
-            return _texts(entry, key)
-        return entry.get(key) if key in optional else _value(entry, key)
+        if key in entry:
+            return entry[key] if as_they_are else _texts(entry[key], key)
+        if key in optional:
+            return None
+        present = ", ".join(sorted(entry)) or "none"
+        raise _BadError(f" has no key {key!r}; its keys are: {present} ({flag} says which to read)")
 
     for number, raw in enumerate(_raw_documents(batch), start=batch.first + 1):
         if raw is None:
@@ -308,15 +313,7 @@ def _way_to_lines(text: str) -> str:
     return ""
 
 
-def _value(entry: Mapping[str, Any], key: str) -> Any:
-    if key not in entry:
-        present = ", ".join(sorted(entry)) or "none"
-        raise _BadError(f" has no key {key!r}; its keys are: {present}")
-    return entry[key]
-
-
-def _texts(entry: Mapping[str, Any], key: str) -> list[str]:
-    value = _value(entry, key)
+def _texts(value: Any, key: str) -> list[str]:
     return [_checked(text, key) for text in (value if isinstance(value, list) else [value])]
 
 

@@ -58,7 +58,7 @@ def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> l
     size = 0
     progress = Progress(total_bytes=total, interval=LOG_INTERVAL)
     for batch in read_batches(pieces, [key]):
-        documents = list(texts_of(batch, [key]))
+        documents = list(texts_of(batch, [key], flag="--json-key"))
         for text in (text for texts in documents for text in texts.by_key[0]):
             for begin in range(0, len(text), CHUNK_CHARACTERS):
                 if chooser.random() < part:

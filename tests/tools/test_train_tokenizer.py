@@ -95,7 +95,7 @@ def test_progress_is_a_line_per_phase(
         (["--vocab-size", "100000"], "Vocabulary size too high"),
         (["--vocab-size", str(10**12)], "--vocab-size 1000000000000 must be at least 1 and below"),
         (["--sample-bytes", "0"], "--sample-bytes 0 must be at least 1"),
-        (["--json-key", "body"], "line 1 has no key 'body'"),
+        (["--json-key", "body"], "line 1 has no key 'body'; its keys are: text (--json-key says"),
         (["--character-coverage", "2"], "--character-coverage 2.0 must be in (0, 1]"),
         (["--input", "none.txt"], "--input none.txt is missing"),
     ],

@@ -131,7 +131,8 @@ def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
     bad: list[str] = []
     on_bad = bad.append if plan.skip_malformed else None
     chats = plan.conversations
-    texts = texts_of(batch, plan.keys, on_bad, as_they_are=chats, optional=(TOOLS,))
+    optional = (TOOLS,) if chats else ()
+    texts = texts_of(batch, plan.keys, on_bad, as_they_are=chats, optional=optional)
     documents = list(texts)
     if plan.conversations:
         by_key: tuple[EncodedDocuments, ...] = (_conversations(plan, batch, documents, on_bad),)
