@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any, Protocol
 
 from paro.errors import UserError
-from tools.preprocessing.conversations import Conversation, Message
+from tools.preprocessing.conversations import CALLS, Conversation, Message
 
 Span = tuple[int, int]
 
@@ -23,7 +23,7 @@ REMEDY = "mark answers in the chat template with {% generation %} and {% endgene
 # Characters for private use, around the number of a message: before its text, and after it.
 _OPENS, _CLOSES, _NUMBER = "\ue000", "\ue001", "\ue002"
 _MARKS = re.compile(f"([{_OPENS}{_CLOSES}])(\\d+){_NUMBER}")
-_PLAIN = {"role", "content", "weight", "tool_calls", "tool_call_id", "name"}
+_PLAIN = {"role", "content", "weight", CALLS, "tool_call_id", "name"}
 _FEW = 2  # answers that are found without marks around texts
 
 
@@ -140,7 +140,7 @@ def _texts(message: Message) -> Iterator[tuple[Any, Any]]:
     """Each text that a message says, in order, as an object or a list and the key in it."""
     if "content" in message:
         yield message, "content"
-    for call in message.get("tool_calls", ()):
+    for call in message.get(CALLS, ()):
         yield call["function"], "name"
         yield from _texts_in(call["function"]["arguments"])
 

@@ -15,7 +15,7 @@ from data.hugging_face_tokenizer import load_transformers_tokenizer
 from data.tokenizer_config import TokenizerConfig
 from paro.errors import UserError
 from tools.preprocessing.answers import Span, added_by_answers
-from tools.preprocessing.conversations import ASSISTANT, TOOLS, Conversation, Message
+from tools.preprocessing.conversations import ASSISTANT, CALLS, Conversation, Message
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")  # how a template marks answers
 _PROBE = {"probe": "x"}  # arguments of a call, which Python writes in another way than JSON
@@ -53,8 +53,9 @@ class ChatTemplate:
         characters is, or a part of one.
         """
         renderer = self._renderer_for(conversation)
-        if conversation.tools and TOOLS not in renderer.template:
-            raise UserError("the chat template does not write the tools of a conversation")
+        for name in conversation.features:
+            if name not in renderer.template:
+                raise UserError(f"the chat template does not write the {name} of a conversation")
         text, spans = renderer.answered(conversation)
         ids, places = self._tokens(text)
         begins, ends = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
@@ -136,7 +137,7 @@ class _Renderer:
 
     def _write(self, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
         messages = conversation.messages
-        if any("tool_calls" in message for message in messages) and self._wants_text:
+        if CALLS in conversation.features and self._wants_text:
             conversation = conversation._replace(messages=[*map(_with_text, messages)])
         return self._rendered(conversation, **options)
 
@@ -162,7 +163,7 @@ class _Renderer:
         call = {"function": {"name": "probe", "arguments": _PROBE}}
         calls = [{"type": "function", "id": "probe0000", **call}]
         asked: Message = {"role": "user", "content": "x"}
-        called: Message = {"role": ASSISTANT, "tool_calls": calls}
+        called: Message = {"role": ASSISTANT, CALLS: calls}
 
         def writes_json(message: Message) -> bool:
             try:
@@ -178,9 +179,9 @@ def _with_text(message: Message) -> Message:
     """A message whose calls have their arguments as JSON."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
-        for call in message.get("tool_calls", ())
+        for call in message.get(CALLS, ())
     ]
-    return {**message, "tool_calls": calls} if calls else message
+    return {**message, CALLS: calls} if calls else message
 
 
 def _json(function: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from paro.errors import UserError, about
 
 ASSISTANT = "assistant"
 TOOLS = "tools"  # the key of what the assistant may call
+CALLS = "tool_calls"  # the field of a message that calls some
 # How ShareGPT's `from` names the roles.
 _SPEAKERS = {"human": "user", "gpt": ASSISTANT} | {
     role: role for role in ("system", "user", ASSISTANT, "tool")
@@ -25,6 +26,12 @@ class Conversation(NamedTuple):
     messages: list[Message]
     first_answer: int = 0
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def features(self) -> list[str]:
+        """What it has that not every template writes."""
+        has_calls = any(CALLS in message for message in self.messages)
+        return [TOOLS] * bool(self.tools) + [CALLS] * has_calls
 
     def is_answer(self, number: int) -> bool:
         """Whether this message is trained on; one of the assistant is not if its weight is 0."""
@@ -106,11 +113,11 @@ def _message(given: Message) -> Message:
     if not isinstance(role, str):
         raise UserError(f"has no role; {keys}")
     with about(f"({role}) "):
-        content, calls = (message.pop(name, None) for name in ("content", "tool_calls"))
+        content, calls = (message.pop(name, None) for name in ("content", CALLS))
         if (text := _text(content)) is not None:
             message["content"] = text
         if called := _calls(calls):
-            message["tool_calls"] = called
+            message[CALLS] = called
         if text is None and not called:
             raise UserError(f"has neither content nor tool_calls; {keys}")
         if message.get("weight") not in (None, 0, 1):

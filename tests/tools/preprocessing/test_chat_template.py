@@ -317,6 +317,7 @@ BAD = [
     (PLAIN, {"messages": [{**TALK[2], "weight": 0}]}, "the assistant answers nothing"),
     (PLAIN, {"messages": [TALK[1], said_by("\ud800")]}, "half a surrogate pair"),
     (PLAIN, {"messages": [TALK[1], {"role": "user", "text": "x"}]}, "message 2 (user) has neither"),
+    (GEMMA, {"messages": [TALK[1], call({})]}, "does not write the tool_calls of a conversation"),
     (PLAIN, {"text": "x"}, "no key 'messages'; its keys are: text ... --json-keys"),
     ("{{ raise_exception('roles') }}", {"messages": TALK}, "does not take it: roles"),
     ("{{ messages.__class__.__mro__ }}", {"messages": TALK}, "does not take it"),
