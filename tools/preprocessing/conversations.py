@@ -129,7 +129,7 @@ def _of_speaker(given: Message) -> Message:
     """A message in ShareGPT's form, `from` and `value`, as one of `role` and `content`."""
     message = dict(given)
     speaker = message.pop("from")
-    if speaker not in _SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
         raise UserError(f"is from {speaker!r}, which is none of {', '.join(_SPEAKERS)}")
     return {"role": _SPEAKERS[speaker], "content": message.pop("value", None), **message}
 

@@ -126,6 +126,7 @@ BAD = [
     ([called("f")], CALL),
     ([said("x", tool_calls=call({}))], CALL),
     ([{"from": "bot", "value": "x"}], "message 1 is from 'bot', which is none of human, gpt"),
+    ([{"from": ["gpt"], "value": "x"}], "message 1 is from ['gpt'], which is none of human, gpt"),
     ([{"from": "gpt", "text": "x"}], "message 1 (assistant) ... its keys: from, text"),
 ]
 
