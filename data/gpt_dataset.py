@@ -149,7 +149,7 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
 
 
 def scanned(indexed: IndexedDataset) -> Iterator[Tokens]:
-    """All ids of a small corpus, evenly spaced blocks of a large one."""
+    """Yields all ids of a small corpus, evenly spaced blocks of a large one."""
     block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
     count = indexed.num_tokens
     num_blocks = min(SCAN_BLOCKS, -(-count // block))

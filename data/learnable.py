@@ -42,7 +42,7 @@ def check_rows(corpora: Corpora, rows: int) -> None:
 
 
 def _has_answer(corpus: GPTDataset) -> bool:
-    """Whether a label is answered; reads up to the first conversation that has one."""
+    """Tells whether a label is answered; reads up to the first conversation that has one."""
     if corpus.indexed.answered is None:
         return True
     plan = corpus.plan

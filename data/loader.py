@@ -68,11 +68,11 @@ class Datasets:
         return [*lines.values(), *no_checksums(self.unchecked)]
 
     def corpora(self) -> dict[str, tuple[GPTDataset, ...]]:
-        """The corpora of every data set, by the name under which it is reported."""
+        """Returns the corpora of every data set, by the name under which it is reported."""
         return {name: _corpora_of(samples) for name, samples in self._by_name().items()}
 
     def _by_name(self) -> dict[str, Samples | None]:
-        """All data sets by the names under which they are reported."""
+        """Returns all data sets by the names under which they are reported."""
         sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
         sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
         if self.named_valid:

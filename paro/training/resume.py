@@ -228,9 +228,9 @@ class Resumed(NamedTuple):
         return min(max(rows, config.vocab_size), config.model.vocab_size)
 
     def frozen_rows(self, config: RunConfig) -> int | None:
-        """The vocabulary rows of what was loaded if embedding or output layer is frozen, or None.
+        """Returns how many vocabulary rows the loaded model had, if any of its rows are frozen.
 
-        An id without one of them is never learnt.
+        An id without such a row is never learnt. None if all rows train, or nothing was loaded.
         """
         frozen = parameter_shapes(config.model).keys() - config.trained
         rows = self.unpadded_vocab_size

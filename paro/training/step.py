@@ -337,7 +337,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     training: Training, micro_batches: Iterator[Batch], num_micro_batches: int
 ) -> Evaluation:
-    """The mean loss over the unmasked tokens of held-out data; sent bytes are not counted.
+    """Computes the mean loss over the unmasked tokens of held-out data; sent bytes do not count.
 
     The tokens of all micro-batches and ranks weigh the same, whatever is the mean in training.
     """

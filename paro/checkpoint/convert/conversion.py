@@ -141,7 +141,7 @@ class Conversion:
         return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
 
     def _missing_rows(self, source: Source) -> Iterator[str]:
-        """A line on ids of the tokenizer for which the model has no row, if there are any."""
+        """Yields a line if the tokenizer has ids for which the model has no row."""
         ids, rows = _num_ids(source), source.config.vocab_size
         if ids > rows:
             pads = self.target_format in ("paro", "megatron") and not self.writes_adapters

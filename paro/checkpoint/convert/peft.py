@@ -103,7 +103,7 @@ def open_peft(directory: Path, base: Source) -> Source:
 
 
 def check_base(source: Source, base_model: str | None) -> None:
-    """`UserError` if the base that adapters will name is a folder whose model lacks rows."""
+    """Raises `UserError` if adapters would name a folder as their base whose model lacks rows."""
     base = base_model or source.origin
     if base is None or not is_hugging_face(Path(base)):
         return  # a name of the hub, or a folder of another machine

@@ -52,8 +52,8 @@ class LazyTensor:
         return values
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
-        """The tensor in this type, or in its own; reading a value that is not finite is a
-        `UserError`.
+        """Returns the tensor in this type, or in its own; whoever reads a value of it that is not
+        finite gets a `UserError`.
         """
         wanted = dtype or self.dtype
 
@@ -68,7 +68,7 @@ class LazyTensor:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """By the extremes, which is many times faster than element by element; NaN is one of both."""
+    """Tells whether all values are finite, by the least and the largest: both are NaN if any is."""
     return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
 
 
