@@ -44,11 +44,15 @@ have a setting here keep their name, their default and their meaning, and are in
 others are below: accepted, without effect, or refused; `--moe-*` stands for all that begin so and
 have no row of their own. One start names all flags that are refused, unknown or missing and all
 values that are wrong, each with what to do. If flags are refused, it ends with those that are left,
-ready to paste: without what is refused, unknown or has no effect, with what replaces it
-(`--paro-strategy GGG` for tensor or pipeline parallelism), with batch sizes that divide by the
-ranks, all of which take a part of the batch, and with the tokenizer type that reads the given files
-where Megatron-LM's forks have another name. Other values that are refused are left out, which a
-line says: then the default holds.
+ready to paste: without what is refused, unknown or has no effect, with what replaces it, with batch
+sizes that divide by the ranks, all of which take a part of the batch, and with the tokenizer type
+that reads the given files where Megatron-LM's forks have another name. A guess for an unknown flag
+never replaces one that is given. Other values that are refused are left out, which a line says: then
+the default holds.
+
+In place of tensor or pipeline parallelism stands `--paro-strategy GGG`. It needs the least memory
+and sends the most: [tools/plan.py](planning.md) finds the fastest strategy that fits. In a dry run
+`NullTokenizer` stands in place of a tokenizer that is not on this machine.
 
 The model is a LLaMA whether its flags are given or not: where a script leaves out `--swiglu`,
 `--normalization RMSNorm`, `--position-embedding-type rope`, `--disable-bias-linear` or the dropouts
