@@ -132,7 +132,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_can_draw(options.plot)
     runs = read_runs(options.metrics, options.names)
     distances = [distance_of(run, runs[0]) for run in runs[1:]]
-    print_line(table(distances, runs[0]))
     figures = {
         "reference": runs[0].name,
         "distances": [asdict(row) for row in distances],
@@ -141,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(options.json, figures)
     if options.plot is not None:
         draw(options.plot, runs)
+    print_line(table(distances, runs[0]))  # after what may still be refused
 
 
 if __name__ == "__main__":

@@ -189,10 +189,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     on_gpu = [profile for profile in profiles if isinstance(profile, DeviceProfile)]
     if on_cpu and on_gpu:
         raise UserError("traces of CPU and of GPU ranks: give those of one run")
-    if on_gpu:
-        print_line(*"\n".join(map(device_text, on_gpu)).splitlines())
-    else:
-        print_line(table(on_cpu))
     ranks = [*map(figures, on_cpu), *map(device_figures, on_gpu)]
     write_json(args.json, {"device": "cuda" if on_gpu else "cpu", "ranks": ranks})
     if args.plot is not None:
@@ -201,6 +197,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             activities = [activity for profile in on_cpu for activity in profile.activities]
             draw_timeline(args.plot, activities, title, actor="rank")
+    # After what may still be refused.
+    if on_gpu:
+        print_line(*"\n".join(map(device_text, on_gpu)).splitlines())
+    else:
+        print_line(table(on_cpu))
+    if args.plot is not None:
         print_line(f"picture written to {args.plot}")
 
 

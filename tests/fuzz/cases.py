@@ -24,6 +24,7 @@ from tests.fuzz.mutations import mutations_of, odd_flags
 from tests.helpers.ranks import HANGS_AFTER, RankError
 from tests.helpers.scripts import run_script
 
+PROGRESS = ("partition ", "Processed ")  # lines that may stand before an error
 SET = FIXTURES / "2026-11-21"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # a word for --input may be a data set of the Hugging Face Hub
 NULL = "--tokenizer-type NullTokenizer --vocab-size 32"
@@ -284,6 +285,9 @@ def run_case(case: Case, folder: Path) -> Outcome:
     except RankError:
         return Outcome(damage, None, "", f"it did not end within {HANGS_AFTER:.0f} s")
     fault = fault_of(words[0], done.returncode, done.stdout, done.stderr, names)
+    # Before an error of a training stands its log, or a dry run's report.
+    if fault is None and done.returncode == 2 and target.is_tool and done.stdout:
+        fault = "it prints before its error"
     if fault is None and target.has_checksums and done.returncode == 0 and changed:
         fault = "the damage was overlooked"
     after = fingerprint(place)
@@ -309,7 +313,7 @@ def fault_of(script: str, status: int, stdout: str, stderr: str, names: list[str
     (last, *others) = [i for i, line in enumerate(lines) if line.startswith(start)] or [None]
     if last is None or others:
         return "it prints no line with its name and the error, or several"
-    if any(not line.startswith("partition ") for line in lines[:last]):  # those are progress
+    if any(not line.startswith(PROGRESS) for line in lines[:last]):
         return "a line stands before its error"
     told = "\n".join(lines[last:])
     if max(map(len, lines)) > 2000:

@@ -45,3 +45,15 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, names: list[str], sa
     curves = {"a": [(1, 2.0)], "late": [(7, 2.0)]}
     files = [write_curve(tmp_path / f"{name}.jsonl", curves[name]) for name in names]
     refused(lambda: main(files), said)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--json", ""), ("--plot", ""), ("--plot", "a.jsonl/x.png")]
+)
+def test_a_file_that_cannot_be_written_is_the_only_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, name: str
+) -> None:
+    curve = write_curve(tmp_path / "a.jsonl", [(1, 2.0), (2, 1.0)])
+    words = [curve, curve, "--names", "one", "two", flag, str(tmp_path / name)]
+    refused(lambda: main(words), str(tmp_path / name))
+    assert capsys.readouterr().out == ""

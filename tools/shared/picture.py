@@ -22,6 +22,8 @@ def check_can_draw(path: Path | None, flag: str = "--plot") -> None:
     """Raises `UserError` early for what would otherwise fail after everything was measured."""
     if path is None:
         return
+    if path.is_dir():
+        raise UserError(f"{flag} {path} is a folder: name a file in it")
     if path.suffix not in FORMATS:
         raise UserError(f"{flag} {path}: the name must end in {', '.join(FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
