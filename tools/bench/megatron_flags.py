@@ -47,8 +47,8 @@ values that are wrong, each with what to do. If flags are refused, it ends with 
 ready to paste: without what is refused, unknown or has no effect, with what replaces it, with batch
 sizes that divide by the ranks, all of which take a part of the batch, and with the tokenizer type
 that reads the given files where Megatron-LM's forks have another name. A guess for an unknown flag
-never replaces one that is given. Other values that are refused are left out, which a line says: then
-the default holds.
+never replaces one that is given. Other values that are refused are left out, which a line says:
+then the default holds.
 
 In place of tensor or pipeline parallelism stands `--paro-strategy GGG`. It needs the least memory
 and sends the most: [tools/plan.py](planning.md) finds the fastest strategy that fits. In a dry run
