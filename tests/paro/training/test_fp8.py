@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, Trained, run_steps, train
 from tests.paro.training.test_base import assert_equal, started, trained
@@ -31,10 +32,10 @@ def test_strategies_train_as_one_process_does() -> None:
     for by_rank in run_ranks(train_all, 4, words):
         for case, found in zip(words, by_rank, strict=True):
             first, wanted = found.steps[0], alone.steps[0]
-            assert first.loss == pytest.approx(wanted.loss, rel=1e-6), case
-            assert first.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5), case
-            for step, expected in zip(found.steps, alone.steps, strict=True):
-                assert step.loss == pytest.approx(expected.loss, rel=1e-3), case
+            assert_near([first.loss], [wanted.loss], 1e-6, case)
+            assert_near([first.grad_norm], [wanted.grad_norm], 1e-5, case)
+            losses = ([step.loss for step in run.steps] for run in (found, alone))
+            assert_near(*losses, 1e-3, case)
 
 
 @pytest.mark.slow("trains several times")
