@@ -348,6 +348,11 @@ def test_tokenizers_without_a_template_or_with_code_are_refused(tmp_path: Path) 
     code = folder_with(tmp_path, PLAIN, auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
     (code / "own.py").write_text("raise SystemExit('it ran')")
     refused(lambda: run(code), f"--tokenizer-model {code} needs code ... never runs")
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    fields = {"tokenizer_class": "ByT5Tokenizer", "eos_token": "</s>", "chat_template": PLAIN}
+    write(slow, "tokenizer_config.json", fields)
+    refused(lambda: run(slow), f"--tokenizer-model {slow} ... it has no tokenizer.json")
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
     words = ["--input", str(source), "--output-prefix", "x", "--apply-chat-template", *null]
     refused(lambda: main(words), "--apply-chat-template ... NullTokenizer ... HuggingFaceTokenizer")
