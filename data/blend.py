@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paro.errors import UserError, about
+from paro.text import is_word
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import parse_json, read_json
 
@@ -136,6 +137,8 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
             raise UserError(f"{flag} all weights are 0: give one of the paths more")
         prefixes = [p for p, weight in zip(prefixes, weights, strict=True) if weight > 0.0]
         weights = [weight for weight in weights if weight > 0.0]
+    if not all(map(is_word, prefixes)):
+        raise UserError(f"{flag} a path holds a zero byte or half of a character")
     if any(len(prefix) > _MAX_PATH_CHARS for prefix in prefixes):
         raise UserError(f"{flag} a path has more than {_MAX_PATH_CHARS:,} characters")
     if len(prefixes) > MAX_CORPORA:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 _MAX_LINE_CHARS = 1900  # with the name of the program before it, below 2,000
@@ -23,6 +24,14 @@ def printable(text: str) -> str:
         else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def is_word(text: str) -> bool:
+    """Whether a command line and a file's name can have the text.
+
+    It has no NUL and no half of a character of two; bytes that are no UTF-8 are allowed.
+    """
+    return re.search("[\0\ud800-\udc7f\udd00-\udfff]", text) is None
 
 
 def one_line(text: str, longest: int = _MAX_LINE_CHARS) -> str:

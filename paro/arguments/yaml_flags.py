@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Action, ArgumentError, ArgumentParser
 from collections import Counter
 
@@ -12,6 +11,7 @@ from paro.arguments.megatron import rule_of
 from paro.arguments.unknown import hint_for
 from paro.arguments.words import starts_flag
 from paro.errors import UserError
+from paro.text import is_word
 from paro.untrusted.regular_file import read_text
 
 FLAG = "--yaml-cfg"
@@ -93,17 +93,12 @@ def _refuse_what_no_flag_is(text: str, path: str) -> None:
             raise UserError(
                 f"{where}: {tag} is a tag, which is not for flags: give the plain value"
             )
-        if isinstance(event, yaml.ScalarEvent) and not _is_a_word(event.value):
+        if isinstance(event, yaml.ScalarEvent) and not is_word(event.value):
             raise UserError(f"{where}: a value has a character that no word of a shell can have")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_DEPTH:
             raise UserError(f"{where}: is nested too deeply for flags")
-
-
-def _is_a_word(text: str) -> bool:
-    """Whether a shell could pass the text: no NUL, and no half of a character of two."""
-    return not re.search("[\0\ud800-\udfff]", text)
 
 
 def _line(event: yaml.Event) -> int:

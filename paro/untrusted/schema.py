@@ -30,7 +30,7 @@ from typing import (
 )
 
 from paro.errors import UserError, reading
-from paro.text import one_line
+from paro.text import is_word, one_line
 from paro.untrusted.regular_file import MAX_BYTES, read_bytes
 
 
@@ -169,6 +169,8 @@ def _plain(value: Any, kind: type) -> Any:
         raise _WrongError(f"{_shown(value)} is not allowed, it must be a whole number of 64 bits")
     if kind is str and "\0" in value:
         raise _WrongError("it holds a zero byte")
+    if kind is str and not is_word(value):
+        raise _WrongError(f"{_shown(value)} holds half of a character")
     return int(value) if kind is int else value
 
 

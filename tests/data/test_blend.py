@@ -30,6 +30,12 @@ def test_weights_that_match_no_paths_or_are_no_shares_are_refused(words: str, to
     refused(lambda: parse_blend(words.split(), "--f"), told)
 
 
+@pytest.mark.parametrize("path", [r"a\u0000b", r"\ud83d"])
+def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "blend").write_text(f'["{path}"]')
+    refused(lambda: read_blend(str(tmp_path / "blend"), "--f"), f"--f {tmp_path / 'blend'}")
+
+
 def test_a_file_of_words(tmp_path: Path) -> None:
     (tmp_path / "blend").write_text("0.5 x\n0.25 y\n0.25 z\n")
     blend = read_blend(str(tmp_path / "blend"), "--f")

@@ -36,7 +36,8 @@ def output_file(path: Path, *, is_update: bool = False) -> Iterator[Path]:
 
 def write_text(path: Path, text: str, *, is_update: bool = False) -> None:
     with output_file(path, is_update=is_update) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        # Names of files may have bytes that are no UTF-8.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path | None, value: Any, *, is_update: bool = False) -> None:

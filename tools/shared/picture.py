@@ -15,7 +15,7 @@ from paro.text import one_line
 from tools.shared.output import output_file
 
 FORMATS = (".png", ".svg", ".pdf")
-_LABEL_CHARS = 60
+_LABEL_CHARS = 32
 
 
 def check_can_draw(path: Path | None, flag: str = "--plot") -> None:

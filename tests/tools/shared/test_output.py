@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.refusals import refused
-from tools.shared.output import print_json, write_json
+from tools.shared.output import print_json, write_json, write_text
 
 
 def test_json_is_whole_and_acts_upon_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,3 +41,8 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     for path in (pipe, tmp_path):
         refused(lambda path=path: write_json(path, 1), f"{path} cannot be written")  # type: ignore[misc]
     assert pipe.is_fifo()
+
+
+def test_a_text_with_a_name_that_is_no_utf8_is_written(tmp_path: Path) -> None:
+    write_text(tmp_path / "page", f"of {os.fsdecode(bytes([0x80]))}")
+    assert (tmp_path / "page").read_text(encoding="utf-8") == r"of \udc80"
