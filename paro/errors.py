@@ -103,10 +103,8 @@ def is_memory_failure(error: BaseException) -> bool:
 def open_files_limit(error: BaseException) -> str | None:
     """One line with the limit and the remedy, if the cause of an error is too many open files."""
     met: BaseException | None = None
-    cause: BaseException | None = error
-    while cause is not None:
-        met = cause if _OUT_OF_FILES.search(str(cause)) else met
-        cause = cause.__cause__  # of several, what it began with
+    for cause in _causes(error):
+        met = cause if _OUT_OF_FILES.search(str(cause)) else met  # of several, what it began with
     if met is None:
         return None
     is_told = any(limit in str(met) for limit in (_LIMIT, _LIMIT_OF_ALL))
@@ -125,16 +123,26 @@ def open_files_limit(error: BaseException) -> str | None:
 
 def lost_peer(error: BaseException) -> str | None:
     """How the connection to another rank failed, if that is the cause of an error."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
         first_line = (str(cause).splitlines() or [""])[0]
         if isinstance(cause, RuntimeError) and _LOST_PEER.search(first_line):
             return "no connection to another rank, which has ended, hangs or is cut off: " + (
                 one_line(_LOST_PEER.sub("", first_line))
             )
-        # Not its context: an error of ours in a handler keeps its traceback.
-        cause = cause.__cause__
     return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error, what caused it, and so on; what ranks agree on may be its own cause.
+
+    Contexts are no causes: an error of ours in a handler keeps its traceback.
+    """
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        yield cause
+        seen.append(cause)
+        cause = cause.__cause__
 
 
 def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | PeerError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,16 @@ def test_other_errors_have_nothing_to_do_with_the_limit_of_open_files() -> None:
     lost = RuntimeError("lost")
     lost.__cause__ = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/c7.bin")
     assert open_files_limit(lost) is None
+
+
+def test_causes_of_an_error_end_where_they_lead_back_to_it() -> None:
+    """As where one process raises what its ranks agreed on, from the same error."""
+    error, other = UserError("x"), RuntimeError("y")
+    for causes in ((error, error), (error, other, error)):
+        for one, cause in pairwise(causes):
+            one.__cause__ = cause
+        assert open_files_limit(error) is None
+        assert lost_peer(error) is None
 
 
 def test_about_keeps_the_kind_of_a_mistake() -> None:
