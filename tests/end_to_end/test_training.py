@@ -221,7 +221,7 @@ def bug(*_: object, **__: object) -> None:
     ("flags", "content", "told"),
     [
         ("--yaml-cfg {file}", BINARY, "--yaml-cfg {file} is not UTF-8 text"),
-        ("--yaml-cfg {file}", b"a: 2026-13-01", "--yaml-cfg {file} is no YAML: month must"),
+        ("--yaml-cfg {file}", b"a: [2026", "--yaml-cfg {file} is no YAML: while parsing"),
         ("--mock-data --paro-machine {file}", b"{", "machine file {file} is not valid JSON"),
         ("--data-args-path {file}", BINARY, "--data-args-path {file} is not UTF-8 text"),
         ("--per-split-data-args-path {file}", b"[", "{file} is not valid JSON"),
