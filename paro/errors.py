@@ -101,7 +101,7 @@ def is_memory_failure(error: BaseException) -> bool:
 
 
 def open_files_limit(error: BaseException) -> str | None:
-    """One line with the limit and the remedy, if the cause of an error is too many open files."""
+    """Returns the limit and the remedy in a line, if too many open files caused an error."""
     met: BaseException | None = None
     for cause in _causes(error):
         met = cause if _OUT_OF_FILES.search(str(cause)) else met  # of several, what it began with

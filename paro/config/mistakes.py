@@ -79,7 +79,7 @@ def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, objec
 
 
 def _fitting_positions(args: Namespace) -> dict[str, object]:
-    """As many positions as tokens, where a preset has fewer."""
+    """Returns the flag of positions that a sample needs, where a preset has fewer."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
     given = args.max_position_embeddings or 0
     if not preset or args.seq_length <= max(given, preset.max_position_embeddings):

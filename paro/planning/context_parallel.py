@@ -98,7 +98,7 @@ class AttentionOfBlocks:
     trained: frozenset[str]  # names of parameters
 
     def passes(self, move: Move) -> tuple[Attending, ...]:
-        """Of an action that computes with a block; none of another action."""
+        """Returns the passes of attention in an action; none if it computes with no block."""
         verb, number, *_ = move
         if not 0 < number <= self.config.num_layers:  # the embedding is unit 0
             return ()

@@ -36,7 +36,7 @@ class Collective(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer that it gathers, or reduces."""
+        """Bytes of the buffer that the collective gathers or reduces."""
         return self.whole_bytes // self.span[0].inner if self.span else 0
 
     @property

@@ -12,7 +12,7 @@ MARK = "earlier_"
 
 
 def next_number(folder: Path, before: str = "") -> int:
-    """One above the highest N of the names in a folder that begin with `before` and earlier_N."""
+    """Returns the next unused N of the names in a folder that begin with `before` and earlier_N."""
     if not folder.is_dir():
         return 1
     pattern = re.compile(rf"{re.escape(before)}{MARK}(\d{{1,9}})(?!\d)", re.ASCII)

@@ -151,7 +151,7 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
 
 
 def _traffic(plan: PlannedRun) -> Iterator[str]:
-    """Of rank 0, and of all on average if ranks send different amounts."""
+    """Yields lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
     config, run = plan.config, plan_of(plan.config, plan.training.device.type)
     memory = RunMemory(config.sharding.machine)
     own, mean = (memory.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
