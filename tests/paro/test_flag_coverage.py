@@ -229,7 +229,7 @@ def test_every_flag_is_one_field_and_every_field_comes_from_a_flag() -> None:
 
 
 def home_missing(dest: str, found: Sequence[str]) -> str:
-    """What to add where a flag fills no field, or several."""
+    """Says what to add where a flag fills no field, or several."""
     flag, name = f"--{dest.replace('_', '-')}", dest.removeprefix("paro_")
     if found:
         return (

@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
-    """One line: the least memory, and each single change that would make it fit.
+    """Returns a line: the least memory, and each single change that would make it fit.
 
     Also more ranks with recomputation, where these are fewer than without.
     """

@@ -72,7 +72,7 @@ def gather_and_reduce(name: str) -> list[str]:
 
 
 def complaints_of(module: str) -> list[str]:
-    """What goes wrong in the runs of a module when all messages are late."""
+    """Returns what is wrong after the runs of a module in which all messages are late."""
     wrong = []
     if module == "shifts":
         with late_messages(may_change=False) as complaints:

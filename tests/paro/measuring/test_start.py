@@ -100,7 +100,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def found(flags: str) -> Machine:
-    """What a start has, without the conditions in the file."""
+    """Returns the machine of a start, without the conditions in its file."""
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
         made = start.find_measured(configure(f"{AUTO} {flags}"), alone(), watchdog)
     assert made.conditions
