@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
+from paro.distributed.registered_memory import RegisteredMemory
 from paro.topology import AxisSpan, Use, by_units, nested_range
 
 
@@ -127,9 +127,10 @@ class Collectives(Endpoint, ABC):
         *_, outermost = group_spans(self._algorithm, span, pipelined=self._pipelined)
         return self._submit(Use.REDUCE, outermost, job, after=after)
 
-    def whole_memory(self) -> AbstractContextManager[object]:
-        """While entered, this thread allocates buffers where all-gathers fill them best."""
-        return self._groups.whole_memory()
+    @property
+    def registered(self) -> RegisteredMemory:
+        """The memory of buffers that all-gathers fill."""
+        return self._groups.registered
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""

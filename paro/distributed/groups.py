@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -58,7 +57,8 @@ class Groups:
     topology: Topology
     rank: int
     _by_use_and_span: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
-    _registered: RegisteredMemory | None = None
+    registered: RegisteredMemory = field(default_factory=RegisteredMemory)
+    copy_engine: bool = False
 
     def of(self, use: Use, span: AxisSpan) -> dist.ProcessGroup:
         """This rank's group for `use` along an axis span."""
@@ -67,16 +67,11 @@ class Groups:
     def copies(self, use: Use, span: AxisSpan) -> bool:
         """Whether copy engines carry the collectives of `use` along `span`."""
         inside = all(axis.link is Link.INTRA for axis in span)
-        return self._registered is not None and use is Use.GATHER and inside
-
-    def whole_memory(self) -> AbstractContextManager[object]:
-        """While entered, this thread allocates buffers where all-gathers fill them best."""
-        return nullcontext() if self._registered is None else self._registered.allocating()
+        return self.copy_engine and use is Use.GATHER and inside
 
     def close(self) -> None:
         """Destroys the groups: threads of live gloo groups keep waking up."""
-        if self._registered is not None:
-            self._registered.close()
+        self.registered.close()
         while self._by_use_and_span:  # popped: this object may be kept alive, the groups must not
             dist.destroy_process_group(self._by_use_and_span.popitem()[1])
 
@@ -108,8 +103,9 @@ def make_groups(
         return Groups(topology=topology, rank=rank, _by_use_and_span={})
     device = config.device if config.backend == "nccl" else None
     mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
-    registered = RegisteredMemory() if config.copy_engine else None
-    groups = Groups(topology=topology, rank=rank, _by_use_and_span=mine, _registered=registered)
+    groups = Groups(
+        topology=topology, rank=rank, _by_use_and_span=mine, copy_engine=config.copy_engine
+    )
     for use in Use:
         for span in sorted(spans.get(use, ()), key=lambda span: [axis.index for axis in span]):
             ranks = range(topology.world_size)
@@ -125,8 +121,8 @@ def make_groups(
                 )
                 if rank in members:
                     mine[use, span] = group
-                    if copies and registered is not None and device is not None:
-                        registered.register(group, device)
+                    if copies and device is not None:
+                        groups.registered.add(group, device)
     return groups
 
 

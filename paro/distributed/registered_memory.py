@@ -1,50 +1,101 @@
-"""Memory that NCCL's copy engines fill: a pool registered with the communicators that gather."""
+"""Memory that NCCL's copy engines fill: pools registered with the communicators that gather."""
 
 # [Note: copy engines]
 # Under NCCL's policy of zero thread blocks an all-gather inside a node is copies by the GPUs' copy
 # engines, so that no multiprocessor is taken from matmuls. It needs memory that NCCL allocated and
-# that every rank has registered as a window, at the same offset: torch registers each segment of a
-# pool when the pool gets it, a collective call of the communicator. All ranks of a node allocate
-# whole parameters, and nothing else, from the pool, in the same order, so their pools are alike.
+# that every rank has registered as a window, and all ranks must use the same place of the same
+# window. Registering is collective, in the order of windows, and has no time-out. What a pool has
+# when it is registered, torch registers at once; what it gets later, in the middle of an allocation
+# or, in newer versions, not at all. So before training, once all ranks have all the memory that
+# whole parameters ever take, it is registered with every communicator, and no pool may grow then.
+# Every buffer has a pool of its own, a single segment of torch's allocator: which one is free on
+# this rank is free on all, whatever the addresses of the segments.
 # Up to NCCL 2.28 what is sent must lie in a window too: a gather is in place.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paro.distributed.control import Control
 from paro.errors import UserError
 
 _FIRST_NCCL = (2, 28)
 
 
 @dataclass(slots=True)
+class _Slot:
+    """A pool of a single segment, at `address`, for one buffer at a time."""
+
+    pool: torch.cuda.MemPool
+    trains: bool
+    num_bytes: int
+    address: int
+    is_free: bool = True
+
+
+@dataclass(slots=True)
 class RegisteredMemory:
-    """A memory pool of this rank's GPU, for buffers that copy engines fill."""
+    """Memory of this rank's GPU, for buffers that copy engines fill; without communicators none."""
 
-    _pool: torch.cuda.MemPool | None = None
     _backends: list[Any] = field(default_factory=list)
+    _slots: list[_Slot] = field(default_factory=list)
 
-    def register(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Registers the pool with a communicator, before anything is allocated from it."""
-        backend: Any = group._get_backend(device)
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool(backend.mem_allocator)
-        backend.register_mem_pool(self._pool, symm=True)
-        self._backends.append(backend)
+    def add(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Makes a communicator one of those that gather into this memory."""
+        self._backends.append(group._get_backend(device))
 
-    def allocating(self) -> AbstractContextManager[object]:
-        """While entered, this thread allocates from the pool, if a communicator registered it."""
-        return nullcontext() if self._pool is None else torch.cuda.use_mem_pool(self._pool)
+    def reserve(self, room: Mapping[bool, tuple[int, int]], control: Control) -> None:
+        """Takes memory for buffers of parameters that train (True) and others, and registers it.
+
+        `room` is the bytes of each buffer and their number. Collective; replaces what is reserved.
+        """
+        self._release()
+        if not self._backends:
+            return
+        with control.raise_on_all_ranks():  # registering would wait for a rank without memory
+            for trains, (num_bytes, number) in room.items():
+                for _ in range(number):
+                    pool = torch.cuda.MemPool(self._backends[0].mem_allocator)
+                    storage = torch.empty(0, device=control.device).untyped_storage()
+                    with torch.cuda.use_mem_pool(pool):
+                        storage.resize_(num_bytes)
+                    self._slots.append(_Slot(pool, trains, num_bytes, storage.data_ptr()))
+                    storage.resize_(0)  # the pool keeps the segment
+        for slot in self._slots:
+            for backend in self._backends:
+                backend.register_mem_pool(slot.pool, symm=True)
+
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int, *, trains: bool) -> None:
+        """Gives a buffer without memory a free place of this memory, or (0 bytes) takes it away."""
+        if not self._backends:
+            storage.resize_(num_bytes)
+        elif num_bytes:
+            slot = next((one for one in self._slots if one.is_free and one.trains is trains), None)
+            assert slot is not None, "more parameters are whole at once than memory is registered"
+            assert num_bytes <= slot.num_bytes, f"{num_bytes} bytes are more than {slot.num_bytes}"
+            with torch.cuda.use_mem_pool(slot.pool):
+                storage.resize_(slot.num_bytes)
+            assert storage.data_ptr() == slot.address, "a pool has grown after it was registered"
+            slot.is_free = False
+        else:
+            next(one for one in self._slots if one.address == storage.data_ptr()).is_free = True
+            storage.resize_(0)
 
     def close(self) -> None:
-        """Takes the pool from the communicators; before they are destroyed."""
-        while self._backends:
-            self._backends.pop().deregister_mem_pool(self._pool)
+        """Takes the memory from the communicators; before they are destroyed."""
+        self._release()
+        self._backends.clear()
+
+    def _release(self) -> None:
+        while self._slots:
+            pool = self._slots.pop().pool
+            for backend in self._backends:
+                backend.deregister_mem_pool(pool)
 
 
 def use_copy_engines(options: dist.ProcessGroupNCCL.Options) -> None:

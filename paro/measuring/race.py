@@ -27,6 +27,7 @@ from paro.distributed.control import Control
 from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
+from paro.layout import ALIGN
 from paro.measuring.trial import Move, Trial, make_trial
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
@@ -174,10 +175,12 @@ class Race:
     def turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
         """A turn of this rank, which all of the span have at once."""
         device, move = self.control.device, trial.move
-        with collectives.whole_memory():
-            buffers = [
-                torch.empty(move.numel, dtype=move.dtype, device=device) for _ in range(repeats)
-            ]
+        shape = repeats, -(-move.numel // ALIGN) * ALIGN
+        registered, values = collectives.registered, trial.given.new_empty(0)
+        num_bytes = math.prod(shape) * move.dtype.itemsize
+        registered.reserve({True: (num_bytes, 1)}, self.control)
+        registered.resize(values.untyped_storage(), num_bytes, trains=True)
+        buffers = values.resize_(shape)[:, : move.numel].unbind()
         for buffer in buffers:
             trial.fill(buffer)
 

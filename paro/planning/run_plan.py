@@ -85,6 +85,7 @@ class RunPlan(RunFlags):
     world_size: int
     strategy: Strategy
     num_micro_batches: int  # the most of a step
+    copy_engine: bool = False  # whole parameters have registered memory throughout
 
     @property
     def step_kind(self) -> tuple[object, ...]:

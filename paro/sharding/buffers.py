@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -71,8 +70,8 @@ class ElasticBuffer:
     """A 1-D tensor whose storage can be freed and reallocated while every view stays valid.
 
     Tensors saved by autograd are views of one storage object, so the storage is resized and
-    never replaced. Between `free` and `alloc` reading any view is an error. It is allocated inside
-    of what `memory` returns.
+    never replaced. Between `free` and `alloc` reading any view is an error. `resize` gives the
+    storage at least so many bytes, or none.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class ElasticBuffer:
         device: torch.device,
         tally: Tally,
         layout: UnitLayout | None = None,
-        memory: Callable[[], AbstractContextManager[object]] = nullcontext,
+        resize: Callable[[torch.UntypedStorage, int], object] = torch.UntypedStorage.resize_,
     ) -> None:
         self.values = torch.empty(numel, dtype=dtype, device=device)
         # Created while the storage exists: a view cannot be created without it.
         self.boxes = {} if layout is None else box_views(self.values, layout)
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
-        self._memory = memory
+        self._resize = resize
         self.values.untyped_storage().resize_(0)
 
     @property
@@ -100,14 +99,13 @@ class ElasticBuffer:
     def alloc(self) -> None:
         """Allocates the storage; its contents are uninitialized."""
         assert not self.alive, "storage taken twice"
-        with self._memory():
-            self.values.untyped_storage().resize_(self._num_bytes)
+        self._resize(self.values.untyped_storage(), self._num_bytes)
         self._tally.change(1, self._num_bytes)
 
     def free(self) -> None:
         """Frees the storage."""
         assert self.alive, "storage dropped twice"
-        self.values.untyped_storage().resize_(0)
+        self._resize(self.values.untyped_storage(), 0)
         self._tally.change(-1, -self._num_bytes)
 
 

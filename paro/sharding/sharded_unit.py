@@ -56,11 +56,12 @@ class ShardedUnit(UnitShards):
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
         whole = partial(ElasticBuffer, layout.numel, layout=layout, device=context.device)
-        ledger, memory = context.ledger, context.collectives.whole_memory
+        ledger, registered = context.ledger, context.collectives.registered
         self._param_U: ElasticBuffer | None = None
         if strategy.params > 1:
             dtype = self.param_shard.dtype
-            self._param_U = whole(dtype=dtype, tally=ledger.whole_params, memory=memory)
+            resize = partial(registered.resize, trains=trainable)
+            self._param_U = whole(dtype=dtype, tally=ledger.whole_params, resize=resize)
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self._grad_U: ElasticBuffer | None = None
         if strategy.grads > 1 and trainable:

@@ -34,6 +34,7 @@ from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
 from paro.planning.machine.choice import choice_of
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
@@ -53,6 +54,7 @@ from paro.strategy import (
 )
 from paro.topology import Topology
 from paro.training.loop import HeldOut, Sources
+from paro.training.memory_check import plan_of
 from paro.training.planned_time import planned_step
 from paro.training.step import Training, TrainState, last_iteration
 
@@ -73,8 +75,10 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
+    planned, plan = RunMemory(config.sharding.machine), plan_of(config, device.type)
     links = make_links(device, config.runtime.groups_on(device), overlap=overlap)
     sharded = _spread(model, config, control, links, timers)
+    sharded.context.collectives.registered.reserve(planned.tally(plan).registered, control)
     model.core = attention = _context_attention(config, control, links)
     optimizer = ParoOptimizer(
         sharded, config.optim, config.precision, config.train.seed, config.muon

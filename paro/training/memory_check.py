@@ -49,6 +49,7 @@ def plan_of(config: RunConfig, device_type: str) -> RunPlan:
         num_micro_batches=batches.most_micro_batches,
         eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
         context=config.context.layout,
+        copy_engine=config.runtime.paro_nccl_copy_engine,
     )
 
 

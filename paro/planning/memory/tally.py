@@ -3,7 +3,7 @@
 # Where a unit computes, and in a step's reduction and update, a snapshot adds up
 #
 #   model states   shards that stay throughout
-#   whole params   between a buffer's gather and its release
+#   whole params   between a buffer's gather and its release, but in registered memory throughout
 #   whole grads    unit-sized gradient buffers, until their reduction is waited for
 #   slices         where weights rotate: the slots that are allocated (paro/step/rotating.py)
 #   weights in fp8 with their transposes: those of all units where parameters stay for several
@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -112,6 +112,7 @@ class StepTally:
         self._slices_done: Counter[int] = Counter()  # in backward
         self._keeps: set[int] = set()  # buffers whose weights' casts stay
         self._cast: set[int] = set()  # units whose weights' casts exist
+        self.now["whole_params"] = sum(size * number for size, number in self.registered.values())
 
     @property
     def total(self) -> int:
@@ -128,19 +129,37 @@ class StepTally:
         total = states.total + now.with_copies(self.run, units).total
         return {**held, "activations": now.activations, "total": total}
 
-    def largest(self, num_micro_batches: int) -> list[MemorySnapshot]:
+    def largest(self) -> list[MemorySnapshot]:
         """Of the points of a step that copy the same, the largest; without model states."""
-        # Where weights rotate, micro-batches allocate the same.
-        most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
         found: dict[tuple[int, ...], MemorySnapshot] = {}
-        actions = self.step.plan(min(num_micro_batches, most)).actions()
-        counted = (move for move in actions if move[0] in _COUNTED)
+        counted = (move for move in self._actions() if move[0] in _COUNTED)
         for now in filter(None, map(self.carry_out, counted)):
             copied = now.converted, now.dealt, now.updated
             largest = found.setdefault(copied, now)
             if now.total > largest.total:
                 found[copied] = now
         return [*found.values()]
+
+    def _actions(self) -> Iterator[Move]:
+        # Where weights rotate, micro-batches allocate the same.
+        most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
+        return self.step.plan(min(self.run.num_micro_batches, most)).actions()
+
+    @cached_property
+    def registered(self) -> dict[bool, tuple[int, int]]:
+        """The memory for whole parameters that copy engines fill, of those that train and others.
+
+        Bytes of the largest buffer, which each gets, and how many are whole at once at most.
+        """
+        now, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
+        for verb, number, *_ in self._actions() if self.run.copy_engine else ():
+            counted, sign = _ALLOCATIONS.get(verb, ("", 0))
+            if counted == "whole_params":
+                trains = self.step.buffers[number].trains
+                now[trains] += sign
+                most |= now
+                largest |= Counter({trains: self._sizes[number][counted]})
+        return {trains: (largest[trains], number) for trains, number in most.items()}
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
         """Follows an action; what is alive, without model states, if it computes or copies."""
@@ -150,6 +169,7 @@ class StepTally:
         unit, _, index = self.step.buffers[number]
         if verb in _ALLOCATIONS:
             counted, sign = _ALLOCATIONS[verb]
+            sign *= counted != "whole_params" or not self.registered
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
         if verb in (Verb.RELEASE, Verb.DROP):
             self._keeps.discard(number)

@@ -125,7 +125,7 @@ class RunMemory:
 
     @cached_by(lambda plan: (plan.step_kind, plan.micro_batch_size, plan.context))
     def _points(self, plan: RunPlan) -> list[MemorySnapshot]:
-        return self.tally(plan).largest(plan.num_micro_batches)
+        return self.tally(plan).largest()
 
     @cached_by(lambda plan: (plan.strategy.degrees, plan.materialize, plan.trained, plan.precision))
     def _states(self, plan: RunPlan) -> ModelStateBytes:

@@ -3,91 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from paro.collectives import wire
 from paro.collectives.native import NativeCollectives
 from paro.distributed.comm_stream import make_comm_streams
+from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import Links
+from paro.distributed.world import World
+from paro.errors import RunError
 from paro.sharding.buffers import ElasticBuffer, Tally
 from paro.topology import Use, make_topology
+from tests.helpers.fake_nccl import FakeNccl, Options, lacking
 from tests.helpers.refusals import refused
-
-
-class Options:
-    """Stands for torch's, which only builds with NCCL have."""
-
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self._timeout = timedelta(minutes=10)
-        self.config = SimpleNamespace(max_ctas=None, cta_policy=None)
-
-
-def lacking(setting: str) -> type[Options]:
-    """Options of a torch that does not have a setting of NCCL."""
-
-    class Lacking(Options):
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            super().__init__(is_high_priority_stream)
-            delattr(self.config, setting)
-
-    return Lacking
-
-
-class FakeNccl:
-    """Stands for torch's groups and memory pools under NCCL, and notes their calls in order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **kind: Any) -> None:
-        self.notes: list[tuple[Any, ...]] = []
-        self.calls: list[dict[str, Any]] = []  # of new_group
-        kind = {"Options": Options, "NCCL_CTA_POLICY_ZERO": 2, **kind}
-        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(**kind), raising=False)
-        monkeypatch.setattr(dist, "new_group", self.new_group)
-        monkeypatch.setattr(
-            dist, "destroy_process_group", lambda group: self.notes.append(("destroy", group.ranks))
-        )
-        monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: ("pool", allocator))
-        monkeypatch.setattr(torch.cuda, "use_mem_pool", self.use_mem_pool)
-        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-        properties = SimpleNamespace(multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
-
-    @property
-    def policies(self) -> dict[tuple[int, ...], int | None]:
-        return {tuple(c["ranks"]): c["pg_options"].config.cta_policy for c in self.calls}
-
-    def new_group(self, ranks: list[int], **named: Any) -> object:
-        self.calls.append({"ranks": ranks, **named})
-        backend = SimpleNamespace(
-            mem_allocator="of NCCL",
-            register_mem_pool=lambda pool, symm: self.notes.append(("register", ranks, pool, symm)),
-            deregister_mem_pool=lambda pool: self.notes.append(("deregister", ranks, pool)),
-        )
-        return SimpleNamespace(ranks=ranks, _get_backend=lambda _device: backend)
-
-    @contextmanager
-    def use_mem_pool(self, pool: object) -> Iterator[None]:
-        self.notes.append(("enter", pool))
-        yield
-        self.notes.append(("leave", pool))
-
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
 CONFIG = GroupConfig(timeout=timedelta(seconds=7), backend="nccl", device=torch.device("cuda", 1))
 COPYING = replace(CONFIG, copy_engine=True)
+CPU = torch.device("cpu")
+ALONE = Control(World(), CPU)
 
 
 def made_by(
@@ -132,25 +75,72 @@ def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
     assert len(make(launch_order="implicit")) == 2
 
 
-def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def copying(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNccl, NativeCollectives]:
+    """Collectives that gather inside groups by copy engines, and between them."""
     nccl = FakeNccl(monkeypatch)
     groups = make_groups(TOPOLOGY, 1, {Use.GATHER: frozenset({INSIDE, BETWEEN})}, COPYING)
-    assert nccl.policies == {(0, 1): 2, (2, 3): 2, (0, 2): None, (1, 3): None}
-    pool = ("pool", "of NCCL")
-    assert nccl.notes == [("register", [0, 1], pool, True)]
-    streams = make_comm_streams(torch.device("cpu"), overlap=False, backend="gloo")
-    collectives = NativeCollectives(groups, Links(streams))
-    buffer = ElasticBuffer(
-        8,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        tally=Tally(),
-        memory=collectives.whole_memory,
-    )
-    buffer.alloc()
-    assert nccl.notes[1:] == [("enter", pool), ("leave", pool)]
+    streams = make_comm_streams(CPU, overlap=False, backend="gloo")
+    return nccl, NativeCollectives(groups, Links(streams))
 
-    # What is sent is registered too: it lies in the whole buffer.
+
+def whole(collectives: NativeCollectives, numel: int, *, trains: bool = True) -> ElasticBuffer:
+    resize = partial(collectives.registered.resize, trains=trains)
+    return ElasticBuffer(numel, dtype=torch.float32, device=CPU, tally=Tally(), resize=resize)
+
+
+def test_all_memory_is_there_before_it_is_registered_and_does_not_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nccl, collectives = copying(monkeypatch)
+    assert nccl.policies == {(0, 1): 2, (2, 3): 2, (0, 2): None, (1, 3): None}
+    collectives.registered.reserve({True: (64, 2), False: (32, 1)}, ALONE)
+    order = [(note[0], note[2] if note[0] == "segment" else note[1]) for note in nccl.notes]
+    assert order == [("segment", 64)] * 2 + [("segment", 32)] + [("register", [0, 1])] * 3
+    pools = [note[1] for note in nccl.notes if note[0] == "segment"]
+    assert [note[2:] for note in nccl.notes if note[0] == "register"] == [(p, True) for p in pools]
+
+    nccl.notes.clear()
+    sizes = (16, True), (8, True), (8, False), (12, True)
+    first, second, frozen, third = (whole(collectives, n, trains=trains) for n, trains in sizes)
+    for buffer in (first, second, frozen):
+        buffer.alloc()
+    with pytest.raises(AssertionError, match="more parameters are whole"):
+        third.alloc()
+    second.free()
+    third.alloc()  # takes its place
+    assert third.values.untyped_storage().data_ptr() in pools[1].segments
+    assert nccl.notes == []
+    third.free()
+    with pytest.raises(AssertionError, match="68 bytes are more"):
+        whole(collectives, 17).alloc()
+
+    collectives.close()
+    undone = [note[0] for note in nccl.notes]
+    assert undone == ["deregister"] * 3 + ["destroy"] * 2
+
+
+def test_memory_that_grows_by_itself_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl, collectives = copying(monkeypatch)
+    collectives.registered.reserve({True: (64, 1)}, ALONE)
+    ((_, pool, _), _) = nccl.notes
+    pool.segments.clear()  # the allocator has given the segment back
+    with pytest.raises(AssertionError, match="has grown"):
+        whole(collectives, 16).alloc()
+
+
+def test_a_rank_without_memory_registers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl, collectives = copying(monkeypatch)
+    nccl.room = 100
+    with pytest.raises(RunError):
+        collectives.registered.reserve({True: (64, 2)}, ALONE)
+    assert [note[0] for note in nccl.notes] == ["segment"]
+
+
+def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, collectives = copying(monkeypatch)
+    collectives.registered.reserve({True: (32, 1)}, ALONE)
+    buffer = whole(collectives, 8)
+    buffer.alloc()
     sent: list[Tensor] = []
     monkeypatch.setattr(wire, "_all_gather", lambda _whole, shard, group: sent.append(shard))
     shard = torch.full((2,), 5.0)
@@ -161,17 +151,13 @@ def test_gathers_inside_a_group_fill_registered_memory(monkeypatch: pytest.Monke
     assert sent[2].data_ptr() == buffer.values[4:].data_ptr()
     assert sent[2].tolist() == [7.0] * 4
 
-    nccl.notes.clear()
-    groups.close()
-    assert [note[0] for note in nccl.notes] == ["deregister", "destroy", "destroy"]
-
 
 def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = FakeNccl(monkeypatch)
     groups = make_groups(TOPOLOGY, 1, {Use.REDUCE: frozenset({INSIDE})}, COPYING)
     assert nccl.policies == {(0, 1): None, (2, 3): None}
-    with groups.whole_memory():
-        assert nccl.notes == []
+    groups.registered.reserve({True: (64, 2)}, ALONE)
+    assert nccl.notes == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.registered_memory import RegisteredMemory
 from paro.distributed.world import World
 from paro.measuring import race
 from paro.measuring.race import BUSY_ROUNDS, Race
@@ -40,8 +40,10 @@ def raced(rounds: int, **more: Any) -> Race:
 class Still:
     """Collectives that leave every buffer unchanged."""
 
-    def __getattr__(self, name: str) -> Any:
-        return nullcontext if name == "whole_memory" else lambda *_: DONE
+    registered = RegisteredMemory()
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_: DONE
 
 
 @pytest.mark.parametrize("while_computing", [False, True])

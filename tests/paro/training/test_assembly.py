@@ -1,0 +1,105 @@
+"""What the whole parameters of a rank take of a GPU, as training makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from paro.config.run import RunConfig
+from paro.distributed.comm_stream import InlineStreams
+from paro.distributed.control import PlannedControl
+from paro.distributed.groups import GroupConfig
+from paro.distributed.links import Links
+from paro.distributed.world import World
+from paro.planning.search.run_memory import RunMemory
+from paro.training import assembly
+from paro.training.memory_check import plan_of, predict_memory
+from paro.training.step import Training
+from tests.helpers.fake_nccl import FakeNccl
+from tests.helpers.flags import configured
+from tests.paro.planning.lone_rank import LoneRank, silence
+
+RANK, WORLD_SIZE = 5, 16
+MODEL = (
+    "--distributed-backend nccl --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 40 --seq-length 64 "
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --num-workers 0 --paro-group-size 4 "
+    "--no-rope-fusion --no-bias-swiglu-fusion"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A rank of a training over NCCL."""
+
+    nccl: FakeNccl
+    config: RunConfig
+    training: Training
+
+
+def built(monkeypatch: pytest.MonkeyPatch, flags: str) -> Built:
+    nccl = FakeNccl(monkeypatch)
+
+    def links(_device: torch.device, config: GroupConfig, *, overlap: bool) -> Links:
+        return Links(InlineStreams(), group_config=config)
+
+    monkeypatch.setattr(assembly, "make_links", links)
+    world = World(rank=RANK, size=WORLD_SIZE, ranks_per_node=4)
+    config = configured(f"{MODEL} {flags}", world)
+    control = PlannedControl(config.world, torch.device("cpu"))
+    training = assembly.build_training(config, control, initialized=False)
+    return Built(nccl, config, training)
+
+
+COPIED = [
+    "--paro-strategy IIG",
+    "--paro-strategy GGG",
+    "--paro-strategy 2,4,16",
+    "--paro-strategy III --paro-prefetch-units 2",
+    "--paro-strategy III --paro-prefetch-units 0",
+    "--paro-strategy IIG --tie-embeddings-and-output-weights",
+    "--paro-strategy IIG --lora-rank 4",
+    "--paro-strategy IIG --eval-iters 1 --eval-micro-batch-size 4 --eval-global-batch-size 64",
+    pytest.param(
+        "--paro-strategy IIG --recompute-granularity full --recompute-num-layers 4",
+        marks=pytest.mark.slow("imports the compiler"),
+    ),
+]
+
+
+def train(run: Built) -> None:
+    """Evaluates, and trains a step of one micro-batch and one of four."""
+    training, tokens = run.training, torch.zeros(1, 16, dtype=torch.int64)
+    rank = LoneRank(
+        config=run.config.model,
+        model=training.model,
+        optimizer=training.optimizer,
+        traffic=training.traffic,
+    )
+    for num_micro_batches in (1, 4):
+        training.model.evaluate(tokens, tokens, torch.ones(1, 16))
+        rank.step(num_micro_batches)
+
+
+@pytest.mark.parametrize("flags", COPIED)
+def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
+    flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    run = built(monkeypatch, f"{flags} --paro-nccl-copy-engine")
+    notes, context = run.nccl.notes, run.training.model.context
+    reserved = [note[2] for note in notes if note[0] == "segment"]
+    num_notes = len(notes)
+    train(run)
+    assert len(notes) == num_notes  # nothing more is allocated, and nothing registered
+    assert 0 < context.ledger.whole_params.peak_bytes <= sum(reserved)
+    predicted = predict_memory(run.config, "cuda").allocations
+    assert predicted.whole_params == sum(reserved)
+
+    room = RunMemory(None).tally(plan_of(run.config, "cpu")).registered
+    fewer = {trains: (size, number - 1) for trains, (size, number) in room.items()}
+    context.collectives.registered.reserve(fewer, run.training.control)
+    with pytest.raises(AssertionError, match="more parameters are whole"):
+        train(run)
