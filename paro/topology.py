@@ -60,6 +60,9 @@ class Use(Enum):
     CONTEXT = "context"
 
 
+COLLECTIVE_USES = (Use.GATHER, Use.REDUCE)  # of collectives on flat buffers
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
     """`world_size` ranks in groups of `group_size` consecutive ranks, split into `axes`.

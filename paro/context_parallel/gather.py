@@ -17,7 +17,7 @@ from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.links import Links
 from paro.distributed.world import World
-from paro.topology import AxisSpan, Topology, Use, nested_range
+from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, Use, nested_range
 
 
 class GatherTravel:
@@ -105,7 +105,7 @@ def make_gather(
         algorithm,
         topology=topology,
         rank=world.rank,
-        spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset({span})),
+        spans=dict.fromkeys(COLLECTIVE_USES, frozenset({span})),
         links=replace(links, streams=ContextStreams(links.streams), group_config=config),
     )
     return GatherTravel(collectives, span, topology, world.rank, links.exposure)

@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig
-from paro.topology import AxisSpan, Topology, make_topology
+from paro.collectives.spans import needed_groups
+from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, make_topology
 
 _MOST_PIECES = 4
 
@@ -87,10 +89,11 @@ class ContextLayout:
         )
         return (inner, outer) if inner else (outer, inner)
 
-    def num_groups(self, topology: Topology) -> int:
-        """The process groups that a rank has for it; gathers by the backend's collectives."""
+    def num_groups(self, topology: Topology, names: Iterable[str]) -> int:
+        """The process groups that a rank has for it under NCCL; it gathers by these algorithms."""
         if self.gathers:
-            return 2 * len(self.ring_span(topology))
+            spans = dict.fromkeys(COLLECTIVE_USES, frozenset({self.ring_span(topology)}))
+            return sum(map(len, needed_groups(names, spans, pipelined=True).values()))
         return (self.heads > 1) + sum(map(bool, self.rings(topology)))
 
 

@@ -14,13 +14,17 @@
 # and wait for A. All ranks queue them in the same order, which NCCL keeps with
 # NCCL_LAUNCH_ORDER_IMPLICIT: a collective then begins after all those queued before it have begun,
 # so a gather may wait for what only later units need. Instead each communicator has few enough
-# thread blocks (CTAs, one takes a multiprocessor at most) that all of them always fit.
+# thread blocks (CTAs, one takes a multiprocessor at most) that those of all communicators of a rank
+# fit at once. NCCL runs one kernel of a communicator at a time, of at most `max_ctas` blocks; those
+# of messages and of all-to-alls have that number rounded up to a power of two
+# (ncclTopoComputeP2pChannels), so it is one. Variables of NCCL's that override it are refused where
+# the blocks would not fit.
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -37,7 +41,8 @@ class GroupConfig:
 
     `launch_order`: in which order NCCL begins collectives of several groups, as the host queues
     them ("implicit"), or in any ("free"; [Note: room on the GPU]). `copy_engine`: all-gathers
-    inside groups are copies by copy engines (registered_memory.py).
+    inside groups are copies by copy engines (registered_memory.py). `communicators`: how many a
+    rank makes in the whole run; 0: those of one call of `make_groups`, as where they are timed.
     """
 
     timeout: timedelta
@@ -45,6 +50,7 @@ class GroupConfig:
     device: torch.device | None = None
     launch_order: str = "free"
     copy_engine: bool = False
+    communicators: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,8 @@ def make_groups(
     groups = Groups(
         topology=topology, rank=rank, _by_use_and_span=mine, copy_engine=config.copy_engine
     )
+    at_least = max(config.communicators, sum(map(len, spans.values())))
+    config = replace(config, communicators=at_least)
     for use in Use:
         for span in sorted(spans.get(use, ()), key=lambda span: [axis.index for axis in span]):
             ranks = range(topology.world_size)
@@ -126,9 +134,29 @@ def make_groups(
     return groups
 
 
-# Gathers and reductions inside groups and between them, and one of rotation, codes or samples that
-# ranks share, with one to spare.
-_MOST_AT_ONCE = 6
+# NCCL's own number for NVLS on an H100 (nvls.cc); more would be missing from the matmuls beside it.
+_MOST_CTAS = 16
+# Those of NCCL's variables that give a communicator more blocks than `max_ctas`.
+_OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "SYM_CTAS")
+
+
+def bounded_ctas(multiprocessors: int, communicators: int) -> int:
+    """The most thread blocks of each communicator, so that all fit on a GPU; `UserError` if none.
+
+    A power of two. The environment may ask for more, as long as they fit.
+    """
+    room = multiprocessors // communicators
+    given = {f"NCCL_{name}": os.environ.get(f"NCCL_{name}", "") for name in _OVERRIDING}
+    asked = {name: int(text) for name, text in given.items() if text.isdecimal()}
+    name, least = max(asked.items(), key=lambda one: one[1], default=("", 1))
+    if 1 << max(0, least - 1).bit_length() > room:  # as NCCL rounds it
+        blocks, unset = (f"{least} ({name})", f"unset {name}, or ") if name else ("at least 1", "")
+        raise UserError(
+            f"{communicators} communicators, each with {blocks} of the {multiprocessors} "
+            f"multiprocessors of a GPU, do not fit on it at once: {unset}give "
+            "--paro-nccl-launch-order implicit"
+        )
+    return min(_MOST_CTAS, 1 << room.bit_length() - 1)
 
 
 def _nccl_options(
@@ -152,6 +180,6 @@ def _nccl_options(
             "config.max_ctas), so collectives of several groups may wait for each other's place "
             "on a GPU: give --paro-nccl-launch-order implicit, or install another torch"
         )
-    properties = torch.cuda.get_device_properties(device)
-    options.config.max_ctas = max(1, properties.multi_processor_count // _MOST_AT_ONCE)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    options.config.max_ctas = bounded_ctas(multiprocessors, config.communicators)
     return options

@@ -45,14 +45,15 @@ class RuntimeConfig:
         """The timeout of a collective."""
         return timedelta(minutes=self.distributed_timeout_minutes)
 
-    def groups_on(self, device: torch.device) -> GroupConfig:
-        """How process groups of model states are made on a rank's device."""
+    def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:
+        """How process groups of model states are made on a rank's device, and how many in all."""
         return GroupConfig(
             timeout=self.timeout,
             backend=self.distributed_backend,
             device=device,
             launch_order=self.paro_nccl_launch_order,
             copy_engine=self.paro_nccl_copy_engine,
+            communicators=communicators,
         )
 
     def __post_init__(self) -> None:

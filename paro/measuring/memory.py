@@ -18,7 +18,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
 from paro.distributed.links import make_links
 from paro.planning.machine.machine import Device
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, Use
 
 _NUM_BYTES = 32 << 20  # of a collective: large enough for the protocol with the largest buffers
 
@@ -62,7 +62,7 @@ def measure_communicators(
     spans += [axes] * (len(axes) > 1)
     made: list[Collectives] = []
     taken: list[int] = []
-    for use, span in [(Use.GATHER, spans[0]), *((u, s) for s in spans for u in _USES)]:
+    for use, span in [(Use.GATHER, spans[0]), *((u, s) for s in spans for u in COLLECTIVE_USES)]:
         before = free()
         made.append(_make_and_use(control, topology, config, use, span))
         taken.append(before - free())
@@ -73,9 +73,6 @@ def measure_communicators(
     communicator = max(0, *(number for _, *own in by_rank for number in own))
     loaded = max(0, *(first - own[0] for first, *own in by_rank))
     return CommunicatorMemory(communicator=communicator, loaded=loaded)
-
-
-_USES = (Use.GATHER, Use.REDUCE)
 
 
 def _make_and_use(

@@ -34,6 +34,7 @@ from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
 from paro.planning.machine.choice import choice_of
+from paro.planning.memory.device import num_groups
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
@@ -76,7 +77,8 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
     planned, plan = RunMemory(config.sharding.machine), plan_of(config, device.type)
-    links = make_links(device, config.runtime.groups_on(device), overlap=overlap)
+    communicators = num_groups(plan, planned.units(plan), _algorithm(config).names)
+    links = make_links(device, config.runtime.groups_on(device, communicators), overlap=overlap)
     sharded = _spread(model, config, control, links, timers)
     sharded.context.collectives.registered.reserve(planned.tally(plan).registered, control)
     model.core = attention = _context_attention(config, control, links)

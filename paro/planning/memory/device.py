@@ -154,13 +154,6 @@ def communication_of(
     if run.device_type != "cuda":
         return Communication(code_bytes=codes)
     rotates, given = run.materialize.rotates, (run.strategy, run.topology, run.precision)
-    plan = make_comm_plan(run.strategy, run.topology)
-    has_codes = run.precision.inter_grad_bits != FULL_BITS
-    spans = spans_by_use(plan, coded_gradients=has_codes)
-    if rotates:
-        spans = rotation_spans(run.strategy, run.topology)
-    dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
-    axes = run.context.topology(world_size=run.world_size, group_size=run.group_size)
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     for one, dealt_units in (
         (one, unit.dealt)
@@ -182,13 +175,27 @@ def communication_of(
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
     return Communication(
-        num_groups=sum(map(len, needed_groups(names, spans, pipelined=True).values()))
-        + len(exchange_groups(plan) if has_codes else ())
-        + rotates
-        + sum(one.number > 1 for one in dealt)
-        + run.context.num_groups(axes),
+        num_groups=num_groups(run, units, names),
         buffer_bytes=sum(largest.values()),
         code_bytes=codes,
+    )
+
+
+def num_groups(run: RunPlan, units: Sequence[UnitSize], names: Sequence[str]) -> int:
+    """The process groups that a rank makes under NCCL, with collectives by these algorithms."""
+    plan = make_comm_plan(run.strategy, run.topology)
+    has_codes = run.precision.inter_grad_bits != FULL_BITS
+    spans = spans_by_use(plan, coded_gradients=has_codes)
+    if run.materialize.rotates:
+        spans = rotation_spans(run.strategy, run.topology)
+    dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
+    axes = run.context.topology(world_size=run.world_size, group_size=run.group_size)
+    return (
+        sum(map(len, needed_groups(names, spans, pipelined=True).values()))
+        + len(exchange_groups(plan) if has_codes else ())
+        + run.materialize.rotates
+        + sum(one.number > 1 for one in dealt)
+        + run.context.num_groups(axes, names)
     )
 
 

@@ -56,14 +56,36 @@ def test_only_members_connect_at_once_and_with_the_priority_of_comm_streams(
     assert [call["pg_options"] for call in made_by(monkeypatch, 0, backend="gloo")] == [None, None]
 
 
-@pytest.mark.parametrize(("launch_order", "max_ctas"), [("free", 22), ("implicit", None)])
-def test_communicators_that_begin_in_any_order_fit_the_gpu_side_by_side(
+@pytest.mark.parametrize(("launch_order", "max_ctas"), [("free", 8), ("implicit", None)])
+def test_communicators_that_begin_in_any_order_have_few_thread_blocks(
     launch_order: str, max_ctas: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
-    calls = made_by(monkeypatch, 0, launch_order=launch_order)
+    calls = made_by(monkeypatch, 0, launch_order=launch_order, communicators=9)
     assert [call["pg_options"].config.max_ctas for call in calls] == [max_ctas] * 2
     assert (os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1") == (max_ctas is None)
+
+
+@pytest.mark.parametrize(
+    ("communicators", "environment", "told"),
+    [
+        (133, {}, "133 communicators ... at least 1 of the 132 ... --paro-nccl-launch-order"),
+        (4, {"NCCL_MIN_NCHANNELS": "33"}, "33 (NCCL_MIN_NCHANNELS) ... unset NCCL_MIN_NCHANNELS"),
+        (5, {"NCCL_MAX_CTAS": "17"}, "17 (NCCL_MAX_CTAS) ..."),  # 32 for messages
+    ],
+)
+def test_more_thread_blocks_than_fit_are_refused(
+    communicators: int,
+    environment: dict[str, str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", environment)
+    refused(partial(made_by, monkeypatch, 0, communicators=communicators), told)
+    assert made_by(monkeypatch, 0, communicators=communicators, launch_order="implicit")
+    fewer = dict.fromkeys(environment, "16")
+    monkeypatch.setattr(os, "environ", fewer)
+    assert made_by(monkeypatch, 0, communicators=min(8, communicators))
 
 
 def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(

@@ -1,8 +1,10 @@
-"""What the whole parameters of a rank take of a GPU, as training makes them."""
+"""What the groups and the whole parameters of a rank take of a GPU, as training makes them."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import GroupConfig
+from paro.distributed.groups import GroupConfig, bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.planning.search.run_memory import RunMemory
@@ -37,20 +39,60 @@ class Built:
     nccl: FakeNccl
     config: RunConfig
     training: Training
+    groups: GroupConfig
 
 
 def built(monkeypatch: pytest.MonkeyPatch, flags: str) -> Built:
     nccl = FakeNccl(monkeypatch)
+    made: list[GroupConfig] = []
 
     def links(_device: torch.device, config: GroupConfig, *, overlap: bool) -> Links:
+        made.append(config)
         return Links(InlineStreams(), group_config=config)
 
     monkeypatch.setattr(assembly, "make_links", links)
+    monkeypatch.setattr(assembly, "check_core", lambda *_, **__: None)  # it sends messages
     world = World(rank=RANK, size=WORLD_SIZE, ranks_per_node=4)
     config = configured(f"{MODEL} {flags}", world)
     control = PlannedControl(config.world, torch.device("cpu"))
     training = assembly.build_training(config, control, initialized=False)
-    return Built(nccl, config, training)
+    return Built(nccl, config, training, *made)
+
+
+WAYS = (
+    "",
+    "--paro-inter-grad-bits 8 --paro-inter-param-bits 4 --optimizer muon",
+    "--optimizer muon",
+    *(
+        f"--context-parallel-size 8 --cp-comm-type {way}"
+        for way in ("a2a", "p2p", "allgather", "a2a+p2p --hierarchical-context-parallel-sizes 2 4")
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ways"),
+    [
+        *((strategy, WAYS) for strategy in ("NNG", "GGG", "1,2,8", "2,8,16")),
+        ("IIG", (*WAYS, "--paro-materialize rotate")),
+    ],
+)
+def test_all_communicators_of_a_rank_fit_on_its_gpu(
+    strategy: str, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    gathering = (ways[0], "--context-parallel-size 8 --cp-comm-type allgather")
+    others = product(gathering, (" --paro-collective ho-ring", " --paro-collective flat"))
+    for way in (*ways, *map("".join, others)):
+        flags = f"--paro-strategy {strategy} {way}"
+        run = built(monkeypatch, flags)
+        own = [call["pg_options"].config for call in run.nccl.calls if RANK in call["ranks"]]
+        assert run.groups.communicators == len(own), flags
+        assert {config.max_ctas for config in own} == {bounded_ctas(132, len(own))}, flags
+        for multiprocessors in (132, 108, 58):
+            blocks = bounded_ctas(multiprocessors, len(own))
+            assert blocks.bit_count() == 1  # NCCL rounds others up
+            assert blocks * len(own) <= multiprocessors, flags
 
 
 COPIED = [
