@@ -95,7 +95,7 @@ def _curve(
 
 def _timed(race: Race, collectives: Collectives, name: str, trial: Trial) -> Outcome:
     """A collective at one size."""
-    found = Turns()
+    found = Turns(race.control.device.type)
     for _ in range(1 + race.rounds):
         found.add(trial.move, _turn(race, collectives, trial, found.repeats))
     if race.while_computing:
@@ -114,7 +114,7 @@ def _seconds_to_time(race: Race, move: Move, like: Outcome) -> float:
     """About how long `_timed` takes, at most, for more or fewer bytes than `like` has."""
     longer = max(1.0, move.num_bytes / like.move.num_bytes)
     once = longer * like.seconds
-    repeats = count_repeats(move, Turn(once, correct=True))
+    repeats = count_repeats(move, Turn(once, correct=True), race.control.device.type)
     busy = longer * (like.busy_seconds or 0.0) * min(repeats, LEAST_REPEATS)
     return (1 + race.rounds * repeats) * once + busy
 

@@ -19,6 +19,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import AlgorithmChoice
@@ -31,7 +32,7 @@ from paro.layout import ALIGN
 from paro.measuring.trial import Move, Trial, make_trial
 from paro.planning.machine.choice import pieces_by
 from paro.planning.machine.machine import Machine
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import COLLECTIVE_USES, AxisSpan, Topology
 
 # A turn of small messages is repeated until it takes about so long, within the limits below; every
 # repetition has its own buffer, so that each result can be checked.
@@ -41,7 +42,8 @@ MOST_REPEATS = 20
 LEAST_REPEATS = 3
 SHORT_SECONDS = 0.2
 BUSY_ROUNDS = 1  # the last one: next to computing even small messages take a tenth of a second
-MOST_BYTES = 4 << 20  # more per rank would not stay in a cache that ranks share
+# More per rank would not stay in a cache that CPU ranks share; GPUs have room for it.
+MOST_BYTES = {"cpu": 4 << 20, "cuda": 4 << 30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +76,14 @@ class Turn(NamedTuple):
 class Turns:
     """The turns of one collective by one algorithm, of which the first does not count."""
 
+    device_type: str
     repeats: int = 1
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, move: Move, turn: Turn) -> None:
         """Adds a turn; the first says how often to repeat a short collective."""
         if not self.turns:
-            self.repeats = count_repeats(move, turn)
+            self.repeats = count_repeats(move, turn, self.device_type)
         self.turns.append(turn)
 
     def outcome(self, move: Move, algorithm: str) -> Outcome:
@@ -120,7 +123,8 @@ class Race:
             for move in moves
         ]
         names = self.algorithms
-        found = {name: [Turns() for _ in trials] for name in names}
+        kind = self.control.device.type
+        found = {name: [Turns(kind) for _ in trials] for name in names}
         for number in range(1 + self.rounds):
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
@@ -166,16 +170,21 @@ class Race:
             AlgorithmChoice(names=(name,), pieces=pieces),
             topology=self.topology,
             rank=self.control.world.rank,
-            spans=dict.fromkeys(Use, spans),
+            spans=dict.fromkeys(COLLECTIVE_USES, spans),
             links=make_links(self.control.device, config),
         )
         yield made
         made.close()  # not after an exception: with a dead peer this would hang
 
     def turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
-        """A turn of this rank, which all of the span have at once."""
+        """A turn of this rank, which all of the span have at once.
+
+        On GPUs a collective that is not timed comes first: all ranks end it together, but leave the
+        barrier of their hosts at times that differ by as much as a collective takes.
+        """
         device, move = self.control.device, trial.move
-        shape = repeats, -(-move.numel // ALIGN) * ALIGN
+        ahead = int(device.type == "cuda")
+        shape = ahead + repeats, -(-move.numel // ALIGN) * ALIGN
         registered, values = collectives.registered, trial.given.new_empty(0)
         num_bytes = math.prod(shape) * move.dtype.itemsize
         registered.reserve({True: (num_bytes, 1)}, self.control)
@@ -184,13 +193,14 @@ class Race:
         for buffer in buffers:
             trial.fill(buffer)
 
-        def run() -> None:
-            for buffer in buffers:
+        def run(some: Sequence[Tensor]) -> None:
+            for buffer in some:
                 collectives.run(Request(move.op, buffer, move.span, move.dtype)).wait()
 
         synchronize(device)
         self.control.barrier()
-        took = time_of(run, device)
+        run(buffers[:ahead])
+        took = time_of(lambda: run(buffers[ahead:]), device)
         return Turn(took.wall / repeats, all(map(trial.is_right, buffers)), took.cpu / repeats)
 
 
@@ -224,8 +234,8 @@ def computing(device: torch.device) -> Iterator[None]:
         thread.join()
 
 
-def count_repeats(move: Move, turn: Turn) -> int:
+def count_repeats(move: Move, turn: Turn, device_type: str) -> int:
     """How often to repeat a collective that took as long as `turn`."""
-    room = max(1, MOST_BYTES // move.num_bytes)
+    room = max(1, MOST_BYTES[device_type] // move.num_bytes)
     least = LEAST_REPEATS if turn.seconds < SHORT_SECONDS else 1
     return max(least, min(math.ceil(TURN_SECONDS / turn.seconds), MOST_REPEATS, room))

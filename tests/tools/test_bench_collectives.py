@@ -134,18 +134,23 @@ def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize(
-    ("numel", "seconds", "repeats"),
+    ("device_type", "numel", "seconds", "repeats"),
     [
-        (1000, 1e-6, MOST_REPEATS),
-        (1000, 5e-3, 4),
-        (1000, 0.1, LEAST_REPEATS),
-        (1000, 0.5, 1),
-        (MOST_BYTES // 4, 1e-6, LEAST_REPEATS),
+        ("cpu", 1000, 1e-6, MOST_REPEATS),
+        ("cpu", 1000, 5e-3, 4),
+        ("cpu", 1000, 0.1, LEAST_REPEATS),
+        ("cpu", 1000, 0.5, 1),
+        ("cpu", MOST_BYTES["cpu"] // 4, 1e-6, LEAST_REPEATS),
+        ("cuda", 16 << 20, 2.5e-4, MOST_REPEATS),  # 64 MiB over NVLink
+        ("cuda", MOST_BYTES["cuda"] // 16, 1e-3, 4),
+        ("cuda", 16 << 20, 0.5, 1),
     ],
 )
-def test_short_turns_are_repeated(numel: int, seconds: float, repeats: int) -> None:
+def test_short_turns_are_repeated(
+    device_type: str, numel: int, seconds: float, repeats: int
+) -> None:
     move = Move(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=numel, dtype=torch.float32)
-    assert count_repeats(move, Turn(seconds, True)) == repeats
+    assert count_repeats(move, Turn(seconds, True), device_type) == repeats
 
 
 def test_the_figures_of_a_row() -> None:
