@@ -197,7 +197,7 @@ def check_attention(
     words = f"{backend}, {name}"
     if backend == "auto":
         words = f"auto, for these heads {name}"
-        if chosen is SDPBackend.MATH:
+        if chosen == SDPBackend.MATH:
             words += (
                 ", which keep all scores: the predicted memory counts them with "
                 "--attention-backend unfused"

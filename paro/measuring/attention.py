@@ -60,7 +60,7 @@ def attention_rates(
     in_time = own * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
     longest = min(sequence, int(math.sqrt(in_time)) // _MULTIPLE * _MULTIPLE)
     few = _leaves(model, kv_heads, torch.empty(1, _MULTIPLE, 0).to(device, kind))
-    if longest <= length or chosen_kernel(*few, model.attention_backend) is SDPBackend.MATH:
+    if longest <= length or chosen_kernel(*few, model.attention_backend) == SDPBackend.MATH:
         return AttentionRates(own, own)
     return AttentionRates(own, rate(1, longest, min(kv_heads, int(in_time / longest**2)), 1))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from model import block_attention
 from model.attention import Documents, attend, documents_of
@@ -161,8 +162,10 @@ def test_one_call_takes_what_flash_attention_takes(
     assert calls == (["forward", "backward"] if taken else [])
 
 
-def test_the_kernel_is_tried_and_named() -> None:
+def test_the_kernel_is_tried_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_attention(SMALL, torch.float32, CPU) == "auto, for these heads FlashAttention"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.MATH.value)
+    assert "keep all scores" in check_attention(SMALL, torch.float32, CPU)
     math = replace(SMALL, attention_backend="unfused")
     assert check_attention(math, torch.bfloat16, CPU) == "unfused, matrix products and a softmax"
     fused = replace(SMALL, attention_backend="fused")
