@@ -21,7 +21,7 @@ _KERNELS = {
     "unfused": SDPBackend.MATH,
     "local": SDPBackend.MATH,
 }
-_FLASH_CAPABILITY = 8, 0
+FLASH_CAPABILITY = 8, 0
 
 
 class Documents(NamedTuple):
@@ -41,7 +41,7 @@ def documents_of(
     """None if every sample is one document."""
     if lengths is None or len(lengths) == num_samples:
         return None
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
         return Documents(lengths)
     bounds_N = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     return Documents(lengths, bounds_N.pin_memory().to(device, non_blocking=True))

@@ -9,6 +9,13 @@
 # Kernels disagree on which keys a causal mask hides if there are more keys than queries. So only
 # squares are causal here; rectangles have no mask. Keys may have fewer heads than queries.
 
+# [Note: kernels of parts]
+# On GPUs FlashAttention computes parts, and cuDNN where torch prefers it for whole samples. Both
+# give the log-sum-exp in one form, and take another's in backward. cuDNN plans for each new shape,
+# and documents have any; where its last tile of queries or keys is not full, it may give NaN for
+# scores far below 0, unless a causal mask hides the rest. So it computes squares, and rectangles of
+# full tiles, without documents.
+
 # [Note: documents in one call]
 # FlashAttention, which is for 16-bit types on a GPU, takes all documents of a micro-batch at once,
 # and needs their bounds there: they are copied from page-locked memory, so that nothing waits.
@@ -17,13 +24,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from model.attention import Documents, attend, chosen_kernel, documents_of
+from model.attention import FLASH_CAPABILITY, Documents, attend, chosen_kernel, documents_of
 from model.config import BLOCK_BACKENDS, AttentionBackend, LlamaConfig, flash_takes
 from model.kept import Attended, KeptAttention
 from paro.errors import UserError
@@ -37,6 +45,55 @@ _NAMES = {
     SDPBackend.MATH: "matrix products and a softmax",
 }
 _PROBE_TOKENS = 128
+TILE = 128  # queries or keys that cuDNN's kernels compute with at once
+_CUDNN_GPUS = (9, 0), (10, 0), (10, 3)  # for which torch prefers it: Hopper, large Blackwell
+_OLDEST_CUDNN, _CUDNN_HEAD = 91501, 128  # 9.15.1, as torch prefers it; most channels
+
+
+class Gpu(NamedTuple):
+    """A GPU as far as it decides the kernel of attention in parts."""
+
+    capability: tuple[int, int]
+    cudnn: int  # the version that is loaded: 91501 is 9.15.1; 0: none that torch takes
+
+    @property
+    def takes_cudnn(self) -> bool:
+        """Whether torch prefers cuDNN's attention to FlashAttention there."""
+        return self.capability in _CUDNN_GPUS and self.cudnn >= _OLDEST_CUDNN
+
+    def block_kernel(self, head_size: int, queries: int, keys: int, *, causal: bool) -> SDPBackend:
+        """The kernel of attention of so many queries to a block of keys, without documents."""
+        fits = queries % TILE == keys % TILE == 0 or (causal and queries > 1)
+        if self.takes_cudnn and head_size <= _CUDNN_HEAD and fits:
+            return SDPBackend.CUDNN_ATTENTION
+        return SDPBackend.FLASH_ATTENTION
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU, and the cuDNN that is loaded."""
+    try:
+        cudnn = torch.backends.cudnn.version()
+    except RuntimeError:  # older than the one that torch was built with
+        cudnn = None
+    return Gpu(torch.cuda.get_device_capability(device), cudnn or 0)
+
+
+class AttentionKernels(NamedTuple):
+    """The kernels of causal attention to whole samples, in parts or kept, and within documents."""
+
+    whole: SDPBackend
+    parts: SDPBackend  # that of whole samples where none gives a log-sum-exp
+    documents: SDPBackend
+
+
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> AttentionKernels:
+    """Returns the kernels that compute attention of such queries, keys and values."""
+    whole, parts = chosen_kernel(q, k, v, backend), _block_kernel(q, k, True, backend == "flash")
+    takes = backend in BLOCK_BACKENDS and flash_takes(q.itemsize, q.shape[-1])
+    if parts is None or not takes or gpu_of(q.device).capability < FLASH_CAPABILITY:
+        return AttentionKernels(whole, whole, whole)
+    return AttentionKernels(whole, parts, SDPBackend.FLASH_ATTENTION)
 
 
 class Partial(NamedTuple):
@@ -57,18 +114,22 @@ class Partial(NamedTuple):
 
 
 def attend_block(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False, flash: bool = False
 ) -> Partial:
-    """Attention to all these keys; if `causal`, of query i to keys 0 .. i of as many."""
+    """Attention to these keys, by cuDNN unless `flash`; if `causal`, of query i to keys 0 .. i."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
-    if q_BSNH.device.type == "cuda":
-        lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
-        out_BSNH, lse_BNS = _flash(q_BSNH, k_BSKH, v_BSKH, *lengths, causal)
-        return Partial(out_BSNH, lse_BNS.transpose(1, 2))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(q_BSNH, k_BSKH, v_BSKH), 0.0, causal
-    )
-    return Partial(*_heads_first(*found))
+    tensors = _heads_first(q_BSNH, k_BSKH, v_BSKH)
+    kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
+    if kernel is None:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, causal)
+        return Partial(*_heads_first(*found))
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out_BNSH, lse_BNS1, *_ = attention(*tensors, None, True, 0.0, causal)
+        return Partial(*_heads_first(out_BNSH, lse_BNS1.squeeze(-1)))
+    lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
+    out_BSNH, lse_BNS = _flash(q_BSNH, k_BSKH, v_BSKH, *lengths, causal)
+    return Partial(out_BSNH, lse_BNS.transpose(1, 2))
 
 
 def block_grads(
@@ -79,33 +140,44 @@ def block_grads(
     whole: Partial,
     *,
     causal: bool = False,
+    flash: bool = False,
 ) -> Grads:
     """A block's share of the gradients; `whole` is the queries' attention to all their keys."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
-    if q_BSNH.device.type == "cuda":
-        lengths = None, None, q_BSNH.shape[1], k_BSKH.shape[1]
-        lse_BNS = whole.lse_BSN.transpose(1, 2).contiguous()
-        return _flash_grads(
-            grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole.out_BSNH, lse_BNS, *lengths, causal
+    parts, lengths = (q_BSNH, k_BSKH, v_BSKH), (None, None, q_BSNH.shape[1], k_BSKH.shape[1])
+    lse_BNS, kernel = whole.lse_BSN.transpose(1, 2), _block_kernel(q_BSNH, k_BSKH, causal, flash)
+    if kernel is None:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_heads_first(grad_BSNH, *parts, whole.out_BSNH), lse_BNS, 0.0, causal
         )
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_heads_first(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole), 0.0, causal
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    elif kernel == SDPBackend.FLASH_ATTENTION:
+        given = grad_BSNH, *parts, whole.out_BSNH, lse_BNS.contiguous()
+        return _flash_grads(*given, *lengths, causal)
+    else:
+        # torch finds a plan of cuDNN by shapes and strides of q, k and v alone, so those of all
+        # else must not vary; a copy of the log-sum-exp begins at an address that it takes.
+        lse_BNS1 = lse_BNS.clone(memory_format=torch.contiguous_format)[..., None]
+        tensors = _heads_first(grad_BSNH.contiguous(), *parts, whole.out_BSNH.contiguous())
+        unused = torch.zeros((), dtype=torch.int64, device=q_BSNH.device)  # as in `_flash_grads`
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *tensors, lse_BNS1, unused, unused, None, *lengths, 0.0, causal
+        )
+    dq, dk, dv = _heads_first(*found)
+    return dq, dk, dv
 
 
 def attend_causally(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None, flash: bool = False
 ) -> Partial:
     """Causal attention within each sample or, with documents of all samples, within each."""
     if documents is None:
-        return attend_block(q_BSNH, k_BSKH, v_BSKH, causal=True)
+        return attend_block(q_BSNH, k_BSKH, v_BSKH, causal=True, flash=flash)
     flat = [part.flatten(0, 1) for part in (q_BSNH, k_BSKH, v_BSKH)]
     if documents.bounds_N is not None:
         out_TNH, lse_NT = _flash(*flat, *_bounds(documents), True)
         return Partial(out_TNH.view_as(q_BSNH), lse_NT.t().reshape(q_BSNH.shape[:3]))
     parts = zip(*(part.split(documents.lengths) for part in flat), strict=True)
-    found = [attend_block(q[None], k[None], v[None], causal=True) for q, k, v in parts]
+    found = [attend_block(q[None], k[None], v[None], causal=True, flash=True) for q, k, v in parts]
     outs, lses = zip(*found, strict=True)
     lse_BSN = torch.cat(lses, 1).view(q_BSNH.shape[:3])
     return Partial(torch.cat(outs, 1).view_as(q_BSNH), lse_BSN)
@@ -118,10 +190,11 @@ def causal_grads(
     v_BSKH: Tensor,
     whole: Partial,
     documents: Documents | None,
+    flash: bool = False,
 ) -> Grads:
     """The share of `attend_causally` in the gradients."""
     if documents is None:
-        return block_grads(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole, causal=True)
+        return block_grads(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole, causal=True, flash=flash)
     flat = [part.flatten(0, 1) for part in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole)]
     if documents.bounds_N is not None:
         lse_NT = flat.pop().t().contiguous()
@@ -130,8 +203,8 @@ def causal_grads(
         parts = zip(*(part.split(documents.lengths) for part in flat), strict=True)
         found = []
         for one in parts:
-            grad, q, k, v, *whole_of_one = (part[None] for part in one)
-            found.append(block_grads(grad, q, k, v, Partial(*whole_of_one), causal=True))
+            grad, q, k, v, *own = (part[None] for part in one)
+            found.append(block_grads(grad, q, k, v, Partial(*own), causal=True, flash=True))
         dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*found, strict=True))
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
@@ -147,7 +220,7 @@ def attend_keeping(
     """Causal attention within each document; what it has `kept`, it does not compute again."""
     if kept is None and not _in_one_call(documents, q_BSNH, backend):
         return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
-    out_BSNH: Tensor = _Keeping.apply(documents, kept, q_BSNH, k_BSKH, v_BSKH)
+    out_BSNH: Tensor = _Keeping.apply(backend == "flash", documents, kept, q_BSNH, k_BSKH, v_BSKH)
     return out_BSNH
 
 
@@ -155,6 +228,7 @@ class _Keeping(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        flash: bool,
         documents: Documents | None,
         kept: KeptAttention | None,
         q_BSNH: Tensor,
@@ -162,19 +236,18 @@ class _Keeping(torch.autograd.Function):
         v_BSKH: Tensor,
     ) -> Tensor:
         def attend() -> Attended:
-            return attend_causally(q_BSNH, k_BSKH, v_BSKH, documents)
+            return attend_causally(q_BSNH, k_BSKH, v_BSKH, documents, flash)
 
         whole = attend() if kept is None else kept.attended(attend)
-        ctx.documents = documents
+        ctx.chosen = documents, flash
         ctx.save_for_backward(q_BSNH, k_BSKH, v_BSKH, *whole)
         return whole[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BSNH, k_BSKH, v_BSKH, *whole = ctx.saved_tensors
-        documents = ctx.documents
-        found = causal_grads(grads[0], q_BSNH, k_BSKH, v_BSKH, Partial(*whole), documents)
-        return None, None, *found
+        found = causal_grads(grads[0], q_BSNH, k_BSKH, v_BSKH, Partial(*whole), *ctx.chosen)
+        return None, None, None, *found
 
 
 def check_attention(
@@ -192,7 +265,9 @@ def check_attention(
         ).requires_grad_()
         for heads in (config.num_attention_heads, *2 * (config.num_query_groups,))
     )
-    chosen = chosen_kernel(q_BSNH, k_BSKH, v_BSKH, backend)
+    kernels = kernels_of(q_BSNH, k_BSKH, v_BSKH, backend)
+    chosen = kernels.parts if config.keeps_core else kernels.whole
+    chosen = kernels.documents if documents else chosen
     name = _NAMES.get(chosen, "another kernel")
     words = f"{backend}, {name}"
     if backend == "auto":
@@ -202,10 +277,15 @@ def check_attention(
                 ", which keep all scores: the predicted memory counts them with "
                 "--attention-backend unfused"
             )
+    is_flash = backend == "auto" and chosen == SDPBackend.FLASH_ATTENTION and not documents
+    gpu = gpu_of(device) if device.type == "cuda" and is_flash else None
+    if gpu is not None and gpu.capability in _CUDNN_GPUS and not gpu.takes_cudnn:
+        words += "; WARNING: cuDNN 9.15.1 is faster; an older one is loaded: see LD_LIBRARY_PATH"
     half = _PROBE_TOKENS // 2
     lengths = documents_of((half, half) if documents else None, 1, device)
     try:
-        attend_keeping(backend, q_BSNH, k_BSKH, v_BSKH, lengths, None).sum().backward()
+        kept = KeptAttention() if config.keeps_core else None
+        attend_keeping(backend, q_BSNH, k_BSKH, v_BSKH, lengths, kept).sum().backward()
     except RuntimeError as error:
         kind = str(dtype).removeprefix("torch.")
         raise UserError(
@@ -228,6 +308,13 @@ def _flash_grads(*args: Any) -> Grads:
     unused = torch.zeros(2, dtype=torch.uint64, device=args[0].device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(*tensors, 0.0, causal, unused, unused)
     return dq, dk, dv
+
+
+def _block_kernel(q: Tensor, k: Tensor, causal: bool, flash: bool) -> SDPBackend | None:
+    """None: that of a CPU."""
+    if flash or not q.is_cuda:
+        return SDPBackend.FLASH_ATTENTION if q.is_cuda else None
+    return gpu_of(q.device).block_kernel(q.shape[-1], q.shape[1], k.shape[1], causal=causal)
 
 
 def _in_one_call(documents: Documents | None, q_BSNH: Tensor, backend: AttentionBackend) -> bool:

@@ -120,5 +120,5 @@ def make_context_attention(
         groups = make_groups(topology, world.rank, spans, links.group_config)
         exchange = Exchange(span, groups, links)
         closes.append(groups.close)
-    within = partial(attend_keeping, backend) if travel is None else partwise(travel)
+    within = partial(attend_keeping, backend) if travel is None else partwise(travel, backend)
     return ContextAttention(layout, exchange, within, closes)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import EllipsisType
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.attention import Core, Documents, documents_of
 from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
+from model.config import AttentionBackend
 from model.kept import Attended, KeptAttention
 from paro.context_parallel.layout import heads_at_first
 from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
@@ -50,10 +51,10 @@ class Travel(Protocol):
         """Destroys the process groups; comm streams are closed with the engine's."""
 
 
-def partwise(travel: Travel) -> Core:
+def partwise(travel: Travel, backend: AttentionBackend = "auto") -> Core:
     """Causal attention of this rank's tokens, which are two chunks of a sample, within documents.
 
-    The documents are those of whole samples.
+    The documents are those of whole samples. `backend` chooses the kernel.
     """
 
     def attend(
@@ -63,7 +64,8 @@ def partwise(travel: Travel) -> Core:
         documents: Documents | None,
         kept: KeptAttention | None,
     ) -> Tensor:
-        out: Tensor = _Partwise.apply(travel, documents, kept, q_BTNH, k_BTKH, v_BTKH)
+        mask = _Mask(travel, documents, q_BTNH, backend)
+        out: Tensor = _Partwise.apply(travel, mask, kept, q_BTNH, k_BTKH, v_BTKH)
         return out
 
     return attend
@@ -76,9 +78,13 @@ def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
 
 
 class _Mask:
-    """What the queries of this place see."""
+    """What the queries of this place see, and how their attention is computed."""
 
-    def __init__(self, travel: Travel, documents: Documents | None, q_BTNH: Tensor) -> None:
+    def __init__(
+        self, travel: Travel, documents: Documents | None, q_BTNH: Tensor, backend: AttentionBackend
+    ) -> None:
+        # Documents give rectangles of any size, for each of which cuDNN would plan.
+        self.flash = documents is not None or backend == "flash"
         self._place, self._num_places = travel.place, travel.num_places
         seq_length = q_BTNH.shape[1] * travel.num_places
         self._samples: Sequence[tuple[slice, Bounds]] = [(slice(None), (0, seq_length))]
@@ -109,13 +115,12 @@ class _Partwise(torch.autograd.Function):
     def forward(
         ctx: Any,
         travel: Travel,
-        documents: Documents | None,
+        mask: _Mask,
         kept: KeptAttention | None,
         q_BTNH: Tensor,
         k_BTKH: Tensor,
         v_BTKH: Tensor,
     ) -> Tensor:
-        mask = _Mask(travel, documents, q_BTNH)
         q_BTNH = q_BTNH.contiguous()  # saved as a view, it would keep a message of exchanged heads
         own_2BTKH = torch.stack((k_BTKH, v_BTKH))
 
@@ -142,7 +147,8 @@ class _Partwise(torch.autograd.Function):
                 at = samples, queries, heads
                 k, v = kv_2BTKH[:, samples, keys]
                 given = grad_BTNH[at], q_BTNH[at], k, v, whole.of(*at)
-                dq, *dkv = causal_grads(*given, mask.squares) if own else block_grads(*given)
+                share = partial(causal_grads, documents=mask.squares) if own else block_grads
+                dq, *dkv = share(*given, flash=mask.flash)
                 if not dq_BTNH:
                     dq_BTNH.append(torch.zeros_like(q_BTNH, dtype=torch.float32))
                 dq_BTNH[0][at] += dq
@@ -172,12 +178,13 @@ def _attended(travel: Travel, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) ->
 
     def see(source: int, kv_2BTKH: Tensor) -> None:
         if source == travel.place:
-            own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares)
+            own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares, mask.flash)
             found.append(Partial(own.out_BSNH.float(), own.lse_BSN))
             return
         for samples, queries, keys in mask.rectangles(source):
             k, v = kv_2BTKH[:, samples, keys]
-            found[0].of(samples, queries).merge_(attend_block(q_BTNH[samples, queries], k, v))
+            part = attend_block(q_BTNH[samples, queries], k, v, flash=mask.flash)
+            found[0].of(samples, queries).merge_(part)
 
     travel.visit(own_2BTKH, see)
     return found[0].out_BSNH.to(q_BTNH.dtype), found[0].lse_BSN

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.attention import Documents, documents_of
-from model.block_attention import attend_keeping
+from model.block_attention import TILE, attend_keeping
 from model.config import AttentionBackend
 from paro.context_parallel.layout import ContextLayout
 from paro.errors import RunError
@@ -34,11 +34,11 @@ def check_core(
 ) -> None:
     """`RunError` if `core` and one call differ, in outputs or gradients; collective.
 
-    One head for every rank that exchanges heads attends to 2C x 16 tokens, of which each rank
-    computes the whole. `example` has the type and device of queries and their channels; with
-    `apart` there are documents.
+    One head for every rank that exchanges heads attends to 2C x 16 tokens, on a GPU 2C x 128, of
+    which each rank computes the whole. `example` has the type and device of queries and their
+    channels; with `apart` there are documents.
     """
-    length = 2 * layout.size * _CHUNK
+    length = 2 * layout.size * (TILE if example.is_cuda else _CHUNK)
     lengths = (length // 3, length - length // 3) if apart else None
     documents = documents_of(lengths, 1, example.device)
     generator = torch.Generator().manual_seed(0)

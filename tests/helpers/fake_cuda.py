@@ -310,6 +310,7 @@ def fake_cuda() -> Iterator[Recorder]:
         for name, value in _functions(recorder).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(patch.object(torch.backends.cudnn, "version", lambda: 91900))
         # No tensor is ever on the device, not even to find out whether it works.
         stack.enter_context(patch.object(fake_tensor, "init_gpu_context", lambda _device: None))
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))

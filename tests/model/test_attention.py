@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from model import block_attention
 from model.attention import Documents, attend, documents_of
 from model.block_attention import (
+    Gpu,
     Partial,
     attend_block,
     attend_causally,
@@ -22,8 +23,12 @@ from model.block_attention import (
     block_grads,
     causal_grads,
     check_attention,
+    gpu_of,
+    kernels_of,
 )
 from model.config import AttentionBackend
+from model.kept import KeptAttention
+from tests.helpers.hopper import H100, hopper
 from tests.helpers.refusals import refused
 from tests.model.values import SMALL, all_near, attention_by_definition, normal
 
@@ -170,6 +175,153 @@ def test_the_kernel_is_tried_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_attention(math, torch.bfloat16, CPU) == "unfused, matrix products and a softmax"
     fused = replace(SMALL, attention_backend="fused")
     refused(lambda: check_attention(fused, torch.float32, CPU), "--attention-backend fused")
+
+
+# Kernels of parts
+
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+A100, B200, B300, RTX = (H100._replace(capability=sm) for sm in ((8, 0), (10, 0), (10, 3), (12, 0)))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head", "queries", "keys", "causal", "kernel"),
+    [
+        (H100, 128, 4096, 4096, True, CUDNN),
+        (B200, 128, 4096, 4096, True, CUDNN),
+        (B300, 64, 4096, 4096, True, CUDNN),
+        (A100, 128, 4096, 4096, True, FLASH),
+        (RTX, 128, 4096, 4096, True, FLASH),  # torch does not prefer it there
+        (H100._replace(cudnn=91500), 128, 4096, 4096, True, FLASH),  # reads beyond sequences
+        (H100._replace(cudnn=91501), 128, 4096, 4096, True, CUDNN),
+        (H100._replace(cudnn=0), 128, 4096, 4096, True, FLASH),
+        (H100, 136, 4096, 4096, True, FLASH),
+        (H100, 128, 1000, 1000, True, CUDNN),
+        (H100, 128, 1, 1, True, FLASH),
+        (H100, 128, 4096, 2048, False, CUDNN),
+        (H100, 128, 4096, 2112, False, FLASH),  # a tile with 64 keys
+        (H100, 128, 4097, 2048, False, FLASH),
+        (H100, 128, 1, 128, False, FLASH),
+    ],
+)
+def test_the_kernel_of_a_part_is_one_that_is_right_and_fast(
+    gpu: Gpu, head: int, queries: int, keys: int, kernel: SDPBackend, *, causal: bool
+) -> None:
+    assert gpu.block_kernel(head, queries, keys, causal=causal) is kernel
+
+
+def test_flash_attention_is_taken_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(block_attention, "gpu_of", lambda _device: H100)
+    monkeypatch.setattr(block_attention, "chosen_kernel", lambda *_: CUDNN)
+    for dtype, size, backend, wanted in (
+        (torch.bfloat16, 128, "auto", (CUDNN, CUDNN, FLASH)),
+        (torch.bfloat16, 256, "auto", (CUDNN, FLASH, FLASH)),
+        (torch.bfloat16, 128, "flash", (CUDNN, FLASH, FLASH)),
+        (torch.bfloat16, 128, "fused", (CUDNN, CUDNN, CUDNN)),
+        (torch.float32, 128, "auto", (CUDNN, CUDNN, CUDNN)),
+    ):
+        q, k, v, _ = inputs(2, dtype, size=size)
+        assert kernels_of(q, k, v, backend) == wanted, (dtype, size, backend)
+    monkeypatch.setattr(block_attention, "gpu_of", lambda _device: H100._replace(capability=(7, 5)))
+    assert kernels_of(*inputs(2, torch.float16)[:3], "auto") == (CUDNN, CUDNN, CUDNN)
+
+
+def test_a_cudnn_that_torch_refuses_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where LD_LIBRARY_PATH has an older one, torch raises the first time it is asked."""
+
+    def version() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    found = gpu_of.__wrapped__(torch.device("cuda"))
+    assert (found, found.takes_cudnn) == (H100._replace(cudnn=0), False)
+
+
+def test_an_old_cudnn_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **more: zeros(*size, **more))
+    old = H100._replace(cudnn=91002)
+    for gpu, backend, warned in (
+        (old, "auto", True),
+        (H100, "auto", False),
+        (old._replace(capability=(8, 0)), "auto", False),
+        (old, "flash", False),
+    ):
+        monkeypatch.setattr(block_attention, "gpu_of", lambda _device, gpu=gpu: gpu)
+        config = replace(SMALL, attention_backend=backend)
+        words = check_attention(config, torch.bfloat16, torch.device("cuda"))
+        assert ("WARNING" in words and "LD_LIBRARY_PATH" in words) == warned, (gpu, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("tile", [1, 64])
+def test_parts_by_the_kernels_of_a_hopper_are_attention(
+    tile: int, groups: int, dtype: torch.dtype
+) -> None:
+    """A square by cuDNN, and a rectangle by it or by FlashAttention."""
+    q, k, v, grad = inputs(groups, dtype)
+    with hopper(tile) as used:
+        found, grads = two_blocks(q, k, v, grad)
+    all_near([*found, *grads], of_last_queries(q, k, v, grad), within=margin(dtype))
+    rectangle = CUDNN if tile == 1 else FLASH
+    assert used == [rectangle, CUDNN, rectangle, CUDNN]
+
+
+def a_part(parts: Sequence[Tensor], *, causal: bool, flash: bool = False) -> list[Tensor]:
+    """Output, log-sum-exp and gradients of some keys, where there are other keys, too."""
+    q, k, v, grad, *others = parts
+    own = attend_block(q, k, v, causal=causal, flash=flash)
+    whole = Partial(own.out_BSNH.to(torch.float32, copy=True), own.lse_BSN.clone())
+    whole.merge_(attend_block(q, *others, flash=flash))
+    given = Partial(whole.out_BSNH.to(q.dtype), whole.lse_BSN)
+    return [*own, *block_grads(grad, q, k, v, given, causal=causal, flash=flash)]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+@pytest.mark.parametrize("shift", [0, -120])
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"),
+    [
+        *((256, 256, True), (192, 192, True), (200, 200, True), (1, 1, True)),
+        *((256, 256, False), (128, 384, False), (256, 192, False), (1, 128, False)),
+    ],
+)
+def test_parts_of_any_size_are_attention(
+    queries: int, keys: int, shift: float, device: torch.device, *, causal: bool
+) -> None:
+    """By the kernel that is chosen and by FlashAttention, against fp32.
+
+    With scores below the logarithm of the least number a kernel whose last tile has rows that it
+    does not mask makes NaN.
+    """
+    sizes = ((queries, 4), (keys, 2), (keys, 2), (queries, 4), (128, 2), (128, 2))
+    parts = [normal(2, *size, 64, seed=n, dtype=torch.bfloat16) for n, size in enumerate(sizes)]
+    for part, value in ((parts[0], 8), (parts[1], shift), (parts[4], shift)):
+        part[..., 0] = value  # of scores, scaled
+    with hopper(1):
+        wanted = a_part([part.float() for part in parts], causal=causal)
+    assert (float(wanted[1].max()) < -88.7) == (shift < 0)
+    on_device = [part.to(device) for part in parts]
+    for flash in (False, True):
+        found = a_part(on_device, causal=causal, flash=flash)
+        all_near([part.cpu() for part in found], wanted, within=3e-2)
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [("auto", CUDNN), ("flash", FLASH)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_kept_is_attention(
+    backend: AttentionBackend, kernel: SDPBackend, *, apart: bool
+) -> None:
+    documents = documents_of(LENGTHS, 3, CPU) if apart else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_keeping(backend, q, k, v, documents, KeptAttention())
+
+    with hopper() as used:
+        compare(run, apart, torch.float32, 2)
+    assert {*used} == {FLASH if apart else kernel}
 
 
 # Blocks

@@ -17,6 +17,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
+from tests.helpers.hopper import hopper
 from tests.model.values import SMALL, assert_near
 
 B, S = 2, 64
@@ -152,6 +153,18 @@ def test_recomputation_changes_no_bit_and_computes_again_what_it_says(
     assert torch.equal(loss, loss_again)
     for own_name, gradient in gradients.items():
         assert torch.equal(gradient, gradients_again[own_name]), own_name
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "attention kept" in name])
+@pytest.mark.parametrize("config", [MHA, CONFIGS["gqa of 2"]])
+def test_a_hopper_keeps_attention_by_cudnn(config: LlamaConfig, variant: str) -> None:
+    loss, gradients = train_once(build(config))
+    with hopper() as used:
+        found, gradients_found = train_once(recomputing(variant, config))
+    assert {kernel.name for kernel in used} == {"CUDNN_ATTENTION"}
+    assert_near(found, loss, "loss")
+    for own_name, gradient in gradients.items():
+        assert_near(gradients_found[own_name], gradient, own_name)
 
 
 @pytest.mark.parametrize("variant", ["none", "selective", "uniform, 1", "block, 1"])

@@ -45,6 +45,7 @@ FLAGS = (
     "--seq-length 16 --train-iters 3"
 )
 FLASH = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
 KERNELS = (
     *("_swiglu", "_swiglu_backward", "_rotate", "_norm_backward", "_cross_entropy"),
     "_adamw",
@@ -85,6 +86,9 @@ KINDS = {
     "QK norms and biases": Case("--bf16 --qk-layernorm --add-qkv-bias"),
     "tied head": Case("--bf16 --tie-embeddings-and-output-weights"),
     "full recomputation": Case("--bf16 --recompute-granularity full", FLASH),
+    "attention that is kept": Case(
+        "--bf16 --recompute-granularity full --paro-recompute-keep core_attn", CUDNN
+    ),
     "selective recomputation": Case("--bf16 --recompute-granularity selective", FLASH),
     "documents": Case(
         DOCUMENTS, ("_flash_attention_forward", "_flash_attention_backward"), copies=5

@@ -28,6 +28,7 @@ from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import Links
 from paro.topology import Use, make_topology
+from tests.helpers.hopper import hopper
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
 from tests.helpers.waits import all_waits
@@ -162,6 +163,29 @@ def compare(inner: int) -> None:
 @pytest.mark.parametrize(("world_size", "inner"), [(2, 2), (3, 3), (4, 4), (6, 3), (8, 4), (8, 2)])
 def test_parts_are_one_call(world_size: int, inner: int) -> None:
     run_ranks(compare, world_size, inner)
+
+
+def compare_on_hopper() -> list[set[str]]:
+    """Names of the kernels of parts without documents and with some; chunks are whole tiles."""
+    ways, kernels = Ways(2), []
+    streams = InlineStreams()
+    for packed in (False, True):
+        given = inputs(4, 2, packed=packed)
+        wanted = [cut(tensor, ways.rank, 4) for tensor in attended(attend_whole, given)]
+        with hopper(tile=CHUNK) as used:
+            for travel in (*ways.rings(streams), ways.gather("native", streams)):
+                for kept in (None, KeptAttention()):
+                    for one, other in zip(in_parts(travel, given, kept), wanted, strict=True):
+                        assert_near(one, other, f"{packed} {travel} {kept}")
+        kernels.append({kernel.name for kernel in used})
+    ways.close()
+    return kernels
+
+
+@pytest.mark.ranks
+def test_parts_on_hopper_are_by_cudnn_unless_documents_are_kept_apart() -> None:
+    kernels = [{"CUDNN_ATTENTION"}, {"FLASH_ATTENTION"}]
+    assert run_ranks(compare_on_hopper, 4) == 4 * [kernels]
 
 
 def by_heads(ways: Ways, streams: CommStreams, groups: int) -> list[Tensor]:
