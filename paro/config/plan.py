@@ -134,6 +134,7 @@ class Task(NamedTuple):
     muon: MuonConfig
     seq_length: int
     device: RankDevice
+    apart: bool = False  # whether documents of a sample are kept apart
 
 
 def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Workload:
@@ -146,6 +147,7 @@ def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Wor
         group_size=sharding.world.group_size,
         context=sharding.context.layout,
         seq_length=task.seq_length,
+        apart=task.apart,
         micro_batch_size=batches.micro_batch_size,
         eval_micro_batch_size=batches.eval_micro_batch_size or 0,
         global_batch_size=batches.global_batch_size,

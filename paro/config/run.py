@@ -172,7 +172,8 @@ class RunConfig:
         as_given = take_precision(args)
         device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
         muon = take(MuonConfig, args)
-        task = Task(model, trainable, as_given, muon, data.seq_length, device)
+        apart = data.reset_attention_mask
+        task = Task(model, trainable, as_given, muon, data.seq_length, device, apart)
         taken = partial(take_sharding, world=world, model=model, measured=measured)
         args, lines = with_context(args, taken, task, checkpoint)
         notices += lines

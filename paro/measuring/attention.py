@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from model.attention import attend, chosen_kernel
+from model.attention import documents_of
+from model.block_attention import AttentionKernels, attend_keeping, kernels_of
 from model.config import LlamaConfig
+from model.kept import KeptAttention
 from paro.config.run import RunConfig
+from paro.distributed.control import Control
 from paro.sharding.buffers import TORCH_TYPES
 
 _SECONDS = 0.4  # of a sample longer than those of a micro-batch, about
@@ -26,43 +29,56 @@ _FLOPS = 12  # of two tokens and a channel: two products in forward, and twice a
 class AttentionRates(NamedTuple):
     """FLOP/s of forward and backward, counted in full as in paro/planning/step/computing.py."""
 
-    of_micro_batch: float
+    of_micro_batch: float  # by the kernel of a training alone
     of_sequence: float
+    of_parts: float  # of a sequence in parts, or kept
+    of_documents: float  # of a sequence that is one
 
 
 def attention_rates(
     config: RunConfig,
     sequence: int,
-    device: torch.device,
+    control: Control,
     median: Callable[[Callable[[], object]], float],
 ) -> AttentionRates:
     """Those of a micro-batch, and of a sample of `sequence` tokens, or as many as take 0.4 s.
 
     Of that sample no more key heads are computed, with their queries, than the time allows. Where
     kernels keep all scores, which might not fit, the micro-batch's rate is both. `median` gives the
-    seconds of an action, the same on all ranks.
+    seconds of an action, the same on all ranks. Collective.
     """
-    model, kind = config.model, TORCH_TYPES[config.precision.compute]
+    model, kind, device = config.model, TORCH_TYPES[config.precision.compute], control.device
 
-    def rate(size: int, length: int, kv_heads: int, calls: int) -> float:
+    def rate(way: str, size: int, length: int, kv_heads: int, calls: int) -> float:
         q, k, v = leaves = _leaves(model, kv_heads, torch.empty(size, length, 0).to(device, kind))
+        apart = (length - 1, 1) * size if way == "documents" else None  # nearly whole samples
+        documents = documents_of(apart, size, device)
 
         def action() -> None:
             for _ in range(calls):
-                out = attend(q, k, v, model.attention_backend)
+                kept = KeptAttention() if way == "parts" else None
+                out = attend_keeping(model.attention_backend, q, k, v, documents, kept)
                 torch.autograd.grad(out, leaves, out.detach())
 
         return calls * _FLOPS * q.numel() * length / median(action)
 
     length, kv_heads = config.data.seq_length, model.num_query_groups
-    own = rate(config.batches.micro_batch_size, length, kv_heads, model.num_layers)
+    sizes = config.batches.micro_batch_size, length, kv_heads, model.num_layers
+    alone = "parts" if model.keeps_core else "whole"
+    own = rate(alone, *sizes)
     channels = model.kv_channels * model.num_attention_heads // kv_heads  # of a key head's queries
     in_time = own * _SECONDS / (_FLOPS * channels)  # pairs of tokens, of one key head
     longest = min(sequence, int(math.sqrt(in_time)) // _MULTIPLE * _MULTIPLE)
     few = _leaves(model, kv_heads, torch.empty(1, _MULTIPLE, 0).to(device, kind))
-    if longest <= length or chosen_kernel(*few, model.attention_backend) == SDPBackend.MATH:
-        return AttentionRates(own, own)
-    return AttentionRates(own, rate(1, longest, min(kv_heads, int(in_time / longest**2)), 1))
+    names = control.gather([kernel.name for kernel in kernels_of(*few, model.attention_backend)])
+    kernels = dict(zip(AttentionKernels._fields, names[0], strict=True))  # all ranks time as often
+    timed = {kernels[alone]: own}
+    if longest > length and kernels["whole"] != SDPBackend.MATH.name:
+        timed, sizes = {}, (1, longest, min(kv_heads, int(in_time / longest**2)), 1)
+    for way, kernel in kernels.items():
+        if kernel not in timed:
+            timed[kernel] = rate(way, *sizes)
+    return AttentionRates(own, *(timed[kernel] for kernel in kernels.values()))
 
 
 def _leaves(model: LlamaConfig, kv_heads: int, like_BS0: Tensor) -> tuple[Tensor, Tensor, Tensor]:

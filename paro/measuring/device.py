@@ -91,7 +91,7 @@ def measure_device(
     updating = _computed(timed, math.inf, bytes_by_second).update
     whole = _whole(config, timed, micro_batch, clock)
     sequence = sequence or config.data.seq_length
-    attention = attention_rates(timed, sequence, control.device, clock.median)
+    attention = attention_rates(timed, sequence, control, clock.median)
     sustained = _sustained_flops(*whole, bytes_by_second, attention.of_micro_batch)
     slices = math.gcd(config.model.num_query_groups, group_size) if effort.slices else 1
     piece = _piece_seconds(timed, clock, slices, micro_batch, bytes_by_second)
@@ -117,6 +117,8 @@ def measure_device(
         piece_seconds=piece,
         job_seconds=job,
         attention_flops=attention.of_sequence,
+        parts_flops=attention.of_parts,
+        documents_flops=attention.of_documents,
         cores=cores,
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from data.atomic_file import replacing
+from model.block_attention import gpu_of
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -145,6 +146,7 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
         f"{config.data.seq_length}",
         "types": f"{asdict(alone.precision)}, {alone.fusions}, {alone.optim.adam_implementation}",
         "materialize": config.sharding.materialize,
+        "cudnn": str(gpu_of(device).cudnn) if on_gpu else "none",
     }
 
 

@@ -46,6 +46,7 @@ class MicroBatch:
     compute_bytes: int  # per element
     device_type: str  # decides which kernels exist
     context: ContextLayout = ALONE  # the ranks that share its samples
+    apart: bool = False  # whether attention is within documents
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +66,7 @@ class RunFlags:
     group_size: int  # the degree of letter I
     context: ContextLayout = ALONE  # the neighbouring ranks that share a sample
     seq_length: int
+    apart: bool = False  # whether documents of a sample are kept apart
     micro_batch_size: int
     precision: PrecisionConfig
     muon: MuonConfig = field(default_factory=MuonConfig)
@@ -124,4 +126,5 @@ class RunPlan(RunFlags):
             compute_bytes=BYTES_OF[self.precision.compute],
             device_type=self.device_type,
             context=self.context.in_groups(self.group_size),
+            apart=self.apart,
         )

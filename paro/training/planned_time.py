@@ -21,6 +21,7 @@ def workload_of(config: RunConfig, device_type: str) -> Workload | None:
         config.muon,
         config.data.seq_length,
         RankDevice(device_type, config.launch.device_memory_gb),
+        config.data.reset_attention_mask,
     )
     return case_of(task, config.batches, config.sharding)
 

@@ -100,6 +100,8 @@ class Device:
     piece_seconds: float = 0.0  # per extra slice of a part of the model
     job_seconds: float = 0.0  # per job in a comm stream that is no collective, beyond its bytes
     attention_flops: float | None = None  # of scores and their sums; None: as all of training
+    parts_flops: float | None = None  # in parts, or kept; None: attention_flops
+    documents_flops: float | None = None  # within documents; None: attention_flops
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
     communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
@@ -110,8 +112,8 @@ class Device:
     @staticmethod
     def mistakes(given: Mapping[str, Any]) -> list[str]:
         """What is wrong with these fields, of which some may be missing."""
-        positive = ("memory_bytes", "peak_flops", "memory_bytes_per_second", "cores")
-        wrong = numbers(given, *positive, "coding_bytes_per_second", "attention_flops")
+        rates = {name for name in given if name.endswith(("_flops", "_per_second"))}
+        wrong = numbers(given, "memory_bytes", "cores", *sorted(rates - {"sustained_flops"}))
         may_be_zero = ("step_seconds", "piece_seconds", "job_seconds", "communicator_bytes")
         wrong += numbers(given, *may_be_zero, or_zero=True)
         memory, reserved = given.get("memory_bytes"), given.get("reserved_bytes")

@@ -75,10 +75,10 @@ class Computing:
         """Compute time of one micro-batch."""
         return sum(sum(unit.values()) for unit in self.per_unit)
 
-    @cached_property
-    def attention_seconds(self) -> float:
+    def attention_seconds(self, unit: int) -> float:
         """Time of a forward of a block's attention, without its products with weights."""
-        return self._seconds(self._attention_flops)
+        recomputed = unit in chain.from_iterable(self.step.shape.recomputed)
+        return self._seconds(self._attention_flops(recomputed))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of memory-bound work that reads and writes this many bytes."""
@@ -110,12 +110,13 @@ class Computing:
     def _residual_bytes(self) -> int:
         return self.batch.tensor_bytes(self.model.hidden_size)
 
-    @cached_property
-    def _attention_flops(self) -> float:
+    def _attention_flops(self, recomputed: bool) -> float:
         """Of a forward of a block's attention, without weights, as of products with weights."""
-        config, tokens = self.model, self.batch.num_tokens
+        config, tokens, device = self.model, self.batch.num_tokens, self.device
         query = config.num_attention_heads * config.kv_channels
-        own, others = self.device.attention_flops, self.device.sustained_flops
+        in_parts = self.batch.context.ring > 1 or (config.keeps_core and recomputed)
+        own = device.documents_flops if self.batch.apart else in_parts and device.parts_flops
+        own, others = own or device.attention_flops, device.sustained_flops
         return 2.0 * tokens * 2 * self.batch.seq_length * query * (others / (own or others))
 
     @cached_property
@@ -148,7 +149,7 @@ class Computing:
             of_back = {Verb.BACKWARD: backward, Verb.GRADIENTS: more_back}
             return {Verb.FORWARD: forward, **(of_back if reached else {})}
         products = sum(self._product_flops[part.method] for part in parts)
-        attention = self._attention_flops if method == "attention" else 0.0
+        attention = self._attention_flops(recomputed) if method == "attention" else 0.0
         forward = self._seconds(products + attention)
         if not reached:
             return {Verb.FORWARD: forward + more}

@@ -58,9 +58,9 @@ class ContextCosts:
         verb, number, *_ = move
         whole = self.computing.per_unit[number].get(verb, 0.0)
         passes = self._blocks.passes(move) if whole else ()
-        forward, forwards = self.computing.attention_seconds, sum(o.num_forwards for o in passes)
+        forward, forwards = 0.0, sum(one.num_forwards for one in passes)
         if forwards:  # a share of backward is counted as before the first gradient
-            forward *= min(1.0, whole / (forward * forwards))
+            forward = min(self.computing.attention_seconds(number), whole / forwards)
         return tuple((one, one.num_forwards * forward) for one in passes)
 
     def program(self, move: Move, whole: Compute, name: str) -> Program:

@@ -26,6 +26,7 @@ from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
 from paro.training.exit_signal import ExitSignal
 from tests.helpers.commands import output_of
+from tests.helpers.hopper import H100
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
 from tests.paro.measuring.test_race import alone
@@ -83,6 +84,17 @@ def test_a_file_is_of_these_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     here = stem("")
     monkeypatch.setattr("torch.__version__", "2.99")
     assert stem("") != here
+
+
+def test_a_file_is_of_the_kernels_of_this_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(f"{AUTO} --distributed-backend nccl")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _device: "H100")
+
+    def found(cudnn: int) -> str:
+        monkeypatch.setattr(start, "gpu_of", lambda _device: H100._replace(cudnn=cudnn))
+        return start.file_stem(start.conditions(config, Control(World(), torch.device("cuda"))))
+
+    assert found(91900) == found(91900) != found(91002)
 
 
 @pytest.fixture

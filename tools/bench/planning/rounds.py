@@ -15,7 +15,8 @@ NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identif
 NODES, RANKS_PER_NODE = 2, 4  # of the clusters of study_plan.py
 _OF_DEVICE = (
     *("peak_flops", "sustained_flops", "memory_bytes_per_second", "coding_bytes_per_second"),
-    *("step_seconds", "piece_seconds", "job_seconds", "attention_flops"),
+    *("step_seconds", "piece_seconds", "job_seconds"),
+    *("attention_flops", "parts_flops", "documents_flops"),
 )
 MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 

@@ -59,6 +59,54 @@ def test_attention_is_computed_at_its_own_rate(
     assert seconds(None) == seconds(usual)
 
 
+KEPT = RecomputeConfig(granularity="full", keeps_core=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "apart", "rate"),
+    [
+        (ContextLayout(), None, False, "attention_flops"),
+        (ContextLayout(size=8, heads=8), None, False, "attention_flops"),
+        (ContextLayout(size=8), None, False, "parts_flops"),
+        (ContextLayout(size=8, heads=2), None, False, "parts_flops"),
+        (ContextLayout(size=8, gathers=True), None, False, "parts_flops"),
+        (ContextLayout(), KEPT, False, "parts_flops"),
+        (ContextLayout(size=8, heads=8), KEPT, False, "parts_flops"),
+        (ContextLayout(), None, True, "documents_flops"),
+        (ContextLayout(size=8), KEPT, True, "documents_flops"),
+    ],
+)
+def test_every_way_of_attention_has_the_rate_of_its_kernel(
+    layout: ContextLayout, recompute: RecomputeConfig | None, rate: str, *, apart: bool
+) -> None:
+    """And the rate of whole samples, where the machine has none of it."""
+    model = replace(SMALL, recompute=recompute)
+    rates = ("attention_flops", "parts_flops", "documents_flops")
+
+    def seconds(**given: float) -> float:
+        own = machine(device=replace(DEVICE, **given))
+        case = workload(model, machine=own, seq_length=2**16, context=layout, apart=apart)
+        return compute_seconds(costs(case, "III"))
+
+    fast, slow = DEVICE.sustained_flops, DEVICE.sustained_flops / 3
+    all_fast = dict.fromkeys(rates, fast)
+    for each in rates:
+        assert (seconds(**(all_fast | {each: slow})) > seconds(**all_fast)) == (each == rate), each
+    assert seconds(attention_flops=slow) == seconds(**dict.fromkeys(rates, slow))
+
+
+def test_blocks_that_keep_nothing_are_not_computed_as_if_they_did() -> None:
+    some = replace(KEPT, method="block", num_layers=1)
+    device = replace(DEVICE, attention_flops=DEVICE.sustained_flops, parts_flops=1e12)
+
+    def seconds(recompute: RecomputeConfig | None) -> float:
+        given = workload(replace(SMALL, recompute=recompute), machine=machine(device=device))
+        return compute_seconds(costs(given, "III"))
+
+    none, one, every = map(seconds, (None, some, KEPT))
+    assert one - none == pytest.approx((every - none) / SMALL.num_layers)
+
+
 @pytest.mark.parametrize(
     ("trainable", "lora"),
     [

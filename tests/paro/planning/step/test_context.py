@@ -154,7 +154,7 @@ def test_turns_that_are_alike_take_as_long_as_one_by_one(
         ring: (messages.keys * 8 / rate, grads * 8 / rate)
         for ring, rate in (("inner", 2000e9), ("outer", 100e9))
     }
-    seconds = step.computing.attention_seconds * (2 if grads else 1)
+    seconds = step.computing.attention_seconds(1) * (2 if grads else 1)
     took = by_turns(hops, inner, outer, seconds / 8, messages.at_first)
     exact = 1e-9 if verb is Verb.FORWARD else 0.12
     exposed = sum(context.exposed(*one) for one in context.attended((verb, 1)))
