@@ -14,6 +14,7 @@ from tests.tools.planning.test_longest import FLAGS
 from tests.tools.test_plan import CASE
 from tools import bench_checkpoint, gather_text, inspect_dataset, plan
 from tools.bench import (
+    bench_attention,
     bench_loader,
     bench_model,
     bench_newton_schulz,
@@ -99,6 +100,11 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--clip-grad -1": "--clip-grad -1.0 is not a norm; 0 turns clipping off",
         "--clip-grad nan": "--clip-grad nan is not a norm",
         "--json nowhere/figures.json": "--json nowhere/figures.json cannot be written",
+    },
+    (bench_attention, ""): {
+        "--seq-lengths 4k": "--seq-lengths 4k: give numbers of tokens",
+        "--seq-lengths 64,0": "--seq-lengths 64,0: give numbers of tokens",
+        "--json nowhere/x.json": "--json nowhere/x.json cannot be written",
     },
     (bench_newton_schulz, ""): {
         "--shapes 4x": "'4x' is no ROWSxCOLUMNS",
