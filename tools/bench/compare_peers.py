@@ -136,8 +136,6 @@ def task_of(args: argparse.Namespace, name: str, world: World) -> Task:
     counts = ("rounds", "steps", "micro_batches", "micro_batch_size")
     check_least(1, **{name: getattr(args, name) for name in counts})
     check_least(2, warmup_steps=args.warmup_steps)
-    if world.size < 2 or "MASTER_ADDR" not in os.environ:
-        raise UserError("start it on 2 ranks or more: torchrun --nproc-per-node 2 ...")
     group_size = world.ranks_per_node if args.group_size is None else args.group_size
     if group_size < 1 or world.size % group_size != 0:
         raise UserError(f"--group-size {group_size} does not divide the {world.size} ranks")
@@ -264,6 +262,8 @@ def report(
 def main() -> None:
     args = make_parser().parse_args()
     world = read_world()
+    if world.size < 2 or "MASTER_ADDR" not in os.environ:
+        raise UserError("start it on 2 ranks or more: torchrun --nproc-per-node 2 ...")
     plan = plan_of(args, world)
     check_outputs(args, "--json", pictures=["--plot"])
     if world.rank == 0:

@@ -70,7 +70,8 @@ class Own:
         config = task.run
         self.training = build_training(config, control)
         self.training.optimizer.initialize(task.first_weights)
-        check_placement(config, self.training)
+        if not task.is_alone:
+            check_placement(config, self.training)
         self.state = start_state(config)
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Task:
     group_size: int
     warmup_steps: int
     steps: int
+    is_alone: ClassVar[bool] = False  # one rank without the others, as in one_rank.py
 
     @property
     def model(self) -> LlamaConfig:

@@ -80,7 +80,7 @@ def take_turn(task: Task, name: str, *, number: int) -> Turn:
     device = device_for(task.run.runtime, world)
     with process_group(task.run.runtime, world, device, number):
         control = Control(world, device)
-        batches = _batches(task, device)
+        batches = batches_of(task, device)
         if device.type == "cpu":
             rehearse(task.run, task.compute_dtype)
         memory = MemoryMeter(device)
@@ -131,7 +131,7 @@ def process_group(
         dist.destroy_process_group()
 
 
-def _batches(task: Task, device: torch.device) -> Iterator[Batch]:
+def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
     """This rank's micro-batches of the whole turn, on the device before the clock starts."""
     world, layout = task.run.world, task.run.context.layout
     ranges = layout.ranges(world.rank, task.run.data.seq_length)

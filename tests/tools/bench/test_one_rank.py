@@ -1,0 +1,214 @@
+"""One real rank of many: its links, what arrives, and trainings on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paro.collectives.schedule import Op
+from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
+from paro.planning.machine.files import machine_from_json, machine_to_json
+from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic
+from paro.topology import Axis, Link
+from paro.untrusted.regular_file import read_bytes
+from tests.helpers.refusals import refused
+from tests.helpers.scripts import run_script
+from tests.helpers.triton_kernels import interpreter
+from tools.bench import one_rank
+from tools.bench.link_model.links import Links
+from tools.bench.link_model.process_group import alone
+
+SCRIPT = "tools/bench/one_rank.py"
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "2026-11-21" / "machine.json"  # of CPU ranks
+
+
+def speed(bits: int) -> LinkSpeed:
+    return LinkSpeed(
+        bits_per_second=bits, latency_seconds=1e-6, bandwidth_source=BandwidthSource.TYPED
+    )
+
+
+MACHINE = Machine(
+    name="two nodes",
+    source="typed",
+    world_size=8,
+    group_size=4,
+    nic=Nic.PER_RANK,
+    intra=speed(8 * 10**9),
+    inter=speed(8 * 10**8),
+)
+
+
+@pytest.fixture
+def rank() -> Iterator[Links]:
+    """Rank 5 of 8 in the default group of this process, whose transfers take no time."""
+    links = Links(MACHINE, are_free=True)
+    with alone(links):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=5, world_size=8)
+        try:
+            yield links
+        finally:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inner", "outer"),
+    [((4, 5, 6, 7), 1, 4), ((1, 5), 4, 8), (tuple(range(8)), 1, 8), ((4, 6), 2, 4)],
+)
+def test_a_collective_lasts_as_the_planner_counts(
+    ranks: tuple[int, ...], inner: int, outer: int
+) -> None:
+    axis = Axis(index=0, inner=inner, outer=outer, link=Link.INTRA)
+    job = Links(MACHINE).job(Op.ALL_GATHER, ranks, 8_000_000)
+    assert job is not None
+    expected = CollectiveTimes(MACHINE, "native").seconds(Op.ALL_GATHER, (axis,), 8_000_000)
+    assert job.seconds == expected > 0.0
+    assert bool(job.inter) == (outer > MACHINE.group_size)
+    message = Links(MACHINE).job(None, ranks, 8_000_000)
+    assert message is not None
+    assert message.seconds > 0.0
+    assert Links(MACHINE, are_free=True).job(Op.ALL_GATHER, ranks, 8_000_000) is None
+
+
+def test_a_link_carries_one_transfer_at_a_time() -> None:
+    links, inside, across = Links(MACHINE), (4, 5, 6, 7), (1, 5)
+    jobs = [links.job(Op.ALL_GATHER, ranks, 10**9) for ranks in (inside, inside, across)]
+    first, again, other = (job for job in jobs if job is not None)
+    begin = time.perf_counter()
+    ends = [links.book(job) for job in (first, again, other)]
+    # The second transfer inside the group waits for the first; that between groups does not.
+    assert ends[1] - ends[0] == pytest.approx(again.seconds, rel=1e-3)
+    assert begin + other.seconds <= ends[2] < begin + other.seconds + first.seconds
+
+
+def test_a_wait_lasts_until_the_end_and_uses_its_processor_time() -> None:
+    job = TimedJob(stream=(0,), seconds=0.02, intra=1.0, inter=0.0, cpu=0.25)
+    machine = machine_from_json(read_bytes(FIXTURE, "the machine"), "the machine")
+    assert machine.device is not None
+    cores = machine.device.cores
+    assert cores
+    links = Links(machine)
+    begin, used = time.perf_counter(), time.thread_time()
+    links.stay(job, links.book(job))
+    assert time.perf_counter() - begin >= 0.02
+    assert time.thread_time() - used >= 0.02 * 0.25 * cores
+
+
+def test_what_arrives_is_the_ranks_own(rank: Links) -> None:
+    own = torch.tensor([1.0, -2.0])
+    whole = torch.full((16,), torch.nan)
+    dist.all_gather_into_tensor(whole, own)
+    assert torch.equal(whole, own.repeat(8))
+    whole = torch.arange(16.0)
+    dist.all_gather_into_tensor(whole, whole[10:12])  # in place
+    assert torch.equal(whole, torch.tensor([10.0, 11.0]).repeat(8))
+    total = torch.tensor([3.0])
+    dist.all_reduce(total)
+    assert total.item() == 24.0  # as if all had it
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    assert total.item() == 24.0
+    part = torch.empty(2)
+    dist.reduce_scatter_tensor(part, torch.arange(16.0))
+    assert torch.equal(part, 8 * torch.tensor([10.0, 11.0]))
+    gathered: list[object] = [None] * 8
+    dist.all_gather_object(gathered, {"rank": 5})
+    assert gathered == [{"rank": 5}] * 8
+    group = dist.new_group([1, 5])
+    assert isinstance(group, dist.ProcessGroup)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 48.0
+    assert dist.new_group([0, 4]) == dist.GroupMember.NON_GROUP_MEMBER
+
+
+def test_a_message_arrives_as_zeros(rank: Links) -> None:
+    received = torch.full((2,), torch.nan)
+    for work in (dist.irecv(received, 4), dist.isend(torch.ones(2), 6)):
+        assert work is not None
+        work.wait()
+    assert torch.equal(received, torch.zeros(2))
+
+
+def test_torchs_own_groups_return() -> None:
+    known = dist.distributed_c10d.ProcessGroupGloo
+    with alone(Links(MACHINE)):
+        assert dist.distributed_c10d.ProcessGroupGloo is not known
+    assert dist.distributed_c10d.ProcessGroupGloo is known
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numel", "scale"),
+    [(torch.float32, 24, 8), (torch.bfloat16, 24, 2), (torch.bfloat16, 3, 1), (torch.uint8, 5, 1)],
+)
+def test_the_kernel_moves_the_same(
+    dtype: torch.dtype, numel: int, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a kernel does what is done on a CPU by copies."""
+    with interpreter():
+        import triton.language as tl
+
+        from tools.bench.link_model import kernels
+
+        moments = iter(range(1, 10_000))
+        monkeypatch.setattr(
+            kernels, "globaltimer", lambda: tl.full([], next(moments) * 1000, tl.int64)
+        )
+        monkeypatch.setattr(kernels, "_BLOCK", 16)
+        source = torch.arange(numel).to(dtype)
+        copies = 1 if scale > 1 else 4
+        target = torch.zeros(copies * numel, dtype=dtype)
+        job = Links(MACHINE).job(Op.ALL_REDUCE, (4, 5, 6, 7), 1000)
+        kernels.carry(target, source, job, scale=scale, num_bytes=4 * source.nbytes, num_ctas=3)
+    assert torch.equal(target, source.repeat(copies) * scale)
+
+
+def test_mistakes() -> None:
+    base = ["--ranks", "8", "--machine"]
+    refused(lambda: one_rank.main([*base, "nowhere.json"]), "nowhere.json", "dgx-h100")
+    refused(lambda: one_rank.main([*base, "dgx-h100", "--contenders", "ddq"]), "ddq", "fsdp2")
+    refused(lambda: one_rank.main(["--ranks", "1", "--machine", "dgx-h100"]), "--ranks 1")
+
+
+_COMPILE = """
+import torch
+from tests.helpers.triton_kernels import compiled
+from tools.bench.link_model import kernels
+for dtype, scale in ((torch.bfloat16, 8), (torch.int64, 1), (torch.uint8, 1)):
+    data, clock = torch.empty(8, dtype=dtype), torch.empty(1, dtype=torch.int64)
+    numbers = [2**33, 8, 8, scale, 2**33, 2**33]
+    blocks = {"SCALES": scale != 1, "BLOCK": 8192}
+    ptx = compiled(kernels._carry, data, data, data, clock, clock, *numbers, **blocks)
+    assert "%globaltimer" in ptx
+"""
+
+
+@pytest.mark.process
+def test_the_kernel_compiles_for_gpus() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", _COMPILE], env=env, check=True)
+
+
+@pytest.mark.process
+def test_a_rank_trains_by_this_project_and_by_fsdp2(tmp_path: Path) -> None:
+    machine, file = tmp_path / "machine.json", tmp_path / "figures.json"
+    machine.write_text(machine_to_json(MACHINE))
+    shape = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --vocab-size 64 --seq-length 16"
+    shape += " --steps 1"
+    contenders = "paro:IIG,paro:GGG@ho-ring,fsdp2-hybrid"
+    command = [SCRIPT, "--ranks", "8", "--machine", machine, "--contenders", contenders]
+    done = run_script([*command, *shape.split(), "--json", file])
+    assert done.returncode == 0, done.stderr
+    turns = json.loads(file.read_text())["turns"]
+    assert [*turns] == contenders.split(",")
+    for name, figures in turns.items():
+        assert figures["s/step"] > 0.0
+        assert figures["host s/step"] > 0.0
+        assert name in done.stdout
