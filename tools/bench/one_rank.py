@@ -41,6 +41,7 @@ from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, check_least
 from paro.planning.machine.files import find_machine
+from paro.planning.machine.machine import Machine
 from paro.report.log import print_line
 from paro.training.planned_time import planned_step
 from tools.bench import compare_peers
@@ -86,9 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def take_turn(task: LoneTask, name: str, links: Links) -> Figures:
+def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = False) -> Figures:
     """Trains with one contender; empty if it does not fit in memory."""
-    world = task.run.world
+    world, links = task.run.world, Links(machine, are_free)
     device = device_for(task.run.runtime, replace(world, local_rank=0))
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -131,7 +132,7 @@ def _seconds_of_step(
     return seconds
 
 
-def measure(name: str, flags: Sequence[str], links: Links, world: World) -> Figures:
+def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> Figures:
     """The figures of a contender, for a job by flags of compare_peers.py."""
 
     def job(*more: str) -> LoneTask:
@@ -139,9 +140,9 @@ def measure(name: str, flags: Sequence[str], links: Links, world: World) -> Figu
         task = compare_peers.task_of(args, name, world)
         return LoneTask(**{field: getattr(task, field) for field in Task.__slots__})
 
-    task, free = job(), replace(links, are_free=True)
-    found = in_own_process(partial(take_turn, task, name, links))
-    host = in_own_process(partial(take_turn, job(*_TINY), name, free))
+    task = job()
+    found = in_own_process(partial(take_turn, task, name, machine))
+    host = in_own_process(partial(take_turn, job(*_TINY), name, machine, are_free=True))
     if found:
         found["exposed"] = 1.0 - found["without links"] / found["s/step"]
         found["host s/step"] = host["s/step"]
@@ -175,9 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = machine.group_size
     world = replace(started, size=args.ranks, group=size, ranks_per_node=size)
     flags += ["--group-size", str(size), "--paro-machine", args.machine]
-    turns = {
-        name: measure(name, flags, Links(machine), world) for name in args.contenders.split(",")
-    }
+    turns = {name: measure(name, flags, machine, world) for name in args.contenders.split(",")}
     if world.rank == 0:
         print_line(table(turns))
         write_json(args.json, {"ranks": args.ranks, "turns": turns})

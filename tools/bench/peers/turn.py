@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from statistics import fmean
 from typing import TypeVar
 
@@ -31,7 +31,6 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.timers import synchronize
 from paro.distributed.world import World
-from paro.errors import UserError
 from tools.bench.peers.figures import Turn
 from tools.bench.peers.registry import build
 from tools.bench.peers.task import Outcome, Task, state_bytes
@@ -47,31 +46,9 @@ Result = TypeVar("Result")
 
 
 def in_own_process(function: Callable[[], Result]) -> Result:
-    """What `function` returns in a fork of this process; if it fails, this process ends too."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, receiver, function), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        result, mistake = receiver.recv()
-    except EOFError:
-        process.join()
-        if process.exitcode == 1:
-            raise SystemExit(1) from None  # the child has printed the reason
-        raise RuntimeError(f"a turn's process ended with {process.exitcode}") from None
-    process.join()
-    if mistake is not None:
-        raise mistake
-    return result
-
-
-def _answer(sender: Connection, receiver: Connection, function: Callable[[], object]) -> None:
-    receiver.close()
-    try:
-        sender.send((function(), None))
-    except UserError as mistake:
-        sender.send((None, mistake))
+    """What `function`, which can be pickled, returns or raises in a fork of this process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function).result()
 
 
 def take_turn(task: Task, name: str, *, number: int) -> Turn:
