@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,19 +30,6 @@ Compares the losses of runs with those of the first one: metrics files, written 
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distance:
-    """A run compared with the first one: absolute relative differences of the loss."""
-
-    name: str
-    first: float  # at the first iteration that both have
-    early: float  # the largest within the first tenth
-    largest: float
-    mean: float
-    mean_signed: float  # mean signed difference: positive where the loss is above the first run's
-    last_loss: float
-
-
 def losses_of(run: Run) -> dict[int, float]:
     """Losses by iteration; for a repeated iteration the last one's."""
     iterations, losses = run.series("lm_loss")
@@ -58,33 +45,34 @@ def differences_from(run: Run, reference: Run) -> dict[int, float]:
     return {at: (mine[at] - theirs[at]) / theirs[at] for at in shared}
 
 
-def distance_of(run: Run, reference: Run) -> Distance:
-    """The distance of a run from the reference."""
+def distance_of(run: Run, reference: Run) -> dict[str, Any]:
+    """How far the losses of a run are from the reference's: relative differences."""
     signed = list(differences_from(run, reference).values())
     sizes = [abs(value) for value in signed]
-    return Distance(
-        name=run.name,
-        first=sizes[0],
-        early=max(sizes[: max(1, len(sizes) // 10)]),
-        largest=max(sizes),
-        mean=sum(sizes) / len(sizes),
-        mean_signed=sum(signed) / len(signed),
-        last_loss=list(losses_of(run).values())[-1],
-    )
+    return {
+        "name": run.name,
+        "first": sizes[0],  # at the first iteration that both have
+        "early": max(sizes[: max(1, len(sizes) // 10)]),  # within the first tenth
+        "largest": max(sizes),
+        "mean": sum(sizes) / len(sizes),
+        "mean_signed": sum(signed)
+        / len(signed),  # positive: losses are higher than the reference's
+        "last_loss": list(losses_of(run).values())[-1],
+    }
 
 
-def table(distances: Sequence[Distance], reference: Run) -> str:
+def table(distances: Sequence[dict[str, Any]], reference: Run) -> str:
     """The distances as a text table."""
     last = list(losses_of(reference).values())[-1]
     rows = (
         {
-            "": row.name,
-            "first": f"{row.first:.1e}",
-            "first tenth": f"{row.early:.1e}",
-            "largest": f"{row.largest:.1e}",
-            "mean": f"{row.mean:.1e}",
-            "signed mean": f"{row.mean_signed:+.1e}",
-            "last loss": f"{row.last_loss:.4f}",
+            "": row["name"],
+            "first": f"{row['first']:.1e}",
+            "first tenth": f"{row['early']:.1e}",
+            "largest": f"{row['largest']:.1e}",
+            "mean": f"{row['mean']:.1e}",
+            "signed mean": f"{row['mean_signed']:+.1e}",
+            "last loss": f"{row['last_loss']:.4f}",
         }
         for row in distances
     )
@@ -134,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     distances = [distance_of(run, runs[0]) for run in runs[1:]]
     figures = {
         "reference": runs[0].name,
-        "distances": [asdict(row) for row in distances],
+        "distances": distances,
         "losses": {run.name: losses_of(run) for run in runs},
     }
     write_json(options.json, figures)

@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 if not __package__:  # run as a script: the repository root is not on sys.path
@@ -33,6 +33,7 @@ from tools.cluster.network import check_system
 from tools.cluster.spec import ClusterSpec
 from tools.cluster.state import open_cluster
 from tools.shared.command_line import Parser
+from tools.shared.output import print_json
 
 DESCRIPTION = """\
 Makes nodes out of network namespaces, with a NIC per rank (or one per node) whose speed the kernel
@@ -103,24 +104,15 @@ def table(measured: Traffic) -> str:
     """Bytes that crossed the links, as text."""
     rows = [("", "sent", "received")]
     rows += [
-        (f"node {nic.node} nic{nic.nic}", f"{nic.sent:,}", f"{nic.received:,}")
+        (f"node {nic.node} nic{nic.nic}", f"{nic.sent_bytes:,}", f"{nic.received_bytes:,}")
         for nic in measured.nics
     ]
-    received = sum(nic.received for nic in measured.nics)
+    received = sum(nic.received_bytes for nic in measured.nics)
     rows.append(("all NICs", f"{measured.sent:,}", f"{received:,}"))
-    rows += [(f"inside node {node}", f"{size:,}", "") for node, size in enumerate(measured.inside)]
-    return align(rows)
-
-
-def as_json(measured: Traffic) -> str:
-    """Bytes that crossed the links, as JSON."""
-    nics = [
-        {"node": nic.node, "nic": nic.nic, "sent_bytes": nic.sent, "received_bytes": nic.received}
-        for nic in measured.nics
+    rows += [
+        (f"inside node {node}", f"{size:,}", "") for node, size in enumerate(measured.inside_bytes)
     ]
-    return json.dumps(
-        {"sent_bytes": measured.sent, "nics": nics, "inside_bytes": list(measured.inside)}
-    )
+    return align(rows)
 
 
 def execute(args: argparse.Namespace) -> None:
@@ -135,7 +127,10 @@ def execute(args: argparse.Namespace) -> None:
     elif args.command == "bytes":
         opened = open_cluster(args.name)
         measured = traffic(opened)
-        print_line(as_json(measured) if args.json else table(measured), whole=True)
+        if args.json:
+            print_json({"sent_bytes": measured.sent, **asdict(measured)})
+        else:
+            print_line(table(measured), whole=True)
         if args.reset:
             reset_traffic(opened)
     else:

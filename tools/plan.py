@@ -89,7 +89,7 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
         failures = failures_of(args, workload)
         expectation = expected(workload, found, failures)
         print_line("", *failures_table(failures, expectation))
-        failing = {**asdict(failures), "settings": [*map(asdict, expectation)]}
+        failing = {**asdict(failures), "settings": expectation}
     curves = {}
     if args.scaling is not None:
         print_line("", "the best that fits at the same batch a rank:")

@@ -198,9 +198,9 @@ def test_every_rank_uses_its_own_nic_and_the_loopback_inside_its_node(
     measured = traffic(two_nodes)
     assert len(measured.nics) == 4
     for nic in measured.nics:  # plus a little to torchrun's store
-        assert 1_030_000 < nic.sent < 1_200_000, nic
-        assert 1_030_000 < nic.received < 1_200_000, nic
-    assert all(size > 6_000_000 for size in measured.inside)
+        assert 1_030_000 < nic.sent_bytes < 1_200_000, nic
+        assert 1_030_000 < nic.received_bytes < 1_200_000, nic
+    assert all(size > 6_000_000 for size in measured.inside_bytes)
 
 
 MEET = """

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,25 +51,6 @@ MODEL = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Seconds of every step of each kind, in the order of rounds, by one clock."""
-
-    clock: str
-    bare: list[float]
-    reported: list[float]
-    in_report: list[float]  # spent by the training thread itself on reporting
-
-    @property
-    def part(self) -> float:
-        """By what fraction a reported step is longer: the median over pairs of neighbours."""
-        return median_ratio(self.reported, self.bare) - 1.0
-
-    @property
-    def part_in_report(self) -> float:
-        return median(self.in_report) / median(self.bare)
-
-
 class Alternating(Report):
     """A bare report that passes every other iteration to a full one, and times both kinds."""
 
@@ -103,23 +83,31 @@ def is_reported(number: int) -> bool:
     return number % 4 in (1, 2)
 
 
-def costs(steps: Sequence[dict[str, float]]) -> list[Cost]:
-    """The costs by each clock, without the first round, which does the set-up."""
+def costs(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
+    """The seconds of steps of both kinds by each clock, and what the report costs.
+
+    The first round does the set-up and does not count.
+    """
     numbers = range(2, len(steps) // 2 * 2)
-    bare = [steps[number] for number in numbers if not is_reported(number)]
-    reported = [steps[number] for number in numbers if is_reported(number)]
-    return [
-        Cost(
-            clock=clock,
-            bare=[step[clock] for step in bare],
-            reported=[step[clock] for step in reported],
-            in_report=[step[f"{clock} in report"] for step in reported],
-        )
-        for clock in ("wall", "cpu")
-    ]
+    rows: list[dict[str, Any]] = []
+    for clock in ("wall", "cpu"):
+        bare = [steps[number][clock] for number in numbers if not is_reported(number)]
+        reported = [steps[number][clock] for number in numbers if is_reported(number)]
+        inside = [steps[number][f"{clock} in report"] for number in numbers if is_reported(number)]
+        row = {
+            "clock": clock,
+            "bare": bare,
+            "reported": reported,
+            "in_report": inside,  # spent by the training thread itself on reporting
+            # By what fraction a reported step is longer: the median over pairs of neighbours.
+            "part": median_ratio(reported, bare) - 1.0,
+            "part_in_report": median(inside) / median(bare),
+        }
+        rows.append(row)
+    return rows
 
 
-def measure(rounds: int, folder: Path) -> list[Cost]:
+def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     """Trains two steps a round, one of them with full reporting."""
     flags = f"{MODEL} --global-batch-size 4 --train-iters {2 * rounds + 2}"
     boards = f"--tensorboard-dir {folder}/board --wandb-project bench --wandb-save-dir {folder}"
@@ -160,13 +148,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("WANDB_MODE", "offline")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(options.rounds, Path(folder))
-    for cost in found:
+    for row in found:
         print(
-            f"{cost.clock}: a step takes {median(cost.bare) * 1000:.1f} ms, with TensorBoard, W&B "
-            f"and the view {median(cost.reported) * 1000:.1f} ms: {100 * cost.part:+.2f}%; "
-            f"spent in the report: {100 * cost.part_in_report:.2f}%"
+            f"{row['clock']}: a step takes {median(row['bare']) * 1000:.1f} ms, with TensorBoard, "
+            f"W&B and the view {median(row['reported']) * 1000:.1f} ms: {100 * row['part']:+.2f}%; "
+            f"spent in the report: {100 * row['part_in_report']:.2f}%"
         )
-    write_json(options.json, [asdict(cost) | {"part": cost.part} for cost in found])
+    write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -249,9 +249,9 @@ def report(
         "task": title,
         "arguments": {name: str(value) for name, value in vars(args).items()},
         "left_out": plan.left_out,
-        "rows": [dataclasses.asdict(row) for row in summaries],
+        "rows": summaries,
         "planned": {name: dict(step.seconds) for name, step in planned.items()},
-        "ratios": [dataclasses.asdict(row) for rows in ratios.values() for row in rows],
+        "ratios": [row for rows in ratios.values() for row in rows],
         "turns": [dataclasses.asdict(turn) for turns in rounds.values() for turn in turns],
     }
     write_json(args.json, content)

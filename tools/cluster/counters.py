@@ -19,8 +19,8 @@ class NicBytes:
 
     node: int
     nic: int
-    sent: int
-    received: int
+    sent_bytes: int
+    received_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class Traffic:
     """Bytes since the counters were set to zero: of each NIC, and inside each node."""
 
     nics: tuple[NicBytes, ...]
-    inside: tuple[int, ...]
+    inside_bytes: tuple[int, ...]
 
     @property
     def sent(self) -> int:
         """Bytes sent by all NICs."""
-        return sum(nic.sent for nic in self.nics)
+        return sum(nic.sent_bytes for nic in self.nics)
 
 
 def traffic(cluster: Cluster) -> Traffic:
@@ -47,14 +47,14 @@ def traffic(cluster: Cluster) -> Traffic:
         NicBytes(
             node=node,
             nic=index,
-            sent=since[f"{spec.node(node)}/{nic(index)}"],
-            received=since[f"{spec.switch}/{port(node, index)}"],
+            sent_bytes=since[f"{spec.node(node)}/{nic(index)}"],
+            received_bytes=since[f"{spec.switch}/{port(node, index)}"],
         )
         for node in range(spec.nodes)
         for index in range(spec.nics)
     )
     inside = tuple(since[f"{spec.node(node)}/lo"] for node in range(spec.nodes))
-    return Traffic(nics=nics, inside=inside)
+    return Traffic(nics=nics, inside_bytes=inside)
 
 
 def reset_traffic(cluster: Cluster) -> None:

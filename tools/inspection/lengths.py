@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +11,6 @@ from data.indexed_dataset import IndexedDataset
 from tools.shared.picture import drawing
 
 BAR = 40  # characters of the longest bar
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bin:
-    """Documents of `first` to `last` tokens."""
-
-    first: int
-    last: int
-    documents: int
-
-    @property
-    def label(self) -> str:
-        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
 
 def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
@@ -45,35 +31,31 @@ def figures(lengths: NDArray[np.int64]) -> str:
     return ", ".join([*named, f"mean {lengths.mean():,.1f}"])
 
 
-def histogram(lengths: NDArray[np.int64]) -> list[Bin]:
-    """Bins of doubling width: 0, 1, 2-3, 4-7, ...; all up to the longest document."""
+def histogram(lengths: NDArray[np.int64]) -> dict[str, int]:
+    """Documents by tokens, in steps of doubling width: 0, 1, 2-3, 4-7, ..., up to the longest."""
     if len(lengths) == 0:
-        return []
+        return {}
     places = np.zeros(len(lengths), dtype=np.int64)
     positive = lengths > 0
     places[positive] = np.floor(np.log2(lengths[positive])).astype(np.int64) + 1
-    counts = np.bincount(places).tolist()
-    edges = [(0, 0)] + [(2**k, 2 ** (k + 1) - 1) for k in range(len(counts) - 1)]
+    counts: list[int] = np.bincount(places).tolist()
+    wide = (f"{2**k}-{2 ** (k + 1) - 1}" for k in range(1, len(counts)))
+    return dict(zip(("0", "1", *wide), counts, strict=False))
+
+
+def draw_text(counts: dict[str, int]) -> list[str]:
+    """A line per step, with a bar for its share."""
+    width, most = max(map(len, counts), default=0), max(counts.values(), default=0) or 1
     return [
-        Bin(first=first, last=last, documents=count)
-        for (first, last), count in zip(edges, counts, strict=True)
+        f"{label:>{width}} {'#' * -(-BAR * count // most):<{BAR}} {count:,}"
+        for label, count in counts.items()
     ]
 
 
-def draw_text(bins: list[Bin]) -> list[str]:
-    """A line per bin, with a bar for its share."""
-    width = max((len(item.label) for item in bins), default=0)
-    most = max((item.documents for item in bins), default=0) or 1
-    return [
-        f"{item.label:>{width}} {'#' * -(-BAR * item.documents // most):<{BAR}} {item.documents:,}"
-        for item in bins
-    ]
-
-
-def draw_picture(path: Path, by_name: dict[str, list[Bin]]) -> None:
+def draw_picture(path: Path, by_name: dict[str, dict[str, int]]) -> None:
     """Writes a panel per data set."""
     with drawing(path, len(by_name), 1, size=(8, 3.5 * len(by_name))) as (_, panels):
-        for panel, (name, bins) in zip(panels, by_name.items(), strict=True):
-            panel.bar([item.label for item in bins], [item.documents for item in bins])
+        for panel, (name, counts) in zip(panels, by_name.items(), strict=True):
+            panel.bar(list(counts), list(counts.values()))
             panel.set(title=name, xlabel="tokens of a document", ylabel="documents")
             panel.tick_params(axis="x", rotation=45)

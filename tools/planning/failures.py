@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from paro.errors import UserError
 from paro.optim.states import optimizer_bytes
@@ -18,20 +19,8 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.text import count_text
 
+Row = dict[str, Any]  # a setting, how it recovers, and what remains of its speed
 _MOST_NODES = 2  # that the settings to compare may lose
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """A setting, how it recovers, and the tokens a second that remain of its speed."""
-
-    setting: str
-    survives: int
-    recovers_from: str
-    goodput: float
-    checkpoint_seconds: float | None  # of work between two checkpoints; None: none is needed
-    copy_steps: int | None  # --non-persistent-save-interval
-    tokens_per_second: float
 
 
 def failures_of(args: Namespace, workload: Workload) -> Failures:
@@ -51,7 +40,7 @@ def failures_of(args: Namespace, workload: Workload) -> Failures:
     )
 
 
-def expected(workload: Workload, found: SearchResult, failures: Failures) -> list[Expected]:
+def expected(workload: Workload, found: SearchResult, failures: Failures) -> list[Row]:
     """The best setting of a plan, and the best of those that survive more nodes; best first."""
     if found.best is None:
         return []
@@ -68,10 +57,10 @@ def expected(workload: Workload, found: SearchResult, failures: Failures) -> lis
         if best is not None and all(best.candidate != other.candidate for other in settings):
             settings.append(best)
     rows = [row for setting in settings for row in _rows(workload, setting, failures)]
-    return sorted(rows, key=lambda row: -row.tokens_per_second)
+    return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
-def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Expected]:
+def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Row]:
     survives = workload.survival(setting.candidate.strategy).nodes
     found = {"disk": from_disk(failures)}
     if survives:
@@ -82,15 +71,16 @@ def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Exp
             transfer_seconds=_transfer_seconds(workload, setting),
         )
     return [
-        Expected(
-            setting=setting.candidate.describe(),
-            survives=survives,
-            recovers_from=name,
-            goodput=goodput.share,
-            checkpoint_seconds=None if math.isinf(seconds) else seconds,
-            copy_steps=goodput.copy_steps,
-            tokens_per_second=goodput.share * setting.tokens_per_second,
-        )
+        {
+            "setting": setting.candidate.describe(),
+            "survives": survives,
+            "recovers_from": name,
+            "goodput": goodput.share,
+            # Of work between two checkpoints; None: none is needed.
+            "checkpoint_seconds": None if math.isinf(seconds) else seconds,
+            "copy_steps": goodput.copy_steps,  # --non-persistent-save-interval
+            "tokens_per_second": goodput.share * setting.tokens_per_second,
+        }
         for name, goodput in found.items()
         for seconds in [goodput.checkpoint_seconds]
     ]
@@ -121,19 +111,19 @@ def _trained_bytes(workload: Workload) -> int:
     )
 
 
-def failures_table(failures: Failures, rows: Sequence[Expected]) -> list[str]:
+def failures_table(failures: Failures, rows: Sequence[Row]) -> list[str]:
     """The lines of a plan about failures."""
     takes = f"a checkpoint takes {failures.checkpoint_seconds:.1f} s"
     lines = [f"{failures.describe()} hours; {takes}:"]
     for row in rows:
-        seconds = row.checkpoint_seconds
+        seconds = row["checkpoint_seconds"]
         saves = "no checkpoints" if seconds is None else f"checkpoints every {_time_text(seconds)}"
-        if row.copy_steps is not None:
-            saves = f"local copies every {count_text(row.copy_steps, 'step')}, {saves}"
+        if row["copy_steps"] is not None:
+            saves = f"local copies every {count_text(row['copy_steps'], 'step')}, {saves}"
         lines.append(
-            f"{row.tokens_per_second:12,.0f} tokens/s, goodput {row.goodput:.2%}, from "
-            f"{row.recovers_from}: {row.setting}; {count_text(row.survives, 'node')} may be lost; "
-            f"{saves}"
+            f"{row['tokens_per_second']:12,.0f} tokens/s, goodput {row['goodput']:.2%}, from "
+            f"{row['recovers_from']}: {row['setting']}; "
+            f"{count_text(row['survives'], 'node')} may be lost; {saves}"
         )
     return lines
 

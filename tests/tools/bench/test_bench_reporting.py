@@ -20,10 +20,10 @@ def test_neighbours_are_compared_and_the_first_round_is_left_out() -> None:
         pair = [step(drift, 0.0), step(drift * 1.01, 0.02)]
         steps += pair[:: 1 if is_reported(len(steps) + 1) else -1]
     wall, cpu = costs([*steps, step(50.0, 0.0)])
-    assert (wall.clock, cpu.clock) == ("wall", "cpu")
-    assert wall.bare == [1.0, 2.0, 4.0]
-    assert wall.part == pytest.approx(0.01)
-    assert wall.part_in_report == pytest.approx(0.01)
+    assert (wall["clock"], cpu["clock"]) == ("wall", "cpu")
+    assert wall["bare"] == [1.0, 2.0, 4.0]
+    assert wall["part"] == pytest.approx(0.01)
+    assert wall["part_in_report"] == pytest.approx(0.01)
 
 
 @pytest.mark.slow("trains under every reporter")

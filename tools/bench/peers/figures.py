@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from paro.report.record import PlannedStep
 from paro.text import align
@@ -34,6 +35,7 @@ class Turn:
 
 
 Rounds = dict[str, list[Turn]]  # by contender, in the order of rounds
+Row = dict[str, Any]  # figures of a contender, as --json has them
 
 
 class DisagreementError(RuntimeError):
@@ -57,75 +59,49 @@ def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """Medians over the rounds of one contender."""
-
-    contender: str
-    seconds: float
-    tokens_per_second: float
-    cpu_seconds: float
-    state_bytes: int
-    peak_bytes: float | None
-    nic_bytes: float | None
-    waited_seconds: float | None
-    context_seconds: float | None  # of these, for tokens of the ranks that share a sample
-    flops_per_second: float  # of a rank, as MFU counts them, with attention halved
-
-
-def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[Summary]:
-    """One summary per contender, in their order; `rank_flops`: a rank's share of a step."""
-    return [
-        Summary(
-            contender=name,
-            seconds=median(turn.seconds for turn in turns),
-            tokens_per_second=tokens_per_step / median(turn.seconds for turn in turns),
-            cpu_seconds=median(turn.cpu_seconds for turn in turns),
-            state_bytes=max(turn.state_bytes for turn in turns),
-            peak_bytes=median_known(turn.peak_bytes for turn in turns),
-            nic_bytes=median_known(turn.nic_bytes for turn in turns),
-            waited_seconds=median_known(turn.waited for turn in turns),
-            context_seconds=median_known(
+def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[Row]:
+    """A row of medians per contender, in their order; `rank_flops`: a rank's share of a step."""
+    rows = []
+    for name, turns in rounds.items():
+        seconds = median(turn.seconds for turn in turns)
+        row = {
+            "contender": name,
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_step / seconds,
+            "cpu_seconds": median(turn.cpu_seconds for turn in turns),
+            "state_bytes": max(turn.state_bytes for turn in turns),
+            "peak_bytes": median_known(turn.peak_bytes for turn in turns),
+            "nic_bytes": median_known(turn.nic_bytes for turn in turns),
+            "waited_seconds": median_known(turn.waited for turn in turns),
+            # Of these, for tokens of the ranks that share a sample.
+            "context_seconds": median_known(
                 (turn.waited_seconds or {}).get("context") for turn in turns
             ),
-            flops_per_second=rank_flops / median(turn.seconds for turn in turns),
-        )
-        for name, turns in rounds.items()
-    ]
+            # Of a rank, as MFU counts them, with attention halved.
+            "flops_per_second": rank_flops / seconds,
+        }
+        rows.append(row)
+    return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
-    """A contender relative to a baseline: medians over rounds of the ratios within a round."""
-
-    contender: str
-    baseline: str
-    speed: float  # tokens per second; above 1 is faster
-    slowest: float  # the least favourable round
-    fastest: float
-    state_bytes: float
-    peak_bytes: float | None
-    nic_bytes: float | None
-
-
-def compare(rounds: Rounds, baseline: str) -> list[Ratios]:
-    """The ratios of every contender to the baseline, including its own."""
-    found = []
+def compare(rounds: Rounds, baseline: str) -> list[Row]:
+    """A row per contender, the baseline too: medians over rounds of ratios within a round."""
+    rows = []
     for name, turns in rounds.items():
         pairs = list(zip(turns, rounds[baseline], strict=True))
         speeds = [other.seconds / turn.seconds for turn, other in pairs]
-        ratios = Ratios(
-            contender=name,
-            baseline=baseline,
-            speed=median(speeds),
-            slowest=min(speeds),
-            fastest=max(speeds),
-            state_bytes=median(turn.state_bytes / other.state_bytes for turn, other in pairs),
-            peak_bytes=median_known(_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs),
-            nic_bytes=median_known(_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs),
-        )
-        found.append(ratios)
-    return found
+        row = {
+            "contender": name,
+            "baseline": baseline,
+            "speed": median(speeds),  # tokens per second; above 1 is faster
+            "slowest": min(speeds),  # the least favourable round
+            "fastest": max(speeds),
+            "state_bytes": median(turn.state_bytes / other.state_bytes for turn, other in pairs),
+            "peak_bytes": median_known(_ratio(t.peak_bytes, o.peak_bytes) for t, o in pairs),
+            "nic_bytes": median_known(_ratio(t.nic_bytes, o.nic_bytes) for t, o in pairs),
+        }
+        rows.append(row)
+    return rows
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:
@@ -135,59 +111,59 @@ def _ratio(value: float | None, other: float | None) -> float | None:
 # Text #
 
 
-def summary_table(summaries: Sequence[Summary]) -> str:
+def summary_table(summaries: Sequence[Row]) -> str:
     """Text table: seconds, tokens and bytes by contender."""
     return text_table(
         {
-            "contender": row.contender,
-            "s/step": f"{row.seconds:.3f}",
-            "tokens/s": f"{row.tokens_per_second:.1f}",
-            "states MB": _mb(row.state_bytes),
-            "peak MB": _mb(row.peak_bytes),
-            "NIC MB/step": _mb(row.nic_bytes),
-            "CPU s/step": f"{row.cpu_seconds:.2f}",
-            "waited s/step": "-" if row.waited_seconds is None else f"{row.waited_seconds:.2f}",
-            "GFLOP/s a rank": f"{row.flops_per_second / 1e9:.2f}",
+            "contender": row["contender"],
+            "s/step": f"{row['seconds']:.3f}",
+            "tokens/s": f"{row['tokens_per_second']:.1f}",
+            "states MB": _shown(row["state_bytes"], 1e6),
+            "peak MB": _shown(row["peak_bytes"], 1e6),
+            "NIC MB/step": _shown(row["nic_bytes"], 1e6),
+            "CPU s/step": f"{row['cpu_seconds']:.2f}",
+            "waited s/step": _shown(row["waited_seconds"]),
+            "GFLOP/s a rank": f"{row['flops_per_second'] / 1e9:.2f}",
         }
         for row in summaries
     )
 
 
-def ratio_table(ratios: Sequence[Ratios]) -> str:
+def ratio_table(ratios: Sequence[Row]) -> str:
     """Text table: every contender as multiples of one baseline."""
     return text_table(
         {
-            f"against {row.baseline}": row.contender,
-            "tokens/s": f"{row.speed:.2f}",
-            "(rounds)": f"({row.slowest:.2f}-{row.fastest:.2f})",
-            "states": _times(row.state_bytes),
-            "peak": _times(row.peak_bytes),
-            "NIC": _times(row.nic_bytes),
+            f"against {row['baseline']}": row["contender"],
+            "tokens/s": f"{row['speed']:.2f}",
+            "(rounds)": f"({row['slowest']:.2f}-{row['fastest']:.2f})",
+            "states": _times(row["state_bytes"]),
+            "peak": _times(row["peak_bytes"]),
+            "NIC": _times(row["nic_bytes"]),
         }
         for row in ratios
     )
 
 
-def prediction_table(summaries: Sequence[Summary], planned: Mapping[str, PlannedStep]) -> str:
+def prediction_table(summaries: Sequence[Row], planned: Mapping[str, PlannedStep]) -> str:
     """Text table: steps, and the share of them that waits for others' tokens, as predicted."""
     head = ["beside its prediction", "s/step", "predicted", "error", "tokens awaited", "predicted"]
     rows = []
     for row in summaries:
-        if row.context_seconds is None:
+        if row["context_seconds"] is None:
             continue
-        share = f"{row.context_seconds / row.seconds:.1%}"
+        share = f"{row['context_seconds'] / row['seconds']:.1%}"
         cells = ["-", "-", share, "-"]
-        if (step := planned.get(row.contender)) is not None:
+        if (step := planned.get(row["contender"])) is not None:
             predicted = step.seconds["step"]
             context = step.seconds.get("context", 0.0) / predicted
-            error = f"{predicted / row.seconds - 1:+.1%}"
+            error = f"{predicted / row['seconds'] - 1:+.1%}"
             cells = [f"{predicted:.3f}", error, share, f"{context:.1%}"]
-        rows.append([row.contender, f"{row.seconds:.3f}", *cells])
+        rows.append([row["contender"], f"{row['seconds']:.3f}", *cells])
     return align([head, *rows])
 
 
-def _mb(count: float | None) -> str:
-    return "-" if count is None else f"{count / 1e6:.2f}"
+def _shown(value: float | None, unit: float = 1.0) -> str:
+    return "-" if value is None else f"{value / unit:.2f}"
 
 
 def _times(ratio: float | None) -> str:

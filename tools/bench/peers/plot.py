@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.peers.figures import Rounds, Summary
+from tools.bench.peers.figures import Rounds, Row
 from tools.shared.picture import drawing
 
 OURS, THEIRS = "tab:orange", "tab:blue"
@@ -19,13 +19,13 @@ PANELS = (
 )
 
 
-def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -> None:
+def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> None:
     """Writes the plot; a figure that was not measured leaves its panel empty."""
     with drawing(path, 2, 3, size=(16, 9)) as (figure, (*bars, curves)):
         figure.suptitle(title)
         for panel, (label, field, unit) in zip(bars, PANELS, strict=True):
             _draw_bars(
-                panel, label, {row.contender: _scaled(row, field, unit) for row in summaries}
+                panel, label, {row["contender"]: _scaled(row, field, unit) for row in summaries}
             )
         for above, (name, turns) in enumerate(reversed(rounds.items())):
             # The curves coincide: wider ones go below.
@@ -35,8 +35,8 @@ def plot(path: Path, title: str, summaries: Sequence[Summary], rounds: Rounds) -
         curves.legend(fontsize="x-small")
 
 
-def _scaled(row: Summary, field: str, unit: float) -> float | None:
-    value: float | None = getattr(row, field)
+def _scaled(row: Row, field: str, unit: float) -> float | None:
+    value: float | None = row[field]
     return None if value is None else value / unit
 
 

@@ -38,9 +38,9 @@ def test_a_ratio_is_the_median_of_pairs_and_not_the_ratio_of_medians() -> None:
         "fast": [turn("fast", 2.0), turn("fast", 9.0), turn("fast", 2.0)],
     }
     slow, fast = compare(rounds, "slow")
-    assert (slow.speed, slow.slowest, slow.fastest) == (1.0, 1.0, 1.0)
-    assert fast.speed == 2.0  # median of 2, 10/9 and 3; the ratio of medians is 6 / 2
-    assert (fast.slowest, fast.fastest) == (10.0 / 9.0, 3.0)
+    assert (slow["speed"], slow["slowest"], slow["fastest"]) == (1.0, 1.0, 1.0)
+    assert fast["speed"] == 2.0  # median of 2, 10/9 and 3; the ratio of medians is 6 / 2
+    assert (fast["slowest"], fast["fastest"]) == (10.0 / 9.0, 3.0)
 
 
 def test_bytes_are_ratios_too_and_unknown_where_one_side_is() -> None:
@@ -49,7 +49,7 @@ def test_bytes_are_ratios_too_and_unknown_where_one_side_is() -> None:
         "b": [turn("b", state_bytes=200, nic_bytes=250_000)],
     }
     _, b = compare(rounds, "a")
-    assert (b.state_bytes, b.peak_bytes, b.nic_bytes) == (0.25, None, 0.5)
+    assert (b["state_bytes"], b["peak_bytes"], b["nic_bytes"]) == (0.25, None, 0.5)
 
 
 def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
@@ -59,9 +59,9 @@ def test_a_summary_has_medians_and_the_most_that_was_held() -> None:
         turn("a", 4.0, state_bytes=20, peak_bytes=5_000_000),
     ]
     (row,) = summarize({"a": turns}, tokens_per_step=100, rank_flops=8e9)
-    assert (row.seconds, row.tokens_per_second, row.cpu_seconds) == (4.0, 25.0, 16.0)
-    assert (row.state_bytes, row.peak_bytes, row.nic_bytes) == (30, 4_000_000, 500_000)
-    assert (row.flops_per_second, row.context_seconds) == (2e9, None)
+    assert (row["seconds"], row["tokens_per_second"], row["cpu_seconds"]) == (4.0, 25.0, 16.0)
+    assert (row["state_bytes"], row["peak_bytes"], row["nic_bytes"]) == (30, 4_000_000, 500_000)
+    assert (row["flops_per_second"], row["context_seconds"]) == (2e9, None)
 
 
 def test_who_differs_is_named() -> None:
