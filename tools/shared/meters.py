@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import os
 import threading
 import time
@@ -18,7 +16,6 @@ from paro.report.memory import anonymous_bytes, give_back_freed_memory
 
 _SAMPLE_SECONDS = 0.005
 _PAGES = Path("/proc/self/statm")
-_LIBC = ctypes.CDLL(ctypes.util.find_library("c"))
 
 
 def watched_interfaces(names: str | None) -> tuple[str, ...]:
@@ -127,23 +124,9 @@ class MemoryMeter:
             time.sleep(_SAMPLE_SECONDS)
 
 
-class _MallInfo(ctypes.Structure):
-    """glibc's mallinfo2."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
 def bytes_in_use() -> int | None:
-    """Bytes that the process got from malloc and has not freed; None where glibc has no count."""
-    mallinfo2 = getattr(_LIBC, "mallinfo2", None)
-    if mallinfo2 is None:
+    """Bytes that the process got from malloc and has not freed; None where no C library counts."""
+    if not hasattr(psutil, "heap_info"):
         return None
-    mallinfo2.restype = _MallInfo
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    heap = psutil.heap_info()
+    return int(heap.heap_used + heap.mmap_used)
