@@ -9,9 +9,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,7 +23,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.strategy import legal_letters
-from tools.bench.shared.turns import ROOT, rows_in, torchrun
+from tools.bench.shared.turns import rows_in, start_training, torchrun
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json
 
@@ -91,23 +89,17 @@ def fixed_runs() -> Iterator[FixedRun]:
 
 def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
     """The `FIELDS` of every step of a run; `UserError` if the run fails."""
-    metrics = folder / "metrics.jsonl"
+    metrics, log = folder / "metrics.jsonl", folder / "log"
     metrics.unlink(missing_ok=True)
     flags = [*SHARED.split(), *run.flags.split(), "--metrics-file", str(metrics)]
     if run.save:
         flags += ["--save", str(folder / "saved")]
     if run.load:
         flags += ["--load", str(folder / "saved")]
-    done = subprocess.run(
-        [sys.executable, *torchrun(run.num_ranks), "pretrain_llama.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise UserError(f"run {run.name!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    command = [sys.executable, *torchrun(run.num_ranks), "pretrain_llama.py", *flags]
+    if status := start_training(command, log).wait():
+        text = log.read_text(errors="replace")
+        raise UserError(f"run {run.name!r} ended with {status}:\n{text[-4000:]}")
     return [{name: row[name] for name in FIELDS} for row in rows_in(metrics)]
 
 
@@ -123,9 +115,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def train_all(only: str) -> dict[str, list[dict[str, Any]]]:
-    """Trains every run whose name contains `only`, and those that save; progress goes to stderr."""
-    runs = [run for run in fixed_runs() if only in run.name or run.save]
+def train_all() -> dict[str, list[dict[str, Any]]]:
+    """Trains every run; progress goes to stderr."""
+    runs = list(fixed_runs())
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, run in enumerate(runs, start=1):
@@ -155,10 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path, help="the record: written, or read and compared with")
-    parser.add_argument("--only", default="", metavar="TEXT", help="runs with TEXT in their names")
     args = parser.parse_args(argv)
     if args.what == "record":
-        runs = train_all(args.only)
+        runs = train_all()
         record = {"machine": machine(), "runs": runs}
         write_json(args.file, record)
         print(f"{args.file}: {len(runs)} runs")
@@ -166,9 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = json.loads(args.file.read_text(encoding="utf-8"))
     if record["machine"] != machine():
         print(f"note: recorded on {record['machine']}, this is {machine()}")
-    before = {name: steps for name, steps in record["runs"].items() if args.only in name}
-    after = {name: steps for name, steps in train_all(args.only).items() if args.only in name}
-    found = list(differences(before, after))
+    after = train_all()
+    found = list(differences(record["runs"], after))
     for line in found:
         print(line)
     print(f"{len(after)} runs, {len(found)} differences")

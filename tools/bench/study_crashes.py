@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 import shutil
@@ -32,7 +31,7 @@ from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest
 from paro.distributed.user_errors import run_script
 from paro.errors import check_least
-from tools.bench.shared.turns import ROOT, rows_in, torchrun
+from tools.bench.shared.turns import rows_in, start_training, torchrun
 from tools.cluster.processes import children
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json, write_json
@@ -89,14 +88,8 @@ class Launched:
         flags += ["--async-save"] if asynchronous else []
         launcher = [*torchrun(args.ranks), "--max-restarts", "1000"]
         self.cut_short: set[tuple[str, int, int]] = set()
-        self._file = self.log.open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, "pretrain_llama.py", *flags],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=self._file,
-            stderr=self._file,
+        self.process = start_training(
+            [sys.executable, *launcher, "pretrain_llama.py", *flags], self.log
         )
 
     def text(self) -> str:
@@ -133,7 +126,6 @@ class Launched:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        self._file.close()
 
 
 def losses(path: Path) -> list[tuple[int, float]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,7 +13,7 @@ from pathlib import Path
 from paro.errors import RunError, UserError
 from paro.report.log import print_line
 from paro.untrusted.schema import read_json
-from tools.bench.shared.turns import ROOT
+from tools.bench.shared.turns import ROOT, start_training
 from tools.run_report.runs import read_runs
 from tools.shared.output import write_json
 
@@ -119,16 +117,8 @@ def train(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path) 
     folder.mkdir(parents=True)
     metrics, log = folder / "metrics.jsonl", folder / "log"
     begin = time.monotonic()
-    with log.open("w") as stream:
-        done = subprocess.run(
-            [*launch, *flags, "--metrics-file", str(metrics.absolute())],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    if done.returncode != 0:
+    command = [*launch, *flags, "--metrics-file", str(metrics.absolute())]
+    if start_training(command, log).wait() != 0:
         last = (log.read_text(errors="replace").splitlines() or ["no output"])[-1]
         raise RunError(f"{name} failed, {log} says why: {last}")
     (run,) = read_runs([metrics], [name])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,6 +18,19 @@ ROOT = Path(__file__).resolve().parents[3]
 def torchrun(num_ranks: int) -> list[str]:
     """Python's words before a script that start it on so many ranks of this machine."""
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def start_training(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts a training in the repository's root, with a thread a rank; `log` gets its output."""
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+        )
 
 
 def training_flags(args: Namespace, *same: str, **others: object) -> list[str]:
