@@ -10,12 +10,14 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,9 +25,12 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.user_errors import run_script
 from tools.bench.recovery.cases import CASES, ITERATIONS, Case
 from tools.bench.recovery.failures import Failure, Study, plot, tables
-from tools.bench.recovery.steady import measure
 from tools.bench.recovery.watched import Watched
+from tools.bench.shared.turns import ROOT, rows_in
+from tools.cluster.counters import reset_traffic, traffic
+from tools.cluster.launch import run
 from tools.cluster.lifecycle import cluster
+from tools.cluster.state import Cluster
 from tools.shared.command_line import Parser
 from tools.shared.picture import check_can_draw
 
@@ -38,6 +43,7 @@ stopped and continued.
 """
 _START_SECONDS = 300.0
 _RECOVERY_SECONDS = 400.0
+_WARM_UP_ITERATIONS = 4
 
 
 @dataclass(slots=True)
@@ -207,28 +213,58 @@ def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None
             training.agents.end()
 
 
+def measure_copies(case: Case, folder: Path) -> dict[str, float]:
+    """The time of a step with a copy by that of one without, and the same for the NICs' bytes.
+
+    The time is the median of pairs of neighbors in a training that copies every second iteration;
+    the bytes are those of a training with copies and one without.
+    """
+    with cluster(case.spec) as made:
+        times, with_copies = _train_quietly(made, case, folder, "--non-persistent-save-interval 2")
+        _, without = _train_quietly(made, case, folder, None)
+    # The copy of iteration 2 is written while 3 computes.
+    pairs = zip(times[_WARM_UP_ITERATIONS::2], times[_WARM_UP_ITERATIONS + 1 :: 2], strict=False)
+    return {
+        "step_ratio": median(copying / plain for copying, plain in pairs),
+        "nic_bytes_ratio": with_copies / without,
+    }
+
+
+def _train_quietly(
+    made: Cluster, case: Case, folder: Path, copies: str | None
+) -> tuple[list[float], int]:
+    """The milliseconds of every iteration, and the bytes that all NICs sent."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    metrics = folder / "metrics.jsonl"
+    own = "" if copies is None else f"{case.own_flags} {copies}"
+    flags = [*case.flags(folder, own), "--metrics-file", str(metrics)]
+    reset_traffic(made)
+    if run(made, [str(ROOT / "pretrain_llama.py"), *flags]) != 0:
+        raise RuntimeError(f"{case.name}: the training failed")
+    times = [row["iteration_time_ms"] for row in rows_in(metrics) if "iteration_time_ms" in row]
+    assert len(times) == ITERATIONS, f"{len(times)} iterations"
+    return times, traffic(made).sent
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="study_recovery.py", description=DESCRIPTION)
     add = parser.add_argument
     add("--json", type=Path, required=True, metavar="FILE", help="figures; continued if it exists")
     add("--folder", type=Path, required=True, metavar="DIR", help="of the trainings; is emptied")
-    add("--cases", metavar="NAMES", help="only these, with commas between them")
     add("--steady", action="store_true", help="also measure what copies cost; on a quiet machine")
     add("--plot", type=Path, metavar="FILE", help="draw the figures (png, svg, pdf)")
-    add("--minutes", type=float, default=1e9, help="begin no training after so many minutes")
     args = parser.parse_args(argv)
     check_can_draw(args.plot)
     study, draw = Study.read(args.json), random.Random(time.time_ns())
-    cases = [case for case in CASES if args.cases is None or case.name in args.cases.split(",")]
-    deadline = time.monotonic() + 60.0 * args.minutes
-    for case in cases:
+    for case in CASES:
         undisturbed(case, study, args.folder)
-    for case in cases:
-        while study.wanted(case) and time.monotonic() < deadline:
+    for case in CASES:
+        while study.wanted(case):
             disturb(case, study, args.folder, draw)
-    for case in cases if args.steady else ():
+    for case in CASES if args.steady else ():
         if case.own_flags and case.name not in study.steady:
-            study.steady[case.name] = measure(case, args.folder)
+            study.steady[case.name] = measure_copies(case, args.folder)
             study.save()
     print(tables(study))
     print(f"{study.losses_compared:,} losses compared; complaints: {study.complaints or 'none'}")
