@@ -55,7 +55,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     r"os\.(environb?|getenv|putenv)": ("paro.distributed", "tools"),
     r"torch\.distributed\.new_\w*group\w*": (
         "paro.distributed.groups",
-        "tools.bench.planning.shared_groups",
+        "tools.bench.planning.steps",
     ),
     r"torch\.distributed\.(\w*(gather|reduce|scatter|broadcast|barrier|all_to_all|send|recv)\w*"
     r"|P2POp|nn|_functional_collectives)": (

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Lock, Thread
+from typing import IO, Any
 
 from paro.errors import UserError
 from tools.cluster import network, state
 from tools.cluster.interrupts import handling
-from tools.cluster.output import NodeOutput
 from tools.cluster.processes import RUN_VARIABLE, end_processes
 from tools.cluster.spec import ClusterSpec, address, nic
 from tools.cluster.state import Cluster
@@ -43,6 +44,7 @@ exec "$@"
 """
 _GIVE_NIC = 'GLOO_SOCKET_IFNAME=nic$LOCAL_RANK exec "$@"'
 
+_STDOUT, _STDERR = 1, 2
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -205,3 +207,32 @@ def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], signals: list[int]) -> 
 def _send(number: int, processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
     for process in processes.values():
         process.send_signal(number)
+
+
+class NodeOutput:
+    """Forwards what nodes write into pipes, line by line, so that lines of two never mix."""
+
+    def __init__(self, nodes: Mapping[int, subprocess.Popen[bytes]]) -> None:
+        self._writing = Lock()
+        self._threads = [
+            Thread(target=self._forward, args=(pipe, f"node {node}: ", target), daemon=True)
+            for node, process in nodes.items()
+            for pipe, target in ((process.stdout, _STDOUT), (process.stderr, _STDERR))
+            if pipe is not None
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Waits for up to `seconds` until all that is still in the pipes is forwarded."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _forward(self, pipe: IO[bytes], prefix: str, target: int) -> None:
+        with pipe:
+            for line in pipe:
+                data = prefix.encode() + line.removesuffix(b"\n") + b"\n"
+                with self._writing, suppress(OSError):  # of a reader that has ended, or a full disk
+                    while data:
+                        data = data[os.write(target, data) :]

@@ -1,9 +1,12 @@
-"""The contenders by name."""
+"""The contenders by name; those whose ranks share samples are NAME+KIND/C, or NAME+KIND/U/R."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from paro.distributed.control import Control
 from paro.errors import UserError, about
@@ -11,7 +14,6 @@ from tools.bench.peers import deepspeed_zero, fsdp, own
 from tools.bench.peers.deepspeed_zero import Zero
 from tools.bench.peers.fsdp import FullySharded
 from tools.bench.peers.replicated import Replicated
-from tools.bench.peers.sharing import Sharing
 from tools.bench.peers.task import Contender, Task
 from tools.bench.peers.torch_ring import ROTATIONS
 
@@ -21,6 +23,35 @@ PEERS: dict[str, Callable[[Task, Control], Contender]] = {
     **{name: partial(FullySharded, mode=mode) for name, mode in fsdp.MODES.items()},
     **{name: partial(Zero, mode=mode) for name, mode in deepspeed_zero.MODES.items()},
 }
+_NAMED = re.compile(r"(.+?)\+(p2p|flat|allgather|a2a|a2a\+p2p)/(\d+)(?:/(\d+))?")
+
+
+class Sharing(NamedTuple):
+    """A contender's name, without how its ranks share samples, and how they do; "": not at all."""
+
+    base: str
+    kind: str = ""  # a --cp-comm-type, or flat: p2p along one ring, also across groups
+    sizes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str) -> Sharing:
+        if (match := _NAMED.fullmatch(name)) is None:
+            return cls(name)
+        base, kind, *sizes = match.groups()
+        return cls(base, kind, tuple(size for size in sizes if size is not None))
+
+    @property
+    def flags(self) -> list[str]:
+        """The trainer's flags for it."""
+        if not self.kind:
+            return []
+        flags = ["--context-parallel-size", str(math.prod(map(int, self.sizes)))]
+        flags += ["--cp-comm-type", "p2p" if self.kind == "flat" else self.kind]
+        if self.kind == "flat":
+            flags += ["--paro-context-ring", "flat"]
+        if len(self.sizes) > 1:
+            flags += ["--hierarchical-context-parallel-sizes", *self.sizes]
+        return flags
 
 
 def flags_of(name: str) -> list[str]:

@@ -13,7 +13,9 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,8 +23,10 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Any
+from unittest.mock import patch
 
 import psutil
+import torch.distributed as dist
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -40,7 +44,6 @@ from paro.training.assembly import build_training, start_state
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tools.bench.peers.own import parse_setting
 from tools.bench.peers.turn import in_own_process, process_group, rehearse
-from tools.bench.planning.shared_groups import SharedGroups
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 
@@ -93,6 +96,34 @@ class Contender:
 
     def step(self) -> StepResult:
         return train_step(self.training, self.state, self.batches)
+
+
+class SharedGroups:
+    """Groups of the trainings of a process that take turns; none of them may be closed.
+
+    In one training every group has a purpose of its own, also where two have the same ranks. So a
+    training gets the first, second, .. group of some ranks where it asks for the first, second, ..
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Sequence[int], int], dist.ProcessGroup] = {}
+
+    @contextmanager
+    def one_training(self) -> Iterator[None]:
+        """Around building a training; every rank must build the same ones in the same order."""
+        make = dist.new_group
+        asked: Counter[Sequence[int]] = Counter()
+
+        def shared(ranks: list[int], **settings: Any) -> dist.ProcessGroup:
+            members = tuple(ranks)
+            key = members, asked[members]
+            asked[members] += 1
+            if key not in self._made:
+                self._made[key] = make(ranks, **settings)
+            return self._made[key]
+
+        with patch.object(dist, "new_group", shared):
+            yield
 
 
 def time_settings(args: argparse.Namespace, world: World) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from paro.distributed.groups import GroupConfig, Groups, make_groups
 from paro.topology import Use, make_topology
 from tests.helpers.ranks import run_ranks
-from tools.bench.planning.shared_groups import SharedGroups
+from tools.bench.planning.steps import SharedGroups
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INTRA, INTER = ((axis,) for axis in TOPOLOGY.axes_between(1, 4))

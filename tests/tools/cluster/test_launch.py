@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tools.cluster.output import NodeOutput
+from tools.cluster.launch import NodeOutput
 
 # A line in two pieces, an empty one, and a last one without an end.
 PIECES = "printf 'one l'; sleep 0.2; printf 'ine\\n\\n'; echo mistake >&2; printf end"
