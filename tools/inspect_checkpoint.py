@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,14 @@ from tools.shared.output import print_json
 _WIDEST_NAME = 80
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A tensor in a checkpoint."""
+Entry = dict[str, Any]
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def type_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
+    """A tensor of a checkpoint, as --json has it."""
+    type_name = str(dtype).removeprefix("torch.")
+    size = prod(shape) * dtype.itemsize
+    return {"name": name, "shape": [*shape], "dtype": type_name, "bytes": size}
 
 
 def format_of(directory: Path) -> str:
@@ -73,7 +66,7 @@ def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, An
     folder = find_checkpoint(directory, iteration)
     assert folder is not None, f"{directory} has a tracker"
     entries = [
-        Entry(name=name, shape=tuple(state.size), dtype=state.properties.dtype)
+        entry_of(name, state.size, state.properties.dtype)
         for name, state in read_metadata(folder).state_dict_metadata.items()
         if isinstance(state, TensorStorageMetadata)
     ]
@@ -81,10 +74,8 @@ def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, An
 
 
 def inspect_other(source: Source) -> tuple[dict[str, Any], list[Entry]]:
-    entries = [
-        Entry(name=name, shape=tensor.shape, dtype=tensor.dtype)
-        for name, tensor in source.tensors.items()
-    ]
+    tensors = source.tensors.items()
+    entries = [entry_of(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
     model = {name: value for name, value in asdict(source.config).items() if value is not None}
     return {"model": model, "tokenizer": source.tokenizer}, entries
 
@@ -100,15 +91,15 @@ def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iter
         else:
             yield f"{name} {value}"
     yield f"tensors ({len(entries)})"
-    width = min(_WIDEST_NAME, max((len(entry.name) for entry in entries), default=0))
+    width = min(_WIDEST_NAME, max((len(entry["name"]) for entry in entries), default=0))
     for entry in entries:
-        shape = "x".join(map(str, entry.shape)) or "scalar"
-        yield f"  {entry.name:{width}}  {shape:>16}  {entry.type_name:>8}  {entry.num_bytes:>14,}"
+        name, shape = entry["name"], "x".join(map(str, entry["shape"])) or "scalar"
+        yield f"  {name:{width}}  {shape:>16}  {entry['dtype']:>8}  {entry['bytes']:>14,}"
     yield "totals"
     for state in dict.fromkeys(map(_state_of, entries)):
         of_it = [entry for entry in entries if _state_of(entry) == state]
-        numel = sum(prod(entry.shape) for entry in of_it)
-        yield f"  {state}: {numel:,} elements, {sum(e.num_bytes for e in of_it):,} bytes"
+        numel = sum(prod(entry["shape"]) for entry in of_it)
+        yield f"  {state}: {numel:,} elements, {sum(e['bytes'] for e in of_it):,} bytes"
 
 
 def verify(kind: str, directory: Path, iteration: int | None) -> str:
@@ -149,11 +140,7 @@ def inspect(args: argparse.Namespace) -> None:
         facts, entries = inspect_other(OPENERS[kind](args.load))
     verified = verify(kind, args.load, args.ckpt_step) if args.verify else None
     if args.json:
-        tensors = [
-            {"name": e.name, "shape": e.shape, "dtype": e.type_name, "bytes": e.num_bytes}
-            for e in entries
-        ]
-        print_json({"format": kind, **facts, "tensors": tensors, "verified": verified})
+        print_json({"format": kind, **facts, "tensors": entries, "verified": verified})
         return
     print_line(*lines(kind, facts, entries))
     if verified:
@@ -162,7 +149,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 def _state_of(entry: Entry) -> str:
     """The state's name; other formats have only parameters."""
-    state = entry.name.partition(".")[0]
+    state = entry["name"].partition(".")[0]
     return state if state in (*STATE_NAMES, SENT, GRAD_ERRORS) else PARAM
 
 
