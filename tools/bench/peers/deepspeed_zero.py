@@ -24,8 +24,7 @@ from tools.bench.peers.task import (
     Contender,
     Outcome,
     Task,
-    adamw_settings,
-    decay_groups,
+    fused_adamw,
     trained_parameters,
     whole_model,
 )
@@ -109,10 +108,7 @@ class Zero(Contender):
         self.task, self.mode = task, mode
         deepspeed = import_deepspeed(task.run.runtime.distributed_backend)
         model = whole_model(task, control.device)
-        settings: dict[str, Any] = adamw_settings(task)
-        optimizer = torch.optim.AdamW(
-            decay_groups(task, trained_parameters(model)), fused=True, **settings
-        )
+        optimizer = fused_adamw(task, trained_parameters(model))
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=zero_config(task, mode)
         )

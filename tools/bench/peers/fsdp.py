@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,31 +22,11 @@ from tools.bench.peers.task import (
     Outcome,
     Task,
     accumulate,
-    adamw_settings,
-    decay_groups,
     empty_model,
+    fused_adamw,
     trained_parameters,
 )
 from tools.bench.peers.torch_ring import torch_ring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
-    """The options that a contender's name selects."""
-
-    hybrid: bool  # shard inside a group and replicate across groups
-    kept: bool = False  # parameters and gradients stay whole from the first micro-batch to the last
-    ahead: bool = False  # prefetch the next unit by an explicit call, without CUDA streams
-
-
-MODES = {
-    "fsdp2": Mode(hybrid=False),
-    "fsdp2-kept": Mode(hybrid=False, kept=True),
-    "fsdp2-ahead": Mode(hybrid=False, ahead=True),
-    "fsdp2-hybrid": Mode(hybrid=True),
-    "fsdp2-hybrid-kept": Mode(hybrid=True, kept=True),
-    "fsdp2-hybrid-ahead": Mode(hybrid=True, ahead=True),
-}
 
 
 class FullySharded(Contender):
@@ -60,9 +40,17 @@ class FullySharded(Contender):
     of them shard the model, as without.
     """
 
-    def __init__(self, task: Task, control: Control, *, mode: Mode) -> None:
-        self.task, self.mode = task, mode
-        mesh = _mesh(task, control, mode)
+    def __init__(
+        self,
+        task: Task,
+        control: Control,
+        *,
+        hybrid: bool = False,
+        kept: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        self.task, self.hybrid, self.kept = task, hybrid, kept
+        mesh = _mesh(task, control, hybrid=hybrid)
         policy = MixedPrecisionPolicy()
         if task.compute_dtype != torch.float32:
             # The inputs have the right types already: ids, fp32 token weights, activations.
@@ -89,19 +77,15 @@ class FullySharded(Contender):
         self.root = cast(FSDPModule, self.model)
         self.model.to_empty(device=control.device)
         _fill(task, self.model)
-        if mode.kept:
+        if kept:
             self.root.set_reshard_after_forward(False)
-        if mode.ahead:
+        if ahead:
             self.root._set_unshard_async_op(True)
             sharded = [cast(FSDPModule, unit) for unit in units]
             for unit, following in itertools.pairwise(sharded):
                 unit.set_modules_to_forward_prefetch([following])
         self.parameters = trained_parameters(self.model)
-        self.optimizer = torch.optim.AdamW(
-            decay_groups(task, self.parameters),
-            fused=True,
-            **adamw_settings(task),  # type: ignore[arg-type]
-        )
+        self.optimizer = fused_adamw(task, self.parameters)
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
         loss = accumulate(self.task, self.model, batches, observe, self._expecting)
@@ -117,9 +101,9 @@ class FullySharded(Contender):
 
     def _expecting(self, last: bool) -> AbstractContextManager[None]:
         self.root.set_is_last_backward(last)
-        if self.mode.hybrid:
+        if self.hybrid:
             self.root.set_requires_all_reduce(last)
-        if self.mode.kept:
+        if self.kept:
             self.root.set_requires_gradient_sync(last)
             self.root.set_reshard_after_backward(last)
         return nullcontext()
@@ -134,9 +118,19 @@ class FullySharded(Contender):
             yield from map(_local, state.values())
 
 
-def _mesh(task: Task, control: Control, mode: Mode) -> DeviceMesh:
+FSDP2: dict[str, Callable[[Task, Control], Contender]] = {
+    "fsdp2": FullySharded,
+    "fsdp2-kept": partial(FullySharded, kept=True),
+    "fsdp2-ahead": partial(FullySharded, ahead=True),
+    "fsdp2-hybrid": partial(FullySharded, hybrid=True),
+    "fsdp2-hybrid-kept": partial(FullySharded, hybrid=True, kept=True),
+    "fsdp2-hybrid-ahead": partial(FullySharded, hybrid=True, ahead=True),
+}
+
+
+def _mesh(task: Task, control: Control, *, hybrid: bool) -> DeviceMesh:
     world_size, kind = control.world.size, control.device.type
-    if not mode.hybrid:
+    if not hybrid:
         return init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // task.group_size, task.group_size)
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))

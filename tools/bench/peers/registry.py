@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from paro.distributed.control import Control
 from paro.errors import UserError, about
-from tools.bench.peers import deepspeed_zero, fsdp, own
+from tools.bench.peers import deepspeed_zero, own
 from tools.bench.peers.deepspeed_zero import Zero
-from tools.bench.peers.fsdp import FullySharded
+from tools.bench.peers.fsdp import FSDP2
 from tools.bench.peers.replicated import Replicated
 from tools.bench.peers.task import Contender, Task
 from tools.bench.peers.torch_ring import ROTATIONS
@@ -20,7 +20,7 @@ from tools.bench.peers.torch_ring import ROTATIONS
 PEERS: dict[str, Callable[[Task, Control], Contender]] = {
     "ddp": partial(Replicated, zero_redundancy=False),
     "zero-redundancy": partial(Replicated, zero_redundancy=True),
-    **{name: partial(FullySharded, mode=mode) for name, mode in fsdp.MODES.items()},
+    **FSDP2,
     **{name: partial(Zero, mode=mode) for name, mode in deepspeed_zero.MODES.items()},
 }
 _NAMED = re.compile(r"(.+?)\+(p2p|flat|allgather|a2a|a2a\+p2p)/(\d+)(?:/(\d+))?")
@@ -66,7 +66,7 @@ def flags_of(name: str) -> list[str]:
             f"--contenders knows {', '.join(PEERS)} and "
             f"{own.PREFIX}STRATEGY[@COLLECTIVE][+WAY], not {sharing.base!r}"
         )
-    by_torch = sharing.base in fsdp.MODES and sharing.kind in ROTATIONS and len(sharing.sizes) == 1
+    by_torch = sharing.base in FSDP2 and sharing.kind in ROTATIONS and len(sharing.sizes) == 1
     if sharing.kind and not by_torch:
         raise UserError(
             f"--contenders {name}: of the peers FSDP2's share samples, by "

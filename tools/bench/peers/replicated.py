@@ -87,7 +87,7 @@ class Replicated(Contender):
         )
         self.parameters = trained_parameters(model)
         groups = decay_groups(task, self.parameters)
-        settings: dict[str, Any] = {**adamw_settings(task), "weight_decay": 0.0}
+        settings = {**adamw_settings(task), "weight_decay": 0.0}
         if zero_redundancy:
             optimizer = ZeroRedundancyOptimizer(
                 groups, MasterAdamW, parameters_as_bucket_view=True, **settings

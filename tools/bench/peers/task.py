@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -135,11 +135,17 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def adamw_settings(task: Task) -> dict[str, object]:
+def adamw_settings(task: Task) -> dict[str, Any]:
     """Arguments for every AdamW, whichever library provides it."""
     optim = task.run.optim
     betas = (optim.adam_beta1, optim.adam_beta2)
     return {"lr": task.run.schedule.lr, "betas": betas, "eps": optim.adam_eps}
+
+
+def fused_adamw(task: Task, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """PyTorch's AdamW for parameters that are their own master weights."""
+    groups = decay_groups(task, parameters)
+    return torch.optim.AdamW(groups, fused=True, **adamw_settings(task))
 
 
 def accumulate(
