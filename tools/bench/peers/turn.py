@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch._dynamo  # imported by optimizers when constructed: here once, not in every turn
@@ -77,7 +77,7 @@ def take_turn(task: Task, name: str, *, number: int) -> Turn:
         # is inherited at the start and left over at the end.
         begin = _now(device)
         outcomes += [contender.step(batches, lambda: None) for _ in range(task.steps)]
-        measured = _now(device).since(begin, task.steps)
+        measured = _per_step(begin, _now(device), task.steps)
         contender.finish()
         held = states, memory.peak()
         return _agree(control, name, outcomes, measured, held, task.warmup_steps)
@@ -137,45 +137,37 @@ def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
     torch.optim.AdamW(model.parameters(), fused=True).step()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """What the meters of one rank show, or what they measured per step."""
+class _Meters(NamedTuple):
+    """What the meters of one rank show, or what they counted in a step."""
 
     seconds: float
     cpu_seconds: float
-    node: str
     sent: dict[str, int]  # by interface
 
-    def since(self, begin: _Measured, steps: int) -> _Measured:
-        """The same per step."""
-        return _Measured(
-            seconds=(self.seconds - begin.seconds) / steps,
-            cpu_seconds=(self.cpu_seconds - begin.cpu_seconds) / steps,
-            node=self.node,
-            sent={name: round((self.sent[name] - n) / steps) for name, n in begin.sent.items()},
-        )
 
-
-def _now(device: torch.device) -> _Measured:
+def _now(device: torch.device) -> _Meters:
     synchronize(device)
-    return _Measured(
-        seconds=time.perf_counter(),
-        cpu_seconds=time.process_time(),
-        node=node_name(),
-        sent=sent_bytes(watched_interfaces(os.environ.get("GLOO_SOCKET_IFNAME"))),
-    )
+    sent = sent_bytes(watched_interfaces(os.environ.get("GLOO_SOCKET_IFNAME")))
+    return _Meters(time.perf_counter(), time.process_time(), sent)
+
+
+def _per_step(begin: _Meters, end: _Meters, steps: int) -> _Meters:
+    sent = {name: round((end.sent[name] - count) / steps) for name, count in begin.sent.items()}
+    seconds, cpu_seconds = end.seconds - begin.seconds, end.cpu_seconds - begin.cpu_seconds
+    return _Meters(seconds / steps, cpu_seconds / steps, sent)
 
 
 def _agree(
     control: Control,
     name: str,
     outcomes: list[Outcome],
-    measured: _Measured,
+    measured: _Meters,
     held: tuple[int, int | None],
     warmup_steps: int,
 ) -> Turn:
     """Combines the figures of all ranks; the exchange is also the barrier before they exit."""
-    ranks: list[_Measured] = control.gather(measured)
+    ranks: list[_Meters] = control.gather(measured)
+    nodes: list[str] = control.gather(node_name())
     bytes_held: list[tuple[int, int | None]] = control.gather(held)
     losses = control.sum([float(outcome.loss) for outcome in outcomes])
     peaks = [peak for _, peak in bytes_held if peak is not None]
@@ -186,7 +178,7 @@ def _agree(
         cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
         state_bytes=max(states for states, _ in bytes_held),
         peak_bytes=max(peaks) if peaks else None,
-        nic_bytes=add_up_sent([(rank.node, rank.sent) for rank in ranks]),
+        nic_bytes=add_up_sent([(node, rank.sent) for node, rank in zip(nodes, ranks, strict=True)]),
         waited_seconds={kind: fmean(wait[kind] for wait in waits) for kind in waits[0]}
         if waits
         else None,
