@@ -94,23 +94,25 @@ def early(found: Losses, base: Losses) -> float:
     return mean(own[at] - other[at] for at in own if 0.1 * end < at <= 0.5 * end)
 
 
+Pairs = list[tuple[Losses, Losses]]
+
+
+def pairs_of(found: Found, variant: Variant, iterations: int, seeds: Sequence[int]) -> Pairs:
+    """The trainings of a variant, each with that of 16/16 from its seed, where both are done."""
+    keys = [[key_of((each, iterations, seed)) for each in (variant, VARIANTS[0])] for seed in seeds]
+    return [(found[own], found[base]) for own, base in keys if {own, base} <= found.keys()]
+
+
 def table(found: Found) -> str:
     """Markdown: the losses of every variant, and their differences to 16/16 by seed."""
     rows: list[tuple[object, ...]] = []
-    plain = VARIANTS[0]
     for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
         for variant in VARIANTS:
-            losses, more, sooner = [], [], []
-            for seed in seeds:
-                own = found.get(key_of((variant, iterations, seed)))
-                base = found.get(key_of((plain, iterations, seed)))
-                if own is not None:
-                    losses.append(own.last)
-                    more += [] if base is None else [own.last - base.last]
-                    sooner += [] if base is None else [early(own, base)]
-            if losses:
-                row = (variant.name, iterations, len(losses), f"{mean(losses):.4f}")
-                rows.append((*row, _all_of(more), _all_of(sooner)))
+            if pairs := pairs_of(found, variant, iterations, seeds):
+                loss = mean(own.last for own, _ in pairs)
+                more = _all_of([own.last - base.last for own, base in pairs])
+                sooner = _all_of([early(*pair) for pair in pairs])
+                rows.append((variant.name, iterations, len(pairs), f"{loss:.4f}", more, sooner))
     apart = "more than 16/16: mean, by seed"
     heads = "gradients/updates | iterations | seeds | held-out loss, mean"
     heads += f" | {apart} | in training, first half, {apart}"
@@ -119,7 +121,7 @@ def table(found: Found) -> str:
 
 def _all_of(differences: Sequence[float]) -> str:
     each = ", ".join(f"{value:+.4f}" for value in differences)
-    return f"{mean(differences):+.4f}: {each}" if differences else ""
+    return f"{mean(differences):+.4f}: {each}"
 
 
 def plot(found: Found, path: Path) -> None:
@@ -128,8 +130,7 @@ def plot(found: Found, path: Path) -> None:
         for color, variant in enumerate(VARIANTS[1:]):
             style = {"color": f"C{color}", "marker": "."}
             for iterations, seeds, panel in ((SHORT, SEEDS, held_out), (LONG, (1,), long)):
-                keys = [[key_of((v, iterations, s)) for v in (variant, VARIANTS[0])] for s in seeds]
-                pairs = [[found[key] for key in both] for both in keys if {*both} <= {*found}]
+                pairs = pairs_of(found, variant, iterations, seeds)
                 for pair in pairs:
                     panel.plot(*_above(*(dict(one.held_out) for one in pair)), **style)
                 if pairs and iterations == SHORT:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -238,11 +238,13 @@ def chapters_of(folder: Path) -> list[Chapter]:
         raise UserError(f"--folder {folder}: there are no rows: measure first")
     found = []
     for part in parts():
-        by_key: dict[Key, dict[str, list[dict[str, Any]]]] = {}  # and by candidate
+        # By what the candidates of a chapter have in common, and by candidate.
+        by_key: dict[tuple[str, int, bool], dict[str, list[dict[str, Any]]]] = {}
         for row in rows:
             if (row["nic"], row["shape"]) == (part.nic, part.shape):
-                candidates = by_key.setdefault(Key.of(row), {})
-                candidates.setdefault(row["setting"], []).append(row)
+                named = parse_setting(row["setting"])
+                key = named.collective, row["micro_batches"], named.rotates
+                by_key.setdefault(key, {}).setdefault(row["setting"], []).append(row)
         if not by_key:
             continue
         machines = [read_machine(path) for path in part.machine_files(folder)]
@@ -265,19 +267,6 @@ def chapters_of(folder: Path) -> list[Chapter]:
                 )
             )
     return found
-
-
-class Key(NamedTuple):
-    """What the candidates of a chapter have in common."""
-
-    collective: str
-    micro_batches: int
-    rotates: bool
-
-    @classmethod
-    def of(cls, row: dict[str, Any]) -> Key:
-        named = parse_setting(row["setting"])
-        return cls(named.collective, row["micro_batches"], named.rotates)
 
 
 def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> Workload:
