@@ -55,15 +55,8 @@ class Tally:
     ended: int = 0  # answers in which a token ends the generation
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            documents=self.documents + other.documents,
-            num_bytes=self.num_bytes + other.num_bytes,
-            advance=self.advance + other.advance,
-            skipped=self.skipped + other.skipped,
-            named=(self.named + other.named)[:NAMED_BAD],
-            answers=self.answers + other.answers,
-            ended=self.ended + other.ended,
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__slots__}
+        return Tally(**{**sums, "named": sums["named"][:NAMED_BAD]})
 
 
 class EncodedBatch(NamedTuple):

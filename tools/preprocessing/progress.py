@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tqdm import tqdm
+
 from paro.report.log import print_line
 from paro.report.time_left import duration
 from tools.preprocessing.encode import Tally
@@ -25,28 +27,26 @@ class Progress:
         self._interval = interval
         self._begin = time.perf_counter()
         self._done_before = 0  # bytes of partitions that an earlier run finished
-        self._bar = _bar(self._total) if sys.stderr.isatty() else None
+        bar: dict[str, Any] = {"total": self._total, "unit": "B", "unit_scale": True}
+        self._bar = tqdm(**bar, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def passed_over(self, num_bytes: int) -> None:
         """Adds what an earlier run has done."""
         self._done_before += num_bytes
-        if self._bar is not None:
-            self._bar.update(num_bytes)
+        self._bar.update(num_bytes)
 
     def count(self, tally: Tally) -> None:
         before = self.tally.documents // self._interval
         self.tally += tally
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{self.tally.documents:,} documents", refresh=False)
-            self._bar.update(tally.advance)
-        elif self.tally.documents // self._interval > before:
+        self._bar.set_postfix_str(f"{self.tally.documents:,} documents", refresh=False)
+        self._bar.update(tally.advance)
+        if self._bar.disable and self.tally.documents // self._interval > before:
             done = self._done_before + self.tally.advance
             rest = max(0, self._total - done) / max(1, self.tally.advance) * self._seconds()
             self._print(f" {min(99, 100 * done // self._total)}% done, {duration(rest)} left.")
 
     def finish(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         self._print("")
 
     def _seconds(self) -> float:
@@ -60,12 +60,6 @@ class Progress:
             f"{self.tally.num_bytes / seconds / 2**20:.2f} MB/s).{outlook}",
             stream=sys.stderr,
         )
-
-
-def _bar(total: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="B", unit_scale=True, dynamic_ncols=True)
 
 
 @contextmanager
@@ -82,8 +76,6 @@ def elapsing(what: str) -> Iterator[None]:
 
 
 def _show_elapsed(what: str, ended: threading.Event) -> None:
-    from tqdm import tqdm
-
     if sys.stderr.isatty():
         with tqdm(desc=what, bar_format="{desc}, {elapsed}") as clock:
             while not ended.wait(1.0):
