@@ -107,16 +107,8 @@ def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
             colour = _colour(index + _FIRST_KIND)
             axis.barh(places, widths, left=left, height=0.6, color=colour, label=label_of(part))
             left = [begin + width for begin, width in zip(left, widths, strict=True)]
-        for place, total in zip(places, left, strict=True):
-            axis.annotate(
-                f"{total:.4g}",
-                (total, place),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-                color=INK[0],
-                fontsize=9,
-            )
+        totals = axis.barh(places, left, color="none")
+        axis.bar_label(totals, fmt="{:.4g}", padding=5, color=INK[0], fontsize=9)
         axis.set_yticks(list(places), [label_of(run.name) for run in runs])
         axis.invert_yaxis()
         axis.margins(x=0.16)
