@@ -47,8 +47,7 @@ from paro.planning.machine.machine import (
 )
 from paro.report.log import print_line
 from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
-from tools.collective_timing.plot import plot
-from tools.collective_timing.text import describe, memory_line, table, written_lines
+from tools.collective_timing.results import describe, memory_line, plot, table, written_lines
 from tools.collective_timing.training import LARGE, SMALL, training_config
 from tools.shared.command_line import RankParser, add_trainer_flags
 from tools.shared.output import write_json, write_text

@@ -48,7 +48,7 @@ from tools.bench_collectives import (
     settings_of,
     table,
 )
-from tools.collective_timing import plot
+from tools.collective_timing.results import plot
 
 CPU = torch.device("cpu")
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
@@ -230,10 +230,10 @@ def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     known, unknown = settings("--inter-bandwidth", "100mbit"), settings()
     rows = [row_of(outcome([0.5], op=op), known) for op in (Op.ALL_GATHER, Op.ALL_REDUCE)]
-    plot.plot(path, "a title", rows)
+    plot(path, "a title", rows)
     with_bound = path.read_bytes()
     assert with_bound.startswith(b"\x89PNG")
-    plot.plot(path, "a title", [row_of(outcome([0.5]), unknown)])
+    plot(path, "a title", [row_of(outcome([0.5]), unknown)])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.read_bytes() != with_bound
 

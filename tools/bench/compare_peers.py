@@ -46,7 +46,6 @@ from tools.bench.peers import figures
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed, lacks_deepspeed
 from tools.bench.peers.figures import Rounds, Turn
-from tools.bench.peers.plot import plot
 from tools.bench.peers.registry import flags_of, is_own
 from tools.bench.peers.task import Task
 from tools.bench.peers.turn import in_own_process, take_turn
@@ -256,7 +255,7 @@ def report(
     }
     write_json(args.json, content)
     if args.plot is not None:
-        plot(args.plot, title, summaries, rounds)
+        figures.plot(args.plot, title, summaries, rounds)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from paro.distributed.world import World
 from paro.measuring import memory
 from paro.topology import make_topology
 from tests.paro.planning.cases import DEVICE
-from tools.collective_timing.text import memory_line
+from tools.collective_timing.results import memory_line
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
 CONFIG = GroupConfig(timeout=timedelta(seconds=1))

@@ -1,10 +1,11 @@
-"""Medians, ratios, agreement checks and tables of the turns; pure functions."""
+"""Medians, ratios, agreement checks, tables and plots of the turns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,16 @@ from paro.report.record import PlannedStep
 from paro.text import align
 from tools.bench.shared.turns import median_known
 from tools.shared.output import text_table
+from tools.shared.picture import drawing
+
+OURS, THEIRS = "tab:orange", "tab:blue"
+PANELS = (
+    ("seconds per step", "seconds", 1.0),
+    ("tokens per second", "tokens_per_second", 1.0),
+    ("model states, MB on a rank", "state_bytes", 1e6),
+    ("peak memory, MB on a rank", "peak_bytes", 1e6),
+    ("sent by all NICs, MB per step", "nic_bytes", 1e6),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +119,7 @@ def _ratio(value: float | None, other: float | None) -> float | None:
     return None if value is None or not other else value / other
 
 
-# Text #
+# Text and plots #
 
 
 def summary_table(summaries: Sequence[Row]) -> str:
@@ -168,3 +179,38 @@ def _shown(value: float | None, unit: float = 1.0) -> str:
 
 def _times(ratio: float | None) -> str:
     return "-" if ratio is None or math.isnan(ratio) else f"{ratio:.3f}"
+
+
+def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> None:
+    """Writes the plot; a figure that was not measured leaves its panel empty."""
+    with drawing(path, 2, 3, size=(16, 9)) as (figure, (*bars, curves)):
+        figure.suptitle(title)
+        for panel, (label, field, unit) in zip(bars, PANELS, strict=True):
+            _draw_bars(
+                panel, label, {row["contender"]: _scaled(row, field, unit) for row in summaries}
+            )
+        for above, (name, turns) in enumerate(reversed(rounds.items())):
+            # The curves coincide: wider ones go below.
+            steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
+            curves.plot(steps, turns[0].losses, linewidth=width, label=name)
+        curves.set(title="loss", xlabel="step")
+        curves.legend(fontsize="x-small")
+
+
+def _scaled(row: Row, field: str, unit: float) -> float | None:
+    value: float | None = row[field]
+    return None if value is None else value / unit
+
+
+def _draw_bars(axis: Any, label: str, values: dict[str, float | None]) -> None:
+    axis.set_title(label)
+    if not any(values.values()):
+        axis.text(0.5, 0.5, "not measured here", ha="center", transform=axis.transAxes)
+        axis.set_axis_off()
+        return
+    colours = [OURS if name.startswith("paro:") else THEIRS for name in values]
+    drawn = axis.barh(list(values), [value or 0.0 for value in values.values()], color=colours)
+    texts = ["-" if value is None else f"{value:.4g}" for value in values.values()]
+    axis.bar_label(drawn, texts, padding=2, fontsize="small")
+    axis.margins(x=0.2)
+    axis.invert_yaxis()  # the first contender on top, as in the table
