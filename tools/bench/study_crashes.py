@@ -46,6 +46,8 @@ MODEL = (
 )
 # Saves take fractions of a second, so poll often.
 _LOOK_SECONDS = 0.001
+_SAVE_SECONDS = 0.1  # a kill comes up to so long after a save began
+_PATIENCE_SECONDS = 180.0  # to train again; more is a hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,21 +135,20 @@ def losses(path: Path) -> list[tuple[int, float]]:
     return [(row["iteration"], row["lm_loss"]) for row in rows_in(path)]
 
 
-def wait_for_training(training: Launched, iterations: int, limit: float) -> bool:
+def wait_for_training(training: Launched, iterations: int) -> bool:
     """Waits until more iterations were printed; False once the training has ended."""
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while training.num_iterations() <= iterations:
         if training.process.poll() is not None:
             return False
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no iteration within {limit:.0f} s: {training.text()[-3000:]}")
+            waited = f"no iteration within {_PATIENCE_SECONDS:.0f} s"
+            raise TimeoutError(f"{waited}: {training.text()[-3000:]}")
         time.sleep(0.05)
     return True
 
 
-def wait_for_the_moment(
-    training: Launched, drawn: random.Random, *, inside: bool, save_seconds: float
-) -> int | None:
+def wait_for_the_moment(training: Launched, drawn: random.Random, *, inside: bool) -> int | None:
     """Waits for a random moment; for one inside a save, returns the iteration being written."""
     if not inside:
         time.sleep(drawn.uniform(0.0, 1.5))
@@ -155,7 +156,7 @@ def wait_for_the_moment(
     while training.process.poll() is None:
         iteration = training.is_saving()
         if iteration is not None:
-            time.sleep(drawn.uniform(0.0, save_seconds))
+            time.sleep(drawn.uniform(0.0, _SAVE_SECONDS))
             return iteration
         time.sleep(_LOOK_SECONDS)
     return None
@@ -189,21 +190,18 @@ def disturb(
     training: Launched, study: Study, args: argparse.Namespace, drawn: random.Random
 ) -> None:
     """Kills until the training has ended or there were enough kills of both kinds."""
-    limit = 60.0 * args.patience_minutes
-    if not wait_for_training(training, 0, limit):
+    if not wait_for_training(training, 0):
         return
     while wanted := wanted_kinds(study, args, asynchronous=training.asynchronous):
         inside = drawn.choice(wanted)
         iterations = training.num_iterations()
-        writing = wait_for_the_moment(
-            training, drawn, inside=inside, save_seconds=args.save_seconds
-        )
+        writing = wait_for_the_moment(training, drawn, inside=inside)
         killed = kill_one(training, drawn, args, writing=writing)
         if killed is None:
             return
         begin = time.monotonic()
         iterations = max(iterations, training.num_iterations())
-        again = wait_for_training(training, iterations, limit)
+        again = wait_for_training(training, iterations)
         if again:
             seconds = killed.survivors_gone_seconds + time.monotonic() - begin
             killed = replace(killed, trains_again_seconds=seconds)
@@ -299,8 +297,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--group-size", type=int, default=2)
     add("--strategy", default="IIG")
     add("--train-iters", type=int, default=36)
-    add("--save-seconds", type=float, default=0.1, help="kill up to so long after a save began")
-    add("--patience-minutes", type=float, default=3.0, help="to train again; more is a hang")
     add("--seed", type=int, default=1)
     add("--json", type=Path, help="write the figures here")
     args = parser.parse_args(argv)
