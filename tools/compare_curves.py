@@ -46,7 +46,7 @@ def differences_from(run: Run, reference: Run) -> dict[int, float]:
 
 
 def distance_of(run: Run, reference: Run) -> dict[str, Any]:
-    """How far the losses of a run are from the reference's: relative differences."""
+    """Compares the losses of a run with the reference's: relative differences."""
     signed = list(differences_from(run, reference).values())
     sizes = [abs(value) for value in signed]
     return {

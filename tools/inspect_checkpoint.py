@@ -41,7 +41,7 @@ Entry = dict[str, Any]
 
 
 def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
-    """A tensor of a checkpoint, as --json has it."""
+    """Describes a tensor of a checkpoint, as --json has it."""
     type_name = str(dtype).removeprefix("torch.")
     size = prod(shape) * dtype.itemsize
     return {"name": name, "shape": [*shape], "dtype": type_name, "bytes": size}

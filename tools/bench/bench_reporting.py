@@ -84,7 +84,7 @@ def is_reported(number: int) -> bool:
 
 
 def costs(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """The seconds of steps of both kinds by each clock, and what the report costs.
+    """Collects the seconds of steps of both kinds by each clock, and what the report costs.
 
     The first round does the set-up and does not count.
     """

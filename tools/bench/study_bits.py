@@ -98,7 +98,7 @@ Pairs = list[tuple[Losses, Losses]]
 
 
 def pairs_of(found: Found, variant: Variant, iterations: int, seeds: Sequence[int]) -> Pairs:
-    """The trainings of a variant, each with that of 16/16 from its seed, where both are done."""
+    """Pairs trainings of a variant with those of 16/16 from equal seeds, where both are done."""
     keys = [[key_of((each, iterations, seed)) for each in (variant, VARIANTS[0])] for seed in seeds]
     return [(found[own], found[base]) for own, base in keys if {own, base} <= found.keys()]
 

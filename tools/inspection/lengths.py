@@ -32,7 +32,7 @@ def figures(lengths: NDArray[np.int64]) -> str:
 
 
 def histogram(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Documents by tokens, in steps of doubling width: 0, 1, 2-3, 4-7, ..., up to the longest."""
+    """Counts documents by tokens, in steps of doubling width: 0, 1, 2-3, 4-7, ..."""
     if len(lengths) == 0:
         return {}
     places = np.zeros(len(lengths), dtype=np.int64)

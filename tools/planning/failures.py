@@ -19,7 +19,7 @@ from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.text import count_text
 
-Row = dict[str, Any]  # a setting, how it recovers, and what remains of its speed
+Row = dict[str, Any]  # a setting, how it recovers, and the tokens a second that remain
 _MOST_NODES = 2  # that the settings to compare may lose
 
 

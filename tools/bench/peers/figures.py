@@ -71,7 +71,7 @@ def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
 
 
 def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[Row]:
-    """A row of medians per contender, in their order; `rank_flops`: a rank's share of a step."""
+    """Makes a row of medians per contender; `rank_flops`: a rank's share of a step."""
     rows = []
     for name, turns in rounds.items():
         seconds = median(turn.seconds for turn in turns)
@@ -96,7 +96,7 @@ def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[R
 
 
 def compare(rounds: Rounds, baseline: str) -> list[Row]:
-    """A row per contender, the baseline too: medians over rounds of ratios within a round."""
+    """Makes a row per contender, the baseline too: medians over rounds of ratios within one."""
     rows = []
     for name, turns in rounds.items():
         pairs = list(zip(turns, rounds[baseline], strict=True))

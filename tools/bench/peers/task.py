@@ -143,7 +143,7 @@ def adamw_settings(task: Task) -> dict[str, Any]:
 
 
 def fused_adamw(task: Task, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """PyTorch's AdamW for parameters that are their own master weights."""
+    """Makes PyTorch's AdamW for parameters that are their own master weights."""
     groups = decay_groups(task, parameters)
     return torch.optim.AdamW(groups, fused=True, **adamw_settings(task))
 

@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 def in_own_process(function: Callable[[], Result]) -> Result:
-    """What `function`, which can be pickled, returns or raises in a fork of this process."""
+    """Runs a function, which can be pickled, in a fork of this process; raises what it raises."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(function).result()
 
@@ -138,7 +138,7 @@ def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
 
 
 class _Meters(NamedTuple):
-    """What the meters of one rank show, or what they counted in a step."""
+    """Figures that the meters of one rank show, or that they counted in a step."""
 
     seconds: float
     cpu_seconds: float
