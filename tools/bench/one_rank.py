@@ -49,7 +49,7 @@ from tools.bench.link_model.links import Links
 from tools.bench.link_model.process_group import alone
 from tools.bench.peers.registry import build, is_own
 from tools.bench.peers.task import Contender, Task
-from tools.bench.peers.turn import batches_of, in_own_process, rehearse
+from tools.bench.peers.turn import backends_on, batches_of, in_own_process, rehearse
 from tools.shared.command_line import RankParser
 from tools.shared.meters import MemoryMeter
 from tools.shared.output import text_table, write_json
@@ -95,8 +95,9 @@ def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = F
     if on_gpu:
         torch.cuda.set_device(device)
     with alone(links):
-        backend, store = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+        dist.init_process_group(
+            backends_on(device), store=dist.HashStore(), rank=world.rank, world_size=world.size
+        )
         # Steps with links, and as many without after one that ends what links delay.
         batches = batches_of(replace(task, steps=2 * task.steps + 1), device)
         if not on_gpu:

@@ -94,18 +94,18 @@ def process_group(
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        runtime.distributed_backend,
+        backends_on(device),
         store=dist.PrefixStore(f"turn-{number}", store),
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
     )
-    yield
-    # Only after a turn that succeeded: otherwise it could hang. Never for gloo: destroying its
-    # groups waits, holding the GIL, for threads that may need it; they end with the process.
-    if device.type == "cuda":
-        dist.destroy_process_group()
+    yield  # groups end with the process: destroying gloo's waits for threads that need the GIL
+
+
+def backends_on(device: torch.device) -> str:
+    """The backends of the default group: `Control` sums what is on the host, on GPUs too."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:

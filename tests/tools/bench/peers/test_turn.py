@@ -7,10 +7,12 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from paro.errors import UserError
 from tests.helpers.refusals import refused
-from tools.bench.peers.turn import in_own_process
+from tools.bench.peers.turn import backends_on, in_own_process
 
 pytestmark = pytest.mark.process
 
@@ -29,3 +31,12 @@ def test_what_a_function_returns_or_raises_comes_back_from_another_process() -> 
 def test_a_process_that_was_killed_is_told() -> None:
     with pytest.raises(BrokenProcessPool):
         in_own_process(partial(os._exit, 7))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", {"cpu": "gloo"}), ("cuda", {"cpu": "gloo", "cuda": "nccl"})]
+)
+def test_the_default_group_sums_what_is_on_the_host(device: str, expected: dict[str, str]) -> None:
+    backend = dist.Backend(backends_on(torch.device(device)))
+    found = dist.distributed_c10d.BackendConfig(backend).get_device_backend_map()
+    assert found | expected == found
