@@ -41,7 +41,7 @@ def outputs(x: Operand, weight: Operand) -> Tensor:
         assert isinstance(weight, Tensor)
         return F.linear(x, weight)
     assert isinstance(weight, Scaled)
-    flat = _product(x, x.values.flatten(0, -2), weight, weight.values)
+    flat = _product(x, x.values.flatten(0, -2), weight, weight.values, fast=True)
     # Not a view, to which autograd would allow no addition in place: of a bias, for example.
     shaped: Tensor = torch.ops.aten._unsafe_view(flat, [*x.values.shape[:-1], flat.shape[-1]])
     return shaped
@@ -178,16 +178,16 @@ def _weight_grad(grad: Operand, x: Operand) -> Tensor:
         assert isinstance(x, Tensor)
         return grad.t() @ x
     assert isinstance(x, Scaled)
-    return _product(grad, grad.values_t, x, x.values_t, exact=True)
+    return _product(grad, grad.values_t, x, x.values_t)
 
 
 def _product(
-    left: Scaled, left_MK: Tensor, right: Scaled, right_NK: Tensor, *, exact: bool = False
+    left: Scaled, left_MK: Tensor, right: Scaled, right_NK: Tensor, *, fast: bool = False
 ) -> Tensor:
-    """[M, N].
+    """Multiplies two matrices in fp8 to [M, N].
 
-    In forward and for the inputs' gradients a GPU may add up short runs with fewer bits, which is
-    faster; weight gradients, sums over all tokens, are `exact`.
+    `fast`: a GPU adds up with fewer bits than fp32 has. That is for forward alone: errors of
+    gradients would add up from block to block. CPUs ignore it.
     """
     out: Tensor = torch._scaled_mm(
         left_MK,
@@ -195,6 +195,6 @@ def _product(
         scale_a=left.scale,
         scale_b=right.scale,
         out_dtype=left.dtype,
-        use_fast_accum=not exact and left_MK.device.type == "cuda",
+        use_fast_accum=fast,
     )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,44 @@ def test_layers_multiply_in_fp8_forward_and_backward(layer: str, fp8: Fp8) -> No
         torch.autograd.backward(outs, [normal(*out.shape, seed=7) for out in outs])
         results.append([*outs, *(leaf.grad for leaf in inputs)])
     all_near(*results)
+
+
+def test_only_forward_adds_up_with_fewer_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, fast = torch._scaled_mm, []
+
+    def noted(*args: Tensor, use_fast_accum: bool, **options: Any) -> Tensor:
+        fast.append(use_fast_accum)
+        return product(*args, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
+    x, scale, up = normal(32, 48, seed=1), normal(48, seed=2).exp(), normal(32, 48, seed=3)
+    first, second = (normal(64, 48, seed=seed) for seed in (4, 5))
+    for layer, leaves, matmuls in (
+        (linear, (x, first), 1),
+        (gated_linear, (x, up, first), 1),
+        (partial(normed_linears, SharedNorm(x, scale, 1e-5)), (x, scale, first, second), 2),
+    ):
+        fast.clear()
+        inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        outs = layer(*inputs, fp8=HYBRID)
+        assert fast == matmuls * [True]
+        fast.clear()
+        outs = (outs,) if isinstance(outs, Tensor) else outs
+        torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+        assert fast == 2 * matmuls * [False]
+
+
+@pytest.mark.gpu
+def test_long_sums_of_input_gradients_keep_their_bits() -> None:
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        pytest.skip("needs fp8: compute capability 8.9")
+    grad, weight = (
+        normal(*shape, seed=seed).abs().cuda()
+        for seed, shape in enumerate(((256, 11_008), (11_008, 128)))
+    )
+    wanted = exact(grad, HYBRID, is_grad=True).double() @ exact(weight, HYBRID).double()
+    found = input_grads(both(grad, HYBRID, is_grad=True), both(weight, HYBRID))
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-3
 
 
 @pytest.mark.gpu
