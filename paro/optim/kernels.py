@@ -22,7 +22,7 @@ VERSION: str = triton.__version__
 def _adamw(
     param, exp_avg, exp_avg_sq, grad, copy, numel, factor, kept, beta1, beta2, eps, step_size,
     correction, key1, key2, low, width, stride, start, COPIES: tl.constexpr,
-    ROUNDS1: tl.constexpr, ROUNDS2: tl.constexpr, BLOCK: tl.constexpr,
+    CUT: tl.constexpr, ROUNDS1: tl.constexpr, ROUNDS2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -35,7 +35,9 @@ def _adamw(
     p = p * kept - step_size * m / (tl.sqrt(v) / correction + eps)
     if ROUNDS1 or ROUNDS2:  # as in rounding.py
         j = at + low
-        bits = (start + j // width * stride + j % width).to(tl.uint32)
+        if CUT:  # else no element costs a division in 64 bits
+            j += j // width * (stride - width)
+        bits = (start + j).to(tl.uint32)
         bits ^= key1.to(tl.uint32)
         bits = (bits ^ (bits >> 16)) * 0x7FEB352D
         bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -79,6 +81,7 @@ class TritonAdamW(AdamW):
             (1.0 - beta2**self._num_steps) ** 0.5,
             *keys,
             *((0, 1, 1, 0) if at is None else (at.low, at.width, at.stride, at.start)),
+            CUT=at is not None and at.width != at.stride,
             ROUNDS1=self.exp_avg.dtype != torch.float32,
             ROUNDS2=self.exp_avg_sq.dtype != torch.float32,
             COPIES=update.copy is not None,

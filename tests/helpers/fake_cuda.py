@@ -323,6 +323,8 @@ def fake_cuda() -> Iterator[Recorder]:
                 recorder.launch(kernel.__name__, *args)
                 ptx = compiled(kernel, *args, **options)
                 recorder.operations |= {*re.findall(r"satfinite\.\w+", ptx)}  # casts to fp8
+                if re.search(r"\b(div|rem)\.[su]64", ptx):
+                    recorder.operations.add(f"{kernel.__name__} divides in 64 bits")
 
             stack.enter_context(patch.object(JITFunction, "run", launch))
         stack.enter_context(_fake_mode())

@@ -89,11 +89,16 @@ def test_what_bf16_has_stays(value: float) -> None:
     assert torch.equal(rounded.float().nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-def updated(name: str, numel: int, kinds: tuple[torch.dtype, torch.dtype]) -> list[Tensor]:
-    """Parameters and moments after two updates, the second by an object that goes on."""
+def updated(
+    name: str, numel: int, kinds: tuple[torch.dtype, torch.dtype], *, stride: int = 9
+) -> list[Tensor]:
+    """Parameters and moments after two updates, the second by an object that goes on.
+
+    Rows are 7 wide: with another `stride` they are of a matrix that is cut in its columns.
+    """
     param = torch.linspace(-1, 1, numel)
     states = [param, *(torch.zeros(numel, dtype=kind) for kind in kinds)]
-    rounding = Rounding(seed=4, name="w", low=5, width=7, stride=9, start=2)
+    rounding = Rounding(seed=4, name="w", low=5, width=7, stride=stride, start=2)
     for step in (0, 1):
         ours = choose_adamw(name, CPU, rounds=True).make(
             *states, betas=(0.8, 0.95), eps=1e-6, rounding=rounding
@@ -125,11 +130,16 @@ def test_the_first_update_is_that_of_fp32(kinds: tuple[torch.dtype, torch.dtype]
     assert not torch.equal(rounded[0], exact[0])
 
 
+@pytest.mark.parametrize("stride", [7, 9])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_the_kernel_rounds_by_the_same_bits(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+def test_the_kernel_rounds_by_the_same_bits(
+    kinds: tuple[torch.dtype, torch.dtype], stride: int
+) -> None:
     """A value apart by rounding in fp32 is now and then rounded to the other side."""
     with interpreter():
-        torchs, tritons = (updated(name, 2500, kinds) for name in ("torch", "triton"))
+        torchs, tritons = (
+            updated(name, 2500, kinds, stride=stride) for name in ("torch", "triton")
+        )
     for wanted, found in zip(torchs, tritons, strict=True):
         assert found.dtype == wanted.dtype
         differ = ~torch.isclose(found.float(), wanted.float(), rtol=1e-5, atol=1e-6)
