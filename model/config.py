@@ -180,8 +180,20 @@ def flash_takes(num_bytes: int, head_size: int) -> bool:
 
 
 # The loss computes logits of so many tokens at a time. Every chunk reads and writes the gradient of
-# the output weight once; the chunk's matmuls must be large enough to outweigh that.
+# the output weight once; the chunk's matmuls must be large enough to outweigh that. On a GPU they
+# are faster the larger they are: Triton, which has no logits in fp32, takes more tokens where their
+# logits fit into so many bytes.
 LOSS_CHUNK_TOKENS = 1024
+_FUSED_LOSS_TOKENS, _FUSED_LOSS_BYTES = 4096, 2**30
+
+
+def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
+    """How many tokens' logits the loss computes at a time; `fused`: by Triton."""
+    if not fused:
+        return LOSS_CHUNK_TOKENS
+    fit = _FUSED_LOSS_BYTES // (vocab_size * element_bytes)
+    power_of_two = (1 << fit.bit_length()) >> 1
+    return min(max(LOSS_CHUNK_TOKENS, power_of_two), _FUSED_LOSS_TOKENS)
 
 
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, **more: Any) -> LlamaConfig:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import LOSS_CHUNK_TOKENS
+from model.config import loss_chunk
 from model.matmul import GradSink, sink_of, store_grad, write_weight_grad
 
 
@@ -95,12 +95,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute_losses = _fused_losses if fused else _losses
         weight_VD = weight_VD.to(x_TD.dtype)
         num_tokens = x_TD.shape[0]
-        several = num_tokens > LOSS_CHUNK_TOKENS
+        chunk = loss_chunk(weight_VD.shape[0], x_TD.element_size(), fused=fused)
+        several = num_tokens > chunk
         weight_grad = _WeightGrad(ctx.sink, several=several) if needs_weight else None
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         needs_grads = needs_x or needs_weight
         loss = torch.zeros((), dtype=torch.float32, device=x_TD.device)
-        for part in _chunks(num_tokens):
+        for part in _chunks(num_tokens, chunk):
             labels_T1, weights_T = labels_T[part, None], token_weights_T[part].float()
             chunk_TD = _masked(x_TD[part], weights_T)
             # Gradient of the logits without the token weights: these scale the smaller tensors.
@@ -209,7 +210,8 @@ class _SliceScores(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight_VD, local_T, token_weights_T, log_norm_T)
         ctx.sink = sink_of(weight_VD)
         weight_VD = weight_VD.to(x_TD.dtype)
-        for part in _chunks(x_TD.shape[0]):
+        ctx.chunk = loss_chunk(weight_VD.shape[0], x_TD.element_size(), fused=False)
+        for part in _chunks(x_TD.shape[0], ctx.chunk):
             logits_TV = _logits(_masked(x_TD[part], token_weights_T[part]), weight_VD)
             here_T, row_T = _rows(local_T[part], weight_VD.shape[0])
             label_logit_T[part] = logits_TV.gather(1, row_T[:, None]).squeeze(1) * here_T
@@ -229,9 +231,9 @@ class _SliceScores(torch.autograd.Function):
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         sink = ctx.sink if needs_weight else None
         # In a sink chunks are added in its own type: a sum in fp32 would be as large as two slices.
-        several = sink is None and x_TD.shape[0] > LOSS_CHUNK_TOKENS
+        several = sink is None and x_TD.shape[0] > ctx.chunk
         weight_grad = _WeightGrad(sink, several=several) if needs_weight else None
-        for part in _chunks(x_TD.shape[0]):
+        for part in _chunks(x_TD.shape[0], ctx.chunk):
             chunk_TD = _masked(x_TD[part], token_weights_T[part])
             grad_TV = _logits(chunk_TD, weight_VD)
             grad_TV.sub_(log_norm_T[part, None]).exp_().mul_(share_T[part, None])
@@ -250,9 +252,8 @@ class _SliceScores(torch.autograd.Function):
         return grad_x_TD, grad_weight_VD, None, None, None
 
 
-def _chunks(num_tokens: int) -> Iterator[slice]:
-    begins = range(0, num_tokens, LOSS_CHUNK_TOKENS)
-    return (slice(begin, begin + LOSS_CHUNK_TOKENS) for begin in begins)
+def _chunks(num_tokens: int, size: int) -> Iterator[slice]:
+    return (slice(begin, begin + size) for begin in range(0, num_tokens, size))
 
 
 def _masked(x_TD: Tensor, token_weights_T: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from model.config import LlamaConfig, RecomputeConfig
+from model.config import LlamaConfig, RecomputeConfig, loss_chunk
 from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.optim.deal import places_to_deal_to
 from paro.optim.muon_config import MuonConfig
@@ -56,6 +56,14 @@ class MicroBatch:
     def tensor_bytes(self, width: int) -> int:
         """Of a tensor in the compute type with so many elements for each token."""
         return self.num_tokens * width * self.compute_bytes
+
+    def fuses_loss(self, model: LlamaConfig) -> bool:
+        """Whether Triton makes gradients of logits in their place; a GPU is expected to have it."""
+        return model.fuses_loss or self.device_type == "cuda"
+
+    def loss_chunk(self, model: LlamaConfig) -> int:
+        """How many tokens' logits the loss of a whole output weight computes at a time."""
+        return loss_chunk(model.vocab_size, self.compute_bytes, fused=self.fuses_loss(model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

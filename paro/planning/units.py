@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
+from model.config import LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.layout import make_whole_layout
 from paro.planning.context_parallel import travelling_bytes
@@ -353,8 +353,8 @@ class Activations:
         are others.
         """
         size, vocab_size = self.batch.compute_bytes, self.config.vocab_size
-        chunk = min(self.batch.num_tokens, LOSS_CHUNK_TOKENS)
-        in_place = size == 4 or self.batch.device_type == "cuda"
+        chunk = min(self.batch.num_tokens, self.batch.loss_chunk(self.config))
+        in_place = size == 4 or self.batch.fuses_loss(self.config)
         logits = chunk * vocab_size * (size if in_place else 4 + size)
         inputs = chunk * self.config.hidden_size * size
         return logits + inputs, chunk * vocab_size * size + 2 * inputs
@@ -369,7 +369,7 @@ class Activations:
         before, after = self._chunk_of_loss()
         numel = self.config.vocab_size * self.config.hidden_size
         on_cpu = self.batch.device_type == "cpu"
-        sums = self.batch.num_tokens > LOSS_CHUNK_TOKENS and grad_bytes < 4
+        sums = self.batch.num_tokens > self.batch.loss_chunk(self.config) and grad_bytes < 4
         if not self._matmuls_write(4 if sums else grad_bytes):
             after += numel * (self.batch.compute_bytes + (4 if on_cpu else 0))
         return (4 * numel if sums else 0) + max(before, after)
@@ -377,7 +377,7 @@ class Activations:
     def _tied_loss(self) -> int:
         """Peak bytes of the loss in addition to the gradients that it keeps."""
         before, after = self._chunk_of_loss()
-        if self.batch.num_tokens <= LOSS_CHUNK_TOKENS:
+        if self.batch.num_tokens <= self.batch.loss_chunk(self.config):
             return max(before - self._of_vocabulary, after)  # the weight's is computed last
         if self.batch.compute_bytes == 4:
             return max(before, after)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import cross_entropy
+from model.config import loss_chunk
 from model.cross_entropy import linear_cross_entropy
 from tests.model.values import Sink, assert_rounded
 
@@ -54,7 +54,7 @@ def in_fp32(given: Inputs) -> Inputs:
 
 @pytest.fixture(params=[1, 3, 9, 10, 100])
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", request.param)
+    monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", request.param)
     return int(request.param)
 
 
@@ -204,11 +204,29 @@ class _Largest(TorchDispatchMode):
 
 
 def test_logits_of_all_tokens_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", 7)
+    monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 7)
     assert 7 * V > V * D, "the weight's gradient is not the largest"
     with _Largest() as largest:
         results(linear_cross_entropy, inputs())
     assert largest.numel == 7 * V
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "element_bytes", "fused", "tokens"),
+    [
+        (32_000, 2, True, 4096),
+        (128_256, 2, True, 4096),
+        (128_256, 4, True, 2048),
+        (256_000, 2, True, 2048),
+        (10**7, 4, True, 1024),
+        (10**9, 4, True, 1024),
+        (32_000, 2, False, 1024),
+    ],
+)
+def test_a_chunk_is_of_many_tokens_where_their_logits_fit(
+    vocab_size: int, element_bytes: int, fused: bool, tokens: int
+) -> None:
+    assert loss_chunk(vocab_size, element_bytes, fused=fused) == tokens
 
 
 def test_a_second_backward_is_an_error() -> None:

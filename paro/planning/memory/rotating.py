@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from model.config import LOSS_CHUNK_TOKENS
+from model.config import loss_chunk
 from paro.planning.passes import StepCounts
 from paro.planning.rotation import unit_parts
 from paro.planning.units import Activations, UnitActivations
@@ -67,7 +67,7 @@ class PartActivations(Activations):
     def _loss(self, steps: int) -> UnitActivations:
         residual, tokens, size = self.residual, self.batch.num_tokens, self.batch.compute_bytes
         rows = -(-self.config.vocab_size // steps)
-        chunk = min(tokens, LOSS_CHUNK_TOKENS) * rows
+        chunk = min(tokens, loss_chunk(rows, size, fused=False)) * rows
         gradient = 0 if self.direct else rows * self.config.hidden_size * size
         return UnitActivations(
             kept=2 * residual + tokens * (4 + 20 * steps),

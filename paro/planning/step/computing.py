@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from model.config import LOSS_CHUNK_TOKENS, LlamaConfig
+from model.config import LlamaConfig
 from model.units import PartSpec, unit_specs
 from paro.errors import UserError
 from paro.optim.states import adamw_states, bytes_of
@@ -158,8 +158,9 @@ class Computing:
         trained = sum(unit.trainable_numel for unit in units) / sum(unit.numel for unit in units)
         if method == "loss" and isinstance(shape, StepShape):
             # As much again for the gradients of each operand.
-            loss, of_chunk = (2 + trained) * forward, LOSS_CHUNK_TOKENS / self.batch.num_tokens
-            later = loss - min(1.0, of_chunk) * forward if shape.grads_in_forward else 0.0
+            loss, chunk = (2 + trained) * forward, self.batch.loss_chunk(self.model)
+            of_chunk = min(1.0, chunk / self.batch.num_tokens)
+            later = loss - of_chunk * forward if shape.grads_in_forward else 0.0
             return {Verb.FORWARD: loss - later, Verb.LOSS: later}
         recompute = self.model.recompute
         again = self._seconds(products) if self.model.keeps_core else forward

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
@@ -191,7 +190,7 @@ def test_a_loss_in_chunks_of_tokens_takes_as_much_memory(
     silence(monkeypatch)
     peaks = []
     for chunk in (16, 8):
-        monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", chunk)
+        monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", chunk)
         rank = rotating_rank(TALL, strategy, topology, precision, in_place=in_place)
         rank.step(2, size=1, seq_length=16)
         peaks.append(allocated_at_most(partial(rank.step, 2, size=1, seq_length=16)))

@@ -1,4 +1,4 @@
-"""The predicted peak in fp8, compared with the allocations of a rank, by Triton and by torch."""
+"""The predicted peak in fp8 and of Triton's loss, compared with the allocations of a rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.paro.planning.memory.test_gathering import (
     BF16,
     EACH,
     FP32,
+    LOGITS,
     RUNS_OF_TWO,
     SMALL,
     assert_predicted,
@@ -49,7 +50,11 @@ CASES = {
     ),
     "fp8, adapters": in_fp8("NNG", lora=ADAPTERS),
     "fp8, adapters by torch": in_fp8("GGG", lora=ADAPTERS, fuses_fp8_casts=False),
+    "the loss by Triton, in chunks": run(
+        "GGG", replace(LOGITS, fuses_loss=True), BF16, micro_batch_size=4
+    ),
 }
+IN_FORWARD = ("fp8, adapters by torch", "the loss by Triton, in chunks")
 
 
 def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +66,13 @@ def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.empty(left_MK.shape[0], right_KN.shape[1], dtype=out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
-    for name in ("_largest", "_cast"):
+    for name in ("_largest", "_cast", "_cross_entropy"):
         monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *_, **__: None))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_a_rank_allocates(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     allocate_as_gpus(monkeypatch)
-    at = "forward" if name == "fp8, adapters by torch" else "backward"
-    assert_predicted(monkeypatch, CASES[name], at)
+    monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64)
+    monkeypatch.setattr("model.config._FUSED_LOSS_BYTES", 128 * 2 * LOGITS.vocab_size)
+    assert_predicted(monkeypatch, CASES[name], "forward" if name in IN_FORWARD else "backward")

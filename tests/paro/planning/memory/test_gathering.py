@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from model import cross_entropy
 from model.config import LlamaConfig, RecomputeConfig
 from model.fusion import Fusions, usable_kernels
 from model.lora_config import LoraConfig, targets_of
-from paro.planning import units as planning_llama
 from paro.planning.run_plan import RunPlan
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.trainable import Trainable, TrainableKind
@@ -134,8 +132,7 @@ def assert_predicted(
 
 
 def set_loss_chunk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for module in (cross_entropy, planning_llama):
-        monkeypatch.setattr(module, "LOSS_CHUNK_TOKENS", 64 if name in IN_CHUNKS else 512)
+    monkeypatch.setattr("model.config.LOSS_CHUNK_TOKENS", 64 if name in IN_CHUNKS else 512)
 
 
 @pytest.mark.parametrize("name", CASES)
