@@ -62,11 +62,12 @@ def operand(
     is_grad: bool = False,
     data: bool = True,
     transposed: bool = False,
+    again: bool = False,
 ) -> Operand:
     """The tensor as matmuls take it: unchanged without fp8.
 
     `outputs` reads `data` of both operands, `input_grads` data of the gradient and the weight
-    `transposed`, `weight_grad` both transposed.
+    `transposed`, `weight_grad` both transposed. `again`: an activation that backward casts too.
     """
     if fp8 is None:
         return tensor
@@ -74,7 +75,8 @@ def operand(
     if fp8.fused:
         from model.kernels import cast
 
-        return Scaled(*cast(tensor, kind, data=data, transposed=transposed), tensor.dtype)
+        made = cast(tensor, kind, data=data, transposed=transposed, again=again)
+        return Scaled(*made, tensor.dtype)
     cast_as_is, scale = _cast(tensor, kind)
     turned = cast_as_is.flatten(0, -2).t().contiguous() if transposed else None
     return Scaled(cast_as_is if data else None, turned, scale, tensor.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from model.config import LlamaConfig
 from model.cross_entropy import linear_cross_entropy
 from model.fp8 import Fp8, Scaled, operand
+from model.largest import known_largest
 from model.layers import gated_linear, normed_linears
 from model.norm import SharedNorm
 from model.rotary import rotate
@@ -93,10 +94,11 @@ def _try_norm(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> 
     x, scale = _values((3, 1, width), dtype, device), _values((width,), dtype, device)
     weight = _values((2, width), dtype, device)
 
+    for_cast = config.fp8_format is not None
+
     def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
-        norm = SharedNorm(x, scale, config.norm_epsilon, fused=fused)
-        (out,) = normed_linears(norm, x, scale, weight)
-        return out
+        norm = SharedNorm(x, scale, config.norm_epsilon, fused=fused, for_cast=for_cast)
+        return torch.cat(normed_linears(norm, x, scale, weight, passes_x=True), dim=-1)
 
     _compare(run, (x, scale))
 
@@ -139,6 +141,25 @@ def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) ->
             same &= torch.equal(wanted.view(torch.uint8), found.view(torch.uint8))
         if not same:
             raise RuntimeError("casts to fp8 differ from those of torch's operations")
+    _check_largest(values.to(dtype))
+
+
+def _check_largest(values: Tensor) -> None:
+    """`RuntimeError` unless all kernels find the largest value of what they write for a cast."""
+    from model.kernels import norm, norm_backward, rotate, swiglu, swiglu_backward
+
+    scale, angles = values[0].contiguous(), values.new_ones(len(values), values.shape[-1] - 1)
+    y, rstd = norm(values, scale, 1e-5)
+    for tensor in (
+        y,
+        norm_backward(y, values, scale, rstd, y, for_cast=True)[0],
+        swiglu(values, y, for_cast=True),
+        *swiglu_backward(y.clone(), values, y, for_cast=True),
+        rotate(values[:, None, None, 1:], angles, angles[:, ::2], inverse=True, for_cast=True),
+    ):
+        found = known_largest(tensor)
+        if found is None or float(found.view(torch.float32)) != float(tensor.abs().amax()):
+            raise RuntimeError("largest values are not those of torch's operations")
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.largest import known_largest, remember_largest
+
 _BLOCK = 1024  # elements of a program
 _MOST_HEADS = 16  # of a program of the rotary embedding, so that a thread has several channels
 _MAXIMUM_BLOCK = 8192  # elements of a program that looks for the largest
@@ -24,16 +26,34 @@ VERSION: str = triton.__version__
 
 
 @triton.jit
-def _swiglu(gate, up, out, numel, BLOCK: tl.constexpr):
+def _magnitude(x):
+    """Bits, in the order of magnitudes; a NaN's are above those of infinity."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _raise(largest, magnitude, written):
+    """Raises `largest` to the largest `magnitude`, as it is rounded where `written` points to."""
+    value = tl.max(magnitude, None).to(tl.float32, bitcast=True)  # rounding keeps the order
+    found = _magnitude(value.to(written.dtype.element_ty))
+    # Most programs find that others have raised it: all would wait for one address.
+    tl.atomic_max(largest, found, mask=found > tl.load(largest), sem="relaxed")
+
+
+@triton.jit
+def _swiglu(gate, up, out, largest, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, g * tl.sigmoid(g) * u, mask=inside)
+    product = g * tl.sigmoid(g) * u
+    tl.store(out + at, product, mask=inside)
+    if largest is not None:
+        _raise(largest, _magnitude(product), out)
 
 
 @triton.jit
-def _swiglu_backward(grad, gate, up, grad_gate, grad_up, numel, BLOCK: tl.constexpr):
+def _swiglu_backward(grad, gate, up, grad_gate, grad_up, largest, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -41,15 +61,21 @@ def _swiglu_backward(grad, gate, up, grad_gate, grad_up, numel, BLOCK: tl.conste
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
-    tl.store(grad_up + at, d * silu, mask=inside)
-    tl.store(grad_gate + at, d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), mask=inside)
-    tl.store(grad + at, silu * u, mask=inside)
+    of_gate, of_up, product = d * u * sigmoid * (1.0 + g * (1.0 - sigmoid)), d * silu, silu * u
+    tl.store(grad_up + at, of_up, mask=inside)
+    tl.store(grad_gate + at, of_gate, mask=inside)
+    tl.store(grad + at, product, mask=inside)
+    if largest is not None:
+        _raise(largest, _magnitude(of_gate), grad_gate)
+        _raise(largest + 1, _magnitude(of_up), grad_up)
+        _raise(largest + 2, _magnitude(product), grad)
 
 
 @triton.jit
 def _rotate(
-    x, cos, sin, out, num_rows, num_heads, half, sign, HEADS: tl.constexpr, HALF: tl.constexpr
-):
+    x, cos, sin, out, largest, num_rows, num_heads, half, sign,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, HALF)
@@ -60,17 +86,18 @@ def _rotate(
     inside = (head[:, None] < num_heads) & within[None, :]
     first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, first * c[None, :] - second * s[None, :], mask=inside)
-    tl.store(out + at + half, second * c[None, :] + first * s[None, :], mask=inside)
+    real = first * c[None, :] - second * s[None, :]
+    imaginary = second * c[None, :] + first * s[None, :]
+    tl.store(out + at, real, mask=inside)
+    tl.store(out + at + half, imaginary, mask=inside)
+    if largest is not None:
+        _raise(largest, tl.maximum(_magnitude(real), _magnitude(imaginary)), out)
 
 
 @triton.jit
 def _largest(x, bits, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < numel, other=0.0).to(tl.float32)
-    # Bits of magnitudes are in the order of these, and a NaN's are above those of infinity.
-    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(bits, tl.max(magnitude, 0), sem="relaxed")
+    _raise(bits, _magnitude(tl.load(x + at, mask=at < numel, other=0.0)), x)
 
 
 @triton.jit
@@ -123,13 +150,28 @@ def _cast(
 
 
 @triton.jit
+def _norm(x, scale, y, rstd, largest, width, one_over_width, epsilon, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, inside = row * width + column, column < width
+    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(scale + column, mask=inside, other=0.0).to(y.dtype.element_ty).to(tl.float32)
+    r = tl.rsqrt(tl.sum(v * v, 0) * one_over_width + epsilon)
+    normed = v * r * s
+    tl.store(rstd + row, r)
+    tl.store(y + at, normed, mask=inside)
+    _raise(largest, _magnitude(normed), y)
+
+
+@triton.jit
 def _norm_backward(
-    grad, x, scale, rstd, grad_x, sums, num_rows, width, one_over_width, BLOCK: tl.constexpr
-):
+    grad, x, scale, rstd, residual, grad_x, sums, largest, num_rows, width, one_over_width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < width
     s = tl.load(scale + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
+    highest = tl.zeros((BLOCK,), tl.int32)
     for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
         at = row * width + column
         d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -139,7 +181,14 @@ def _norm_backward(
         total += d * normed
         d *= s
         along = tl.sum(d * normed, 0) * one_over_width
-        tl.store(grad_x + at, r * (d - normed * along), mask=inside)
+        of_x = r * (d - normed * along)
+        if residual is not None:  # as where the norm's gradient is rounded, and then added to it
+            of_x = of_x.to(grad_x.dtype.element_ty).to(tl.float32)
+            of_x += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, _magnitude(of_x))
+        tl.store(grad_x + at, of_x, mask=inside)
+    if largest is not None:
+        _raise(largest, highest, grad_x)
     tl.store(sums + tl.program_id(0) * width + column, total, mask=inside)
 
 
@@ -167,12 +216,35 @@ def _cross_entropy(logits, labels, losses, num_columns, GRADS: tl.constexpr, BLO
             tl.store(row + at, grad, mask=at < num_columns)
 
 
+def norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm, for a cast, and 1 / the root mean square [B, S, 1] in fp32."""
+    x, width = x_BSD.contiguous(), x_BSD.shape[-1]
+    y, largest = torch.empty_like(x), _zeros(x)
+    rstd_BS1 = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    _norm[(x.numel() // width,)](
+        x, scale_D, y, rstd_BS1, largest, width, 1.0 / width, epsilon, BLOCK=block, num_warps=8
+    )
+    _remember(largest, y)
+    return y, rstd_BS1
+
+
 def norm_backward(
-    grad_BSD: Tensor, x_BSD: Tensor, scale_D: Tensor, rstd_BS1: Tensor
+    grad_BSD: Tensor,
+    x_BSD: Tensor,
+    scale_D: Tensor,
+    rstd_BS1: Tensor,
+    residual_BSD: Tensor | None = None,
+    *,
+    for_cast: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and the scale of RMSNorm; `rstd` is what forward divided by."""
+    """Gradients of the input and the scale of RMSNorm; `rstd` is what forward divided by.
+
+    The input's includes `residual`, its gradient by another way.
+    """
     grad, x = grad_BSD.contiguous(), x_BSD.contiguous()
-    grad_x, width = torch.empty_like(x), x.shape[-1]
+    residual = None if residual_BSD is None else residual_BSD.contiguous()
+    grad_x, width, largest = torch.empty_like(x), x.shape[-1], _zeros(x) if for_cast else None
     num_rows = x.numel() // width
     programs = min(num_rows, _NORM_PROGRAMS)
     sums = torch.empty((programs, width), dtype=torch.float32, device=x.device)
@@ -181,15 +253,29 @@ def norm_backward(
         x,
         scale_D,
         rstd_BS1,
+        residual,
         grad_x,
         sums,
+        largest,
         num_rows,
         width,
         1.0 / width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=8,
     )
+    _remember(largest, grad_x)
     return grad_x, sums.sum(0).to(scale_D.dtype)
+
+
+def _zeros(like: Tensor, count: int = 1) -> Tensor:
+    """Bits of the largest values of tensors that a kernel begins to write."""
+    return torch.zeros(count, dtype=torch.int32, device=like.device)
+
+
+def _remember(largest: Tensor | None, *written: Tensor) -> None:
+    if largest is not None:
+        for tensor, its_largest in zip(written, largest, strict=True):
+            remember_largest(tensor, its_largest)
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool) -> Tensor:
@@ -204,32 +290,37 @@ def cross_entropy(logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool) -> 
     return losses_T
 
 
-def swiglu(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+def swiglu(gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False) -> Tensor:
     """`silu(gate) * up`."""
     gate, up = gate_BSF.contiguous(), up_BSF.contiguous()
-    out = torch.empty_like(gate)
-    _swiglu[(triton.cdiv(out.numel(), _BLOCK),)](gate, up, out, out.numel(), BLOCK=_BLOCK)
+    out, numel, largest = torch.empty_like(gate), gate.numel(), _zeros(gate) if for_cast else None
+    _swiglu[(triton.cdiv(numel, _BLOCK),)](gate, up, out, largest, numel, BLOCK=_BLOCK)
+    _remember(largest, out)
     return out
 
 
 def swiglu_backward(
-    grad_BSF: Tensor, gate_BSF: Tensor, up_BSF: Tensor
+    grad_BSF: Tensor, gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and `silu(gate) * up`, which replaces the contiguous `grad`."""
     assert grad_BSF.is_contiguous()
     gate, up = gate_BSF.contiguous(), up_BSF.contiguous()
     grad_gate, grad_up, numel = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    largest = _zeros(gate, 3) if for_cast else None
     _swiglu_backward[(triton.cdiv(numel, _BLOCK),)](
-        grad_BSF, gate, up, grad_gate, grad_up, numel, BLOCK=_BLOCK
+        grad_BSF, gate, up, grad_gate, grad_up, largest, numel, BLOCK=_BLOCK
     )
+    _remember(largest, grad_gate, grad_up, grad_BSF)
     return grad_gate, grad_up, grad_BSF
 
 
-def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+def rotate(
+    x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool, for_cast: bool = False
+) -> Tensor:
     """As `rotate` in rotary.py; `cos` and `sin` are of all positions, or of every token."""
     x, cos, sin = x_BSNH.contiguous(), cos.contiguous(), sin.contiguous()
     *_, num_heads, channels = x.shape
-    out, half = torch.empty_like(x), channels // 2
+    out, half, largest = torch.empty_like(x), channels // 2, _zeros(x) if for_cast else None
     heads = min(_MOST_HEADS, triton.next_power_of_2(num_heads))
     grid = (x.numel() // (num_heads * channels), triton.cdiv(num_heads, heads))
     _rotate[grid](
@@ -237,6 +328,7 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor
         cos,
         sin,
         out,
+        largest,
         cos.numel() // channels,
         num_heads,
         half,
@@ -244,19 +336,25 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor
         HEADS=heads,
         HALF=triton.next_power_of_2(half),
     )
+    _remember(largest, out)
     return out
 
 
 def cast(
-    tensor: Tensor, kind: torch.dtype, *, data: bool, transposed: bool
+    tensor: Tensor, kind: torch.dtype, *, data: bool, transposed: bool, again: bool = False
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The tensor in fp8, its transpose [last dim, others], as asked for; and its scale."""
+    """The tensor in fp8, its transpose [last dim, others], as asked for; and its scale.
+
+    `again`: the tensor, an activation, is to be cast once more.
+    """
     tensor, limits = tensor.contiguous(), torch.finfo(kind)
     num_columns = tensor.shape[-1]
     num_rows = tensor.numel() // num_columns
-    bits = torch.zeros((), dtype=torch.int32, device=tensor.device)
-    numel, block = tensor.numel(), _MAXIMUM_BLOCK
-    _largest[(triton.cdiv(numel, block),)](tensor, bits, numel, BLOCK=block, num_warps=8)
+    bits = known_largest(tensor)
+    if bits is None:
+        bits, numel, block = _zeros(tensor), tensor.numel(), _MAXIMUM_BLOCK
+        _largest[(triton.cdiv(numel, block),)](tensor, bits, numel, BLOCK=block, num_warps=8)
+        _remember(bits if again else None, tensor)
     scale = torch.empty((), dtype=torch.float32, device=tensor.device)
     as_is = torch.empty_like(tensor, dtype=kind) if data else None
     turned = tensor.new_empty((num_columns, num_rows), dtype=kind) if transposed else None

@@ -19,7 +19,7 @@ from torch import Tensor
 from model.fp8 import Fp8, Operand, Scaled, casts_of, kept_cast, operand, weight_operand
 from model.kept import checkpointed
 from model.matmul import input_grads, outputs, sink_of, weight_grad, weight_grad_to_number
-from model.norm import SharedInput
+from model.norm import SharedNorm
 
 # Frozen weights may have another type than activations: a matmul converts one for as long as it
 # runs, and what is saved for backward is the weight as it is held.
@@ -31,26 +31,32 @@ class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        norm: SharedInput,
+        norm: SharedNorm,
         fp8: Fp8 | None,
+        passes_x: bool,
         x_BSD: Tensor,
         scale_D: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_BSD, scale_D, *weights)
-        ctx.norm, ctx.fp8, ctx.sinks = norm, fp8, [*map(sink_of, weights)]
+        ctx.norm, ctx.fp8, ctx.passes_x = norm, fp8, passes_x
+        ctx.sinks = [*map(sink_of, weights)]
         ctx.casts = [*map(casts_of, weights)]
         y_BSD = norm.in_forward(backward_follows=any(ctx.needs_input_grad))
         y = operand(y_BSD, fp8)
-        return tuple(
+        made = (
             outputs(y, weight_operand(weight, y_BSD.dtype, fp8, casts, transposed=False))
             for weight, casts in zip(weights, ctx.casts, strict=True)
         )
+        return (x_BSD, *made) if passes_x else tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BSD, scale_D, *weights = ctx.saved_tensors
-        _, _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
+        _, _, _, needs_x, needs_scale, *needs_weights = ctx.needs_input_grad
+        if ctx.passes_x:
+            ctx.norm.add_residual(grads[0])
+            grads = grads[1:]
         y_TD = ctx.norm.in_backward((x_BSD, scale_D), (needs_x, needs_scale))
         needs_y = needs_x or needs_scale
         flat_grads = [
@@ -69,24 +75,29 @@ class _NormedLinears(torch.autograd.Function):
             )
             ctx.norm.add_products(flat_grads, cast)
         del y, y_TD
-        return None, None, *ctx.norm.source_grads(), *grad_weights
+        return None, None, None, *ctx.norm.source_grads(), *grad_weights
 
 
 def normed_linears(
-    norm: SharedInput,
+    norm: SharedNorm,
     x_BSD: Tensor,
     scale_D: Tensor,
     *weights: Tensor,
     fp8: Fp8 | None = None,
+    passes_x: bool = False,
 ) -> tuple[Tensor, ...]:
     """`norm(x) @ weight.T` for each weight; of the activations only `x` is saved for backward.
 
     `norm` is `SharedNorm` of `x` and `scale`, which other slices of the weights may share.
+    `passes_x`: the first result is `x`, for the residual addition: the gradient that arrives by it
+    is added where that of the norm is made.
     """
     if torch.compiler.is_compiling():
         y_BSD = checkpointed(norm.make, x_BSD, scale_D)
-        return tuple(linear(y_BSD, weight, fp8) for weight in weights)
-    outputs: tuple[Tensor, ...] = _NormedLinears.apply(norm, fp8, x_BSD, scale_D, *weights)
+        made = tuple(linear(y_BSD, weight, fp8) for weight in weights)
+        return (x_BSD, *made) if passes_x else made
+    outputs: tuple[Tensor, ...]
+    outputs = _NormedLinears.apply(norm, fp8, passes_x, x_BSD, scale_D, *weights)
     return outputs
 
 
@@ -113,7 +124,7 @@ class _GatedLinear(torch.autograd.Function):
         if fused:
             from model.kernels import swiglu
 
-            hidden_BSF = swiglu(gate_BSF, up_BSF)
+            hidden_BSF = swiglu(gate_BSF, up_BSF, for_cast=bool(fp8 and fp8.fused))
         else:
             hidden_BSF = F.silu(gate_BSF).mul_(up_BSF)
         weight = weight_operand(weight_DF, gate_BSF.dtype, fp8, ctx.casts, transposed=False)
@@ -139,7 +150,9 @@ class _GatedLinear(torch.autograd.Function):
         if ctx.fused and needs_gate and needs_up:
             from model.kernels import swiglu_backward
 
-            grad_gate, grad_up, hidden_BSF = swiglu_backward(hidden_grad(), gate_BSF, up_BSF)
+            grad_gate, grad_up, hidden_BSF = swiglu_backward(
+                hidden_grad(), gate_BSF, up_BSF, for_cast=bool(fp8 and fp8.fused)
+            )
             if needs_weight:
                 grad_weight = grad_of_weight(hidden_BSF)
             return grad_gate, grad_up, grad_weight, None, None
@@ -182,7 +195,7 @@ class _Linear(torch.autograd.Function):
         ctx.fp8, ctx.sink = fp8, sink_of(weight_ED)
         ctx.casts = None if torch.compiler.is_compiling() else casts_of(weight_ED)
         weight = _Linear.weight(ctx, x_BSD, weight_ED, kept, transposed=False)
-        return outputs(operand(x_BSD, fp8), weight)
+        return outputs(operand(x_BSD, fp8, again=needed_x is not None), weight)
 
     @staticmethod
     def weight(

@@ -33,7 +33,7 @@ from model.kept import KeptAttention, checkpointed
 from model.layers import gated, gated_linear, linear, normed_linears
 from model.lora import AdaptedBlock, DropKey
 from model.matmul import number_weights
-from model.norm import SharedInput, SharedNorm, rms_norm
+from model.norm import SharedNorm, rms_norm
 from model.rotary import rotate, rotations
 from model.slices import Slices, add_slices_after
 from model.units import UnitSpec, first_trained_unit, recomputed_groups, unit_specs
@@ -102,35 +102,41 @@ class Block(AdaptedBlock):
         return finish(self, x_BSD, out_BSNH)
 
     def _plain(self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None = None) -> Tensor:
-        x_BSD = x_BSD + self.attention(x_BSD, info, attend)
-        return x_BSD + self.mlp(x_BSD, info.drops)
+        return self.mlp(self.attention(x_BSD, info, attend), info.drops)
 
     def attention(
-        self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None, norm: SharedInput | None = None
+        self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None, norm: SharedNorm | None = None
     ) -> Tensor:
-        """The attention output [B, S, D]; `norm` is shared by the slices of the weights."""
+        """`x` plus the attention output [B, S, D].
+
+        Of slices of the weights, which share `norm`: a part of the output, without `x`.
+        """
         drops = info.drops
-        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, info.cos, info.sin, drops, norm)
-        out_BSNH = self._core(q_BSNH, k_BSKH, v_BSKH, info, attend)
-        return self._output(out_BSNH, drops)
+        x_BSD, *projected = self._projected(x_BSD, info.cos, info.sin, drops, norm)
+        q_BSNH, k_BSKH, v_BSKH = projected
+        y_BSD = self._output(self._core(q_BSNH, k_BSKH, v_BSKH, info, attend), drops)
+        return x_BSD + y_BSD if norm is None else y_BSD
 
-    def join_attention(self, slices: Slices, *args: Any) -> Tensor:
-        return add_slices_after(slices, self.attention_norm, self.config, *args)
+    def join_attention(self, slices: Slices, x_BSD: Tensor, *args: Any) -> Tensor:
+        return x_BSD + add_slices_after(slices, self.attention_norm, self.config, x_BSD, *args)
 
-    def project(
+    def project(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
+        return self._projected(x_BSD, cos, sin, None, None)[1:]
+
+    def _projected(
         self,
         x_BSD: Tensor,
         cos: Tensor,
         sin: Tensor,
-        drops: DropKey | None = None,
-        norm: SharedInput | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
+        drops: DropKey | None,
+        norm: SharedNorm | None,
+    ) -> tuple[Tensor, ...]:
+        """`x` as the residual addition is to read it, and what `project` returns."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
-        shared = norm or SharedNorm(*sources, epsilon, fused=self.config.fuses_norms)
         weights = (self.wq, self.wk, self.wv)
-        projections = normed_linears(shared, *sources, *weights, fp8=self.fp8)
+        shared, x_BSD, projections = self._after_norm(norm, sources, weights)
         if self.config.add_qkv_bias:
             for part, bias in zip(projections, (self.bq, self.bk, self.bv), strict=True):
                 part.add_(bias)
@@ -141,9 +147,24 @@ class Block(AdaptedBlock):
         if self.config.qk_layernorm:
             q_BSNH = rms_norm(q_BSNH, self.q_norm, epsilon)
             k_BSKH = rms_norm(k_BSKH, self.k_norm, epsilon)
-        fused = self.config.fuses_rotary
-        q_BSNH, k_BSKH = (rotate(x, cos, sin, fused=fused) for x in (q_BSNH, k_BSKH))
-        return q_BSNH, k_BSKH, v_BSKH
+        how = {"fused": self.config.fuses_rotary, "for_cast": self.config.fuses_fp8_casts}
+        q_BSNH, k_BSKH = (rotate(x, cos, sin, **how) for x in (q_BSNH, k_BSKH))
+        return x_BSD, q_BSNH, k_BSKH, v_BSKH
+
+    def _after_norm(
+        self,
+        norm: SharedNorm | None,
+        sources: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, ...],
+    ) -> tuple[SharedNorm, Tensor, tuple[Tensor, ...]]:
+        """The norm, its own or the shared one; its input, passed on; and the projections of it."""
+        if norm is not None:  # slices, whose sum is added to the input
+            return norm, sources[0], normed_linears(norm, *sources, *weights, fp8=self.fp8)
+        config = self.config
+        how = {"fused": config.fuses_norms, "for_cast": config.fuses_fp8_casts}
+        norm = SharedNorm(sources[0], sources[1], config.norm_epsilon, **how)
+        x_BSD, *made = normed_linears(norm, *sources, *weights, fp8=self.fp8, passes_x=True)
+        return norm, x_BSD, tuple(made)
 
     def _core(
         self,
@@ -170,27 +191,27 @@ class Block(AdaptedBlock):
 
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
         """The block's output, of its input and what attention made of it."""
-        x_BSD = x_BSD + self._output(out_BSNH, None)
-        return x_BSD + self.mlp(x_BSD, None)
+        return self.mlp(x_BSD + self._output(out_BSNH, None), None)
 
-    def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedInput | None = None) -> Tensor:
-        """The MLP output [B, S, D]; `norm` is shared by the slices of the weights."""
-        fp8, sources = self.fp8, (x_BSD, self.mlp_norm)
-        epsilon, fuses_norms = self.config.norm_epsilon, self.config.fuses_norms
-        shared = norm or SharedNorm(*sources, epsilon, fused=fuses_norms)
-        projections = normed_linears(shared, *sources, self.w_gate, self.w_up, fp8=fp8)
+    def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedNorm | None = None) -> Tensor:
+        """`x` plus the MLP output [B, S, D].
+
+        Of slices of the weights, which share `norm`: a part of the output, without `x`.
+        """
+        sources = (x_BSD, self.mlp_norm)
+        shared, x_BSD, projections = self._after_norm(norm, sources, (self.w_gate, self.w_up))
         names = ("w_gate", "w_up")
         gate_BSF, up_BSF = self.adapted(names, projections, shared, sources, drops)
         if norm is None:
             shared.release()
         fused = self.config.fuses_swiglu
-        y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down, fp8, fused=fused)
+        y_BSD = gated_linear(gate_BSF, up_BSF, self.w_down, self.fp8, fused=fused)
         if self.adapts("w_down"):
             y_BSD = self.adapted_alone("w_down", y_BSD, gated, (gate_BSF, up_BSF), drops)
-        return y_BSD
+        return x_BSD + y_BSD if norm is None else y_BSD
 
-    def join_mlp(self, slices: Slices, *args: Any) -> Tensor:
-        return add_slices_after(slices, self.mlp_norm, self.config, *args)
+    def join_mlp(self, slices: Slices, x_BSD: Tensor, *args: Any) -> Tensor:
+        return x_BSD + add_slices_after(slices, self.mlp_norm, self.config, x_BSD, *args)
 
 
 @cache

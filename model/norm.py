@@ -14,11 +14,17 @@ from model.fp8 import Operand
 from model.matmul import input_grads
 
 
-def _norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / the root mean square [B, S, 1] in fp32.
+def _norm(
+    x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, for_cast: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 / the root mean square [B, S, 1] in fp32; `for_cast`: by Triton.
 
     Written out for the CPU, where torch's own runs several operations and saves their results.
     """
+    if for_cast:
+        from model.kernels import norm
+
+        return norm(x_BSD, scale_D, epsilon)
     if x_BSD.device.type != "cpu":
         shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)
         y_BSD, rstd_BS1 = torch.ops.aten._fused_rms_norm(x_BSD, shape, scale, epsilon)
@@ -35,15 +41,9 @@ def _norm_backward(
     scale_D: Tensor,
     rstd_BS1: Tensor,
     needed: Sequence[bool],
-    *,
-    fused: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and scale that are `needed`; `fused`: both in one pass, by Triton."""
+    """The gradients of x and scale that are `needed`."""
     needs_x, needs_scale = needed
-    if fused and needs_x and needs_scale:
-        from model.kernels import norm_backward
-
-        return norm_backward(grad_BSD, x_BSD, scale_D, rstd_BS1)
     if x_BSD.device.type != "cpu":
         shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)
         found = torch.ops.aten._fused_rms_norm_backward(
@@ -163,24 +163,49 @@ class SharedInput:
 class SharedNorm(SharedInput):
     """`rms_norm(x, scale)`, the input of several matmuls; its sources are x and scale.
 
-    Its gradients need no graph of their own; `fused`: they are made by Triton.
+    Its gradients need no graph of their own; `fused`: they are made by Triton. `for_cast`: Triton
+    also finds the largest values of the norm and of the gradient of x, which are cast.
     """
 
     def __init__(
-        self, x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, fused: bool = False
+        self,
+        x_BSD: Tensor,
+        scale_D: Tensor,
+        epsilon: float,
+        *,
+        fused: bool = False,
+        for_cast: bool = False,
     ) -> None:
         self._epsilon = epsilon
         self._fused = fused
+        self._for_cast = fused and for_cast
         self._rstd_BS1: Tensor | None = None
-        super().__init__(partial(rms_norm, epsilon=epsilon), x_BSD, scale_D)
+        self._residual_BSD: Tensor | None = None
+        make: Callable[..., Tensor] = partial(rms_norm, epsilon=epsilon)
+        if self._for_cast:
+            make = lambda x, scale: _norm(x, scale, epsilon, for_cast=True)[0]  # noqa: E731
+        super().__init__(make, x_BSD, scale_D)
+
+    def add_residual(self, grad_BSD: Tensor) -> None:
+        """Takes x's gradient by the way around the norm, to which that of the norm is added."""
+        self._residual_BSD = grad_BSD
 
     def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:
-        y_BSD, self._rstd_BS1 = _norm(leaves[0], leaves[1], self._epsilon)
+        x_BSD, scale_D = leaves
+        y_BSD, self._rstd_BS1 = _norm(x_BSD, scale_D, self._epsilon, for_cast=self._for_cast)
         return y_BSD
 
     def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
         rstd_BS1, self._rstd_BS1 = self._rstd_BS1, None
         assert rstd_BS1 is not None, "not made again"
+        residual_BSD, self._residual_BSD = self._residual_BSD, None
         needed = [leaf.requires_grad for leaf in leaves]
-        found = _norm_backward(grad_BSD, leaves[0], leaves[1], rstd_BS1, needed, fused=self._fused)
+        args = grad_BSD, leaves[0].detach(), leaves[1].detach(), rstd_BS1
+        if self._fused and all(needed):
+            from model.kernels import norm_backward
+
+            return iter(norm_backward(*args, residual_BSD, for_cast=self._for_cast))
+        found = _norm_backward(*args, needed)
+        if found[0] is not None and residual_BSD is not None:
+            found[0].add_(residual_BSD)
         return (grad for grad in found if grad is not None)

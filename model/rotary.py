@@ -44,34 +44,47 @@ class _Rotate(torch.autograd.Function):
     """Backward applies the inverse rotation, so the input is not saved."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSNH: Tensor, cos: Tensor, sin: Tensor, fused: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_BSNH: Tensor, cos: Tensor, sin: Tensor, fused: bool, for_cast: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.fused = fused
+        ctx.options = {"fused": fused, "for_cast": for_cast}
         return _rotated(x_BSNH, cos, sin, fused=fused)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, inverse=True, fused=ctx.fused), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_BSNH = _rotated(grads[0], *ctx.saved_tensors, inverse=True, **ctx.options)
+        return grad_BSNH, None, None, None, None
 
 
-def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
-    """Rotates each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton."""
+def rotate(
+    x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False, for_cast: bool = False
+) -> Tensor:
+    """Rotates each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton.
+
+    `for_cast`: Triton also finds the largest value of the gradient, which is cast.
+    """
     if torch.compiler.is_compiling():  # which fuses these, and in torch 2.11 loses `out=` of parts
         first, second = x_BSNH.chunk(2, dim=-1)
         cos = cos.chunk(2, dim=-1)[0]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    out: Tensor = _Rotate.apply(x_BSNH, cos, sin, fused)
+    out: Tensor = _Rotate.apply(x_BSNH, cos, sin, fused, for_cast)
     return out
 
 
 def _rotated(
-    x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, fused: bool = False
+    x_BSNH: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    inverse: bool = False,
+    fused: bool = False,
+    for_cast: bool = False,
 ) -> Tensor:
     if fused:
         from model.kernels import rotate as by_triton
 
-        return by_triton(x_BSNH, cos, sin, inverse=inverse)
+        return by_triton(x_BSNH, cos, sin, inverse=inverse, for_cast=for_cast)
     if inverse:
         sin = -sin
     out = torch.empty_like(x_BSNH, memory_format=torch.contiguous_format)

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from model import fp8, layers
-from model.config import Fp8Format
+from model.config import Fp8Format, LlamaConfig
 from model.fp8 import Fp8, Operand, operand
+from model.largest import known_largest, remember_largest
 from model.llama import Llama, TokenInfo
+from model.lora_config import LoraConfig
 from model.rotary import rotations
 from tests.helpers.triton_kernels import bytes_by_kernel, interpreter
 from tests.model.test_fusion import CONFIG
@@ -127,37 +129,78 @@ class OnlyMatmuls(TorchDispatchMode):
 WIDE = replace(CONFIG, hidden_size=32, ffn_hidden_size=48, kv_channels=8, fp8_format="hybrid")
 
 
-def casts_of_a_block(patch: pytest.MonkeyPatch, *, fused: bool) -> tuple[Casts, int]:
-    """Of a block's forward and backward; and the elements of its operands, each once a pass."""
-    config = replace(WIDE, fuses_fp8_casts=fused)
+BY_TRITON = {f"fuses_{part}": True for part in ("fp8_casts", "norms", "swiglu", "rotary")}
+TOKENS, HIDDEN, FFN, KEY = 16, 32, 48, 2 * 8
+WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * KEY + 3 * FFN)
+INPUTS = TOKENS * (HIDDEN + HIDDEN + HIDDEN + FFN)  # of Q, K and V; of wo; gate and up; w_down
+GRADS = TOKENS * (HIDDEN + 2 * KEY + HIDDEN + 2 * FFN + HIDDEN)
+ELEMENTS = 2 * WEIGHTS + 2 * INPUTS + GRADS  # of a block's operands, each once a pass
+
+
+def run_block(config: LlamaConfig) -> None:
+    """Forward and backward of a block."""
     block = Llama(config).bfloat16().blocks[0]
     with torch.no_grad():
         for seed, parameter in enumerate(block.parameters()):
             parameter.copy_(0.3 * normal(*parameter.shape, seed=seed))
-    x = normal(2, 16, 32, seed=1, dtype=torch.bfloat16).requires_grad_()
-    info = TokenInfo(*rotations(config, 16, torch.bfloat16, x.device))
-    with interpreter(), counted(patch) as casts, OnlyMatmuls():
-        block(x, info).float().sum().backward()
-    tokens, hidden, ffn, key = 2 * 16, 32, 48, 2 * 8
-    weights = hidden * (2 * hidden + 2 * key + 3 * ffn)
-    inputs = tokens * (hidden + hidden + hidden + ffn)  # of Q, K and V; of wo; gate and up; w_down
-    grads = tokens * (hidden + 2 * key + hidden + 2 * ffn + hidden)
-    return casts, 2 * weights + 2 * inputs + grads
+    x = normal(1, TOKENS, HIDDEN, seed=1, dtype=torch.bfloat16).requires_grad_()
+    info = TokenInfo(*rotations(config, TOKENS, torch.bfloat16, x.device))
+    block(x, info).float().sum().backward()
 
 
-def test_a_blocks_casts_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures of docs/gpu.md."""
-    casts, elements = casts_of_a_block(monkeypatch, fused=True)
-    assert casts.elements == elements, "each operand is cast once a pass"
-    assert set(casts.kernels) == {"_largest", "_cast"}
-    assert all(casts.kernels.values())
-    moved = casts.by_torch + sum(casts.kernels.values())
-    assert 5 * elements <= moved <= 8 * elements
-    assert casts.kernels["_largest"] == 2 * elements
+@pytest.mark.parametrize(
+    ("more", "looked_for"),
+    [
+        # Weights twice, attention's output once, the gradients of V and of the block's output.
+        ({}, 2 * WEIGHTS + TOKENS * (HIDDEN + KEY + HIDDEN)),
+        # Frozen, they are cast as often; what the adapters' input is made of is not cast again.
+        ({"qk_layernorm": True, "lora": LoraConfig(rank=4, targets=("wq", "w_gate"))}, None),
+    ],
+)
+def test_a_blocks_casts_move_few_bytes(
+    more: dict[str, Any], looked_for: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of docs/gpu.md; and that what is known of an operand is what a search finds."""
+
+    def checked(tensor: Tensor) -> Tensor | None:
+        found = known_largest(tensor)
+        if found is not None:
+            with _disable_current_modes():
+                assert_same_bits(
+                    found.view(torch.float32), tensor.abs().amax().float().view_as(found)
+                )
+        return found
+
+    monkeypatch.setattr("model.kernels.known_largest", checked)
+    with interpreter(), counted(monkeypatch) as casts, OnlyMatmuls():
+        run_block(replace(WIDE, **BY_TRITON, **more))
+    if looked_for is None:
+        return
+    assert casts.elements == ELEMENTS, "each operand is cast once a pass"
+    assert not casts.by_torch
+    searched, cast = casts.kernels["_largest"], casts.kernels["_cast"]
+    assert 0 <= searched - 2 * looked_for < 100, "and what the programs have found"
+    assert 3 * ELEMENTS <= cast <= 4 * ELEMENTS
 
 
 def test_by_torch_they_move_33_bytes_and_copy_transposes(monkeypatch: pytest.MonkeyPatch) -> None:
-    casts, elements = casts_of_a_block(monkeypatch, fused=False)
-    assert casts.elements == elements
+    with interpreter(), counted(monkeypatch) as casts, OnlyMatmuls():
+        run_block(WIDE)
+    assert casts.elements == ELEMENTS
     assert not casts.kernels
-    assert casts.by_torch == 33 * elements + 2 * casts.transposed
+    assert casts.by_torch == 33 * ELEMENTS + 2 * casts.transposed
+
+
+def test_a_largest_value_is_forgotten_with_the_values() -> None:
+    tensor, largest = normal(4, 6, seed=1), torch.zeros(1)
+    assert known_largest(tensor) is None
+    remember_largest(tensor, largest)
+    for whole in (tensor, tensor.view(24), tensor.detach().unflatten(0, (2, 2))):
+        assert known_largest(whole) is largest
+    assert known_largest(tensor[:2]) is None
+    assert known_largest(tensor.clone()) is None
+    tensor.view(24)[3] = 9.0
+    assert known_largest(tensor) is None
+    part = normal(4, 6, seed=1)[1:]
+    remember_largest(part, largest)
+    assert known_largest(part) is None

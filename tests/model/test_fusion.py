@@ -87,16 +87,39 @@ def test_rotary_embedding(dtype: torch.dtype, num_heads: int) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_rows", [1, 7, 20])
-def test_norms(dtype: torch.dtype, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "passes_x", "for_cast"),
+    [(1, False, False), (7, True, False), (20, False, True), (20, True, True)],
+)
+def test_norms(
+    dtype: torch.dtype,
+    num_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    passes_x: bool,
+    for_cast: bool,
+) -> None:
+    """Also where the gradient of a residual is added to that of the norm."""
     monkeypatch.setattr("model.kernels._NORM_PROGRAMS", 8)  # which sum 20 rows, or one each
 
     def run(x: Tensor, scale: Tensor, fused: bool) -> Tensor:
-        norm = SharedNorm(x, scale, 1e-5, fused=fused)
-        return torch.cat(normed_linears(norm, x, scale, *weights), dim=-1)
+        norm = SharedNorm(x, scale, 1e-5, fused=fused, for_cast=for_cast)
+        made = normed_linears(norm, x, scale, *weights, passes_x=passes_x)
+        return torch.cat(made, dim=-1)
 
     weights = [normal(rows, 37, seed=rows, dtype=dtype) for rows in (3, 2)]
     compare(run, [normal(num_rows, 1, 37, seed=1, dtype=dtype).requires_grad_(), scale_of(dtype)])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_residuals_gradient_is_added_with_the_bits_of_a_sum() -> None:
+    from model import kernels
+
+    x, grad, residual = (normal(5, 37, seed=seed) for seed in range(3))
+    _, rstd = kernels.norm(x, scale := normal(37, seed=5), 1e-5)
+    alone, _ = kernels.norm_backward(grad, x, scale, rstd)
+    both, _ = kernels.norm_backward(grad, x, scale, rstd, residual)
+    assert torch.equal(both, alone + residual)
 
 
 def scale_of(dtype: torch.dtype) -> Tensor:
@@ -196,7 +219,7 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
     with interpreter():
         from model import kernels as imported
 
-        monkeypatch.setattr(imported, "swiglu", lambda gate, up: gate + up)
+        monkeypatch.setattr(imported, "swiglu", lambda gate, up, **_: gate + up)
         found, line = usable()
         assert found == CONFIG
         assert "because Triton fails: RuntimeError: results differ by" in line
@@ -218,6 +241,14 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch: pytest.MonkeyPatch) -
         assert found == in_fp8
         assert line.startswith("WARNING: fp8 is slower than bf16 without Triton or")
         assert line.endswith("casts to fp8 differ from those of torch's operations")
+        monkeypatch.undo()
+        remember = imported.remember_largest
+        monkeypatch.setattr(
+            imported, "remember_largest", lambda tensor, bits: remember(tensor, bits + 1)
+        )
+        found, line = usable(in_fp8)
+        assert found == in_fp8
+        assert "RuntimeError: largest values are not those of" in line
     monkeypatch.setattr(fusion, "DEVICES", {"cpu"})
     monkeypatch.setitem(sys.modules, "model.kernels", None)
     found, line = usable()
