@@ -248,21 +248,9 @@ def norm_backward(
     num_rows = x.numel() // width
     programs = min(num_rows, _NORM_PROGRAMS)
     sums = torch.empty((programs, width), dtype=torch.float32, device=x.device)
-    _norm_backward[(programs,)](
-        grad,
-        x,
-        scale_D,
-        rstd_BS1,
-        residual,
-        grad_x,
-        sums,
-        largest,
-        num_rows,
-        width,
-        1.0 / width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=8,
-    )
+    tensors, block = (grad, x, scale_D, rstd_BS1, residual, grad_x), triton.next_power_of_2(width)
+    sizes = num_rows, width, 1.0 / width
+    _norm_backward[(programs,)](*tensors, sums, largest, *sizes, BLOCK=block, num_warps=8)
     _remember(largest, grad_x)
     return grad_x, sums.sum(0).to(scale_D.dtype)
 
@@ -323,19 +311,9 @@ def rotate(
     out, half, largest = torch.empty_like(x), channels // 2, _zeros(x) if for_cast else None
     heads = min(_MOST_HEADS, triton.next_power_of_2(num_heads))
     grid = (x.numel() // (num_heads * channels), triton.cdiv(num_heads, heads))
-    _rotate[grid](
-        x,
-        cos,
-        sin,
-        out,
-        largest,
-        cos.numel() // channels,
-        num_heads,
-        half,
-        -1.0 if inverse else 1.0,
-        HEADS=heads,
-        HALF=triton.next_power_of_2(half),
-    )
+    sizes = cos.numel() // channels, num_heads, half, -1.0 if inverse else 1.0
+    wide = triton.next_power_of_2(half)
+    _rotate[grid](x, cos, sin, out, largest, *sizes, HEADS=heads, HALF=wide)
     _remember(largest, out)
     return out
 
@@ -359,19 +337,9 @@ def cast(
     as_is = torch.empty_like(tensor, dtype=kind) if data else None
     turned = tensor.new_empty((num_columns, num_rows), dtype=kind) if transposed else None
     grid = (triton.cdiv(num_columns, _TILE["COLUMNS"]), triton.cdiv(num_rows, _TILE["ROWS"]))
-    _cast[grid](
-        tensor,
-        bits,
-        scale,
-        None if as_is is None else as_is.view(torch.uint8),
-        None if turned is None else turned.view(torch.uint8),
-        num_rows,
-        num_columns,
-        TOP=limits.max,
-        TINY=torch.finfo(torch.float32).tiny,
-        MANTISSA={torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[kind],
-        NATIVE=tensor.device.type == "cuda",
-        num_warps=4,
-        **_TILE,
-    )
+    written = (None if part is None else part.view(torch.uint8) for part in (as_is, turned))
+    how = {"TOP": limits.max, "TINY": torch.finfo(torch.float32).tiny, "num_warps": 4, **_TILE}
+    how["MANTISSA"] = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}[kind]
+    how["NATIVE"] = tensor.device.type == "cuda"
+    _cast[grid](tensor, bits, scale, *written, num_rows, num_columns, **how)
     return as_is, turned, scale

@@ -1,4 +1,4 @@
-"""A Triton kernel for the update: unscale, clip, AdamW and the parameters' copy in one pass."""
+"""Triton kernels for the update: AdamW in one pass, and symmetric products of Newton-Schulz."""
 
 # Imported only where a run uses it. Triton reads annotations of a kernel's arguments as its own:
 # they have none.
@@ -14,6 +14,7 @@ from torch import Tensor
 from paro.optim.adamw import AdamW, Update
 
 _BLOCK = 1024  # elements of a program
+_TILE = {"TILE": 128, "DEPTH": 64}  # of a product: its rows and columns, and of what is summed
 
 VERSION: str = triton.__version__
 
@@ -53,6 +54,52 @@ def _adamw(
     tl.store(param + at, p, mask=inside)
     if COPIES:
         tl.store(copy + at, p, mask=inside)
+
+
+@triton.jit
+def _square(
+    x, out, rows, columns, row_stride, column_stride, of_x, of_square,
+    ADDS: tl.constexpr, WIDENS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)  # of a tile (i, j) with j <= i, in the order of rows
+    i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # where the root was rounded
+    i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
+    j = number - i * (i + 1) // 2
+    r = i.to(tl.int64) * TILE + tl.arange(0, TILE)
+    c = j.to(tl.int64) * TILE + tl.arange(0, TILE)
+    k = tl.arange(0, DEPTH)
+    left = x + r[:, None] * row_stride + k[None, :] * column_stride
+    right = x + c[None, :] * row_stride + k[:, None] * column_stride
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for begin in range(0, columns, DEPTH):
+        within = begin + k < columns
+        a = tl.load(left, mask=(r[:, None] < rows) & within[None, :], other=0.0)
+        b = tl.load(right, mask=(c[None, :] < rows) & within[:, None], other=0.0)
+        if WIDENS:  # Triton's interpreter multiplies no bf16
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total)
+        left += DEPTH * column_stride
+        right += DEPTH * column_stride
+    total *= of_square
+    inside = (r[:, None] >= c[None, :]) & (r[:, None] < rows)
+    if ADDS:
+        own = x + r[:, None] * row_stride + c[None, :] * column_stride
+        total += of_x * tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + r[:, None] * rows + c[None, :], rounded, mask=inside)
+    inside = (r[None, :] >= c[:, None]) & (r[None, :] < rows)
+    tl.store(out + c[:, None] * rows + r[None, :], tl.trans(rounded), mask=inside)
+
+
+def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
+    """As `by_torch` of squares.py: half of the result is computed, and mirrored."""
+    rows, tiles = x.shape[0], triton.cdiv(x.shape[0], _TILE["TILE"])
+    out = x.new_empty(rows, rows)
+    args = x, out, *x.shape, *x.stride(), *(factors or (0.0, 1.0))
+    grid, how = (tiles * (tiles + 1) // 2,), {**_TILE, "num_warps": 8, "num_stages": 3}
+    _square[grid](*args, ADDS=factors is not None, WIDENS=x.device.type == "cpu", **how)
+    return out
 
 
 class TritonAdamW(AdamW):

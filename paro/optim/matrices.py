@@ -12,10 +12,10 @@ from torch import Tensor
 from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.layout import Piece
 from paro.optim.deal import Dealt, Matrix, Places, Round, deal, muon_places
 from paro.optim.muon_config import Coefficients, MuonConfig
 from paro.optim.rounding import Rounding, round_into
+from paro.optim.squares import Square, by_torch
 from paro.sharding.shards import UnitShards
 
 _EPS = 1e-7  # of the norm by which a matrix is divided
@@ -28,6 +28,7 @@ class MuonRange:
     unit: UnitShards
     master: Tensor
     momentum: Tensor
+    seed: int  # of the rounding of its momentum
 
     def matrices(self, number: int) -> Iterator[Matrix]:
         """Those of the unit, which is given this number."""
@@ -64,7 +65,7 @@ class MuonStep:
         exposure: Exposure,
         *,
         wire: torch.dtype,
-        seed: int,
+        square: Square,
     ) -> None:
         self._ranges = ranges
         self._exchange = exchange
@@ -72,7 +73,7 @@ class MuonStep:
         self._config = config
         self._exposure = exposure
         self._wire = wire
-        self._seed = seed
+        self._square = square
         matrices = (matrix for i, part in ranges.items() for matrix in part.matrices(i))
         self.rounds = deal(tuple(matrices), places.number)
 
@@ -126,11 +127,9 @@ class MuonStep:
         if momentum.dtype != kept.dtype:
             start = held.unit.optim_start
             (piece,) = held.unit.layout.pieces(start + part.start, start + part.stop)
-            round_into(momentum, self._bits(piece, step, kept.device), kept)
+            rounding = Rounding.of(piece, held.seed)
+            round_into(momentum, rounding.bits(0, high - low, step, kept.device), kept)
         return read
-
-    def _bits(self, piece: Piece, step: int, device: torch.device) -> Tensor:
-        return Rounding.of(piece, self._seed).bits(0, piece.high - piece.low, step, device)
 
     def _scatter(self, moving: _Moving) -> _Moving:
         """Waits for a round's matrix, and queues the all-to-all of its update."""
@@ -140,7 +139,7 @@ class MuonStep:
         if moving.own is not None and moving.whole is not None:
             matrix = moving.own.matrix
             whole = moving.whole.view(matrix.rows, matrix.columns)
-            update = orthogonal(whole, self._config).to(self._wire).reshape(-1)
+            update = orthogonal(whole, self._config, self._square).to(self._wire).reshape(-1)
             for holder, low, high in self._places.parts(matrix):
                 back.sent[holder] = update[low:high]
         for each, low, high in self._held(moving.dealt):
@@ -184,8 +183,11 @@ def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
     return slice(begin + low, begin + high)
 
 
-def orthogonal(matrix: Tensor, config: MuonConfig) -> Tensor:
-    """Nearly the matrix with all its singular values 1, in the type of the matmuls."""
+def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = by_torch) -> Tensor:
+    """Nearly the matrix with all its singular values 1, in the type of the matmuls.
+
+    `square`: how products with its own transpose are computed, if they are in bf16.
+    """
     precision, dtype = config.muon_fp32_matmul_prec, torch.float32
     if precision in ("low", "medium"):
         # Torch has no bf16 matmuls of fp32 tensors: its "medium" is TF32 on GPUs, fp32 on CPUs.
@@ -193,7 +195,8 @@ def orthogonal(matrix: Tensor, config: MuonConfig) -> Tensor:
         if _has_bf16_matmuls(matrix.device):
             dtype = torch.bfloat16
     with _matmul_precision(precision):
-        return newton_schulz(matrix, config.coefficients(), dtype)
+        by = square if dtype == torch.bfloat16 else by_torch
+        return newton_schulz(matrix, config.coefficients(), dtype, by)
 
 
 def _has_bf16_matmuls(device: torch.device) -> bool:
@@ -204,7 +207,10 @@ def _has_bf16_matmuls(device: torch.device) -> bool:
 
 
 def newton_schulz(
-    matrix: Tensor, coefficients: tuple[Coefficients, ...], dtype: torch.dtype = torch.float32
+    matrix: Tensor,
+    coefficients: tuple[Coefficients, ...],
+    dtype: torch.dtype = torch.float32,
+    square: Square = by_torch,
 ) -> Tensor:
     """The matrix in `dtype` after one step for each coefficients."""
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -212,8 +218,7 @@ def newton_schulz(
     x = x.to(torch.promote_types(x.dtype, dtype))  # divided in the wider type, rounded once
     x = (x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=_EPS)).to(dtype)
     for a, b, c in coefficients:
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.addmm(x, square(square(x, None), (b, c)), x, beta=a)
     return x.mT if is_tall else x
 
 

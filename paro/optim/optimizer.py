@@ -25,6 +25,7 @@ from paro.optim.finite import square_sum
 from paro.optim.matrices import MuonRange, MuonStep
 from paro.optim.muon_config import MuonConfig
 from paro.optim.rounding import Rounding
+from paro.optim.squares import choose_square
 from paro.optim.states import (
     MASTER,
     MOMENTS,
@@ -75,7 +76,7 @@ class UnitOptimizer:
     def __init__(
         self, unit: UnitShards, config: OptimConfig, precision: PrecisionConfig, seed: int
     ) -> None:
-        self.unit = unit
+        self.unit, self.seed = unit, seed
         grad = unit.optim_grad
         strategy = unit.context.strategy
         is_fp32 = unit.param_shard.dtype == torch.float32
@@ -167,7 +168,7 @@ class UnitOptimizer:
     def muon_range(self) -> MuonRange:
         """What Muon updates."""
         momentum = self.states[MOMENTUM][: self.num_muon]
-        return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum)
+        return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 
     def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
         """The states, each with the boxes that have it, where it begins, and its values."""
@@ -223,7 +224,7 @@ class ParoOptimizer:
                 muon,
                 model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],
-                seed=seed,
+                square=choose_square(config.adam_implementation, model.context.device)[0],
             )
             for degree, exchange in model.context.matrix_exchanges.items()
         ]

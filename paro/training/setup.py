@@ -20,6 +20,7 @@ from paro.distributed.control import Control
 from paro.distributed.rendezvous import by_value
 from paro.errors import UserError
 from paro.optim.adamw import choose_adamw
+from paro.optim.squares import choose_square
 from paro.quantization.blocks import choose_kernels
 from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES
@@ -34,7 +35,7 @@ from paro.training.step import Training, TrainState
 # same bits by either, and attention's kernels the same memory.
 _WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
     "blocks": lambda config: replace(config, fusions=None),
-    "AdamW": lambda config: replace(
+    "update": lambda config: replace(
         config, optim=replace(config.optim, adam_implementation="torch")
     ),
 }
@@ -142,6 +143,9 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     yield "blocks", usable_kernels(config.model, config.fusions, dtype, device).line or ""
     name, rounds = config.optim.adam_implementation, config.precision.rounds_moments
     chosen = choose_adamw(name, device, rounds=rounds)
-    yield "AdamW", chosen.line or ""
+    in_bf16, lines = config.muon.muon_fp32_matmul_prec in ("low", "medium"), [chosen.line]
+    if config.precision.optimizer == "muon" and in_bf16:
+        lines.append(choose_square(name, device)[1])
+    yield "update", "; ".join(filter(None, lines))
     if config.precision.has_codes:
         yield "codes", choose_kernels(device).line or ""

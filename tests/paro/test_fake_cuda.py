@@ -22,7 +22,7 @@ from paro.collectives import wire
 from paro.distributed import groups
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
-from paro.optim import adamw
+from paro.optim import adamw, squares
 from paro.quantization import blocks
 from paro.strategy import legal_letters
 from paro.training import step
@@ -76,7 +76,8 @@ KINDS = {
     "bf16 gradients": Case("--bf16 --grad-reduce-in-bf16"),
     "fp8, e4m3": Case("--bf16 --fp8-format e4m3", ("_scaled_mm",)),
     "fp8, hybrid": Case(
-        "--bf16 --fp8-format hybrid", ("_scaled_mm", "_largest", "_cast", "e4m3x2", "e5m2x2")
+        "--bf16 --fp8-format hybrid",
+        ("_scaled_mm", "_largest", "_norm", "_cast", "e4m3x2", "e5m2x2"),
     ),
     "without Triton": Case(
         "--bf16 --no-bias-swiglu-fusion --no-rope-fusion --adam-implementation torch",
@@ -119,6 +120,7 @@ KINDS = {
         ("_encode", "_decode", "_adamw"),
         avoids=("_adamw divides in 64 bits",),
     ),
+    "Muon": Case("--bf16 --optimizer muon --exp-avg-dtype bf16", ("_square", "_adamw")),
     "HO-Ring": Case("--bf16 --paro-strategy GGG --paro-collective ho-ring"),
     "flat": Case("--bf16 --paro-strategy GGG --paro-collective flat"),
     "tokens weigh alike": Case("--bf16 --calculate-per-token-loss"),
@@ -145,6 +147,7 @@ FEW = (
     "rotation",
     "4 bits between groups",
     "8 bits between groups, moments in bf16",
+    "Muon",
     "compiled",
 )
 
@@ -168,7 +171,7 @@ def lone_gpu(recorder: Recorder) -> Iterator[None]:
         monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
         monkeypatch.setattr(dist, "destroy_process_group", lambda _group: None)
         monkeypatch.setattr(groups, "_nccl_options", lambda *_, **__: None)
-        for chooses in (fusion, adamw, blocks):
+        for chooses in (fusion, adamw, blocks, squares):
             monkeypatch.setattr(chooses, "_compare", lambda *_: None)
         yield
 

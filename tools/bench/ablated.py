@@ -40,19 +40,19 @@ def scaled(values: Tensor) -> Tensor:
     return padded * PAD**0.5
 
 
-def in_parts(matrix: Tensor, config: MuonConfig) -> Tensor:
+def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
     """What Newton-Schulz makes of each part of a matrix."""
     rows, columns = matrix.shape
     found = []
     for part in matrix.chunk(PARTS):
         scale = config.scale(part.shape[0], columns) / config.scale(rows, columns)
-        found.append(_whole(part, config) * scale)
+        found.append(_whole(part, config, *square) * scale)
     return torch.cat(found)
 
 
 def update(self: matrices.MuonStep, *, step: int, **more: Any) -> Iterator[int]:
     """A step of Muon, with whole matrices or with parts."""
-    matrices.orthogonal = _whole if step % EVERY == 0 else in_parts
+    matrices.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
     yield from _update(self, step=step, **more)
 
 

@@ -24,6 +24,7 @@ from paro.errors import UserError, check_least
 from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
 from paro.optim.matrices import orthogonal
 from paro.optim.muon_config import MuonConfig
+from paro.optim.squares import choose_square
 from paro.report.log import print_line
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
@@ -33,7 +34,8 @@ from tools.shared.picture import check_outputs
 
 DESCRIPTION = """\
 Times Newton-Schulz, in bf16 where the device has bf16 matmuls, with its FLOP/s and their part of
-the device's peak in bf16. The default shapes are those of LLaMA 7B.
+the device's peak in bf16, as if symmetric products were computed whole. The default shapes are
+those of LLaMA 7B.
 
   python tools/bench/bench_newton_schulz.py --shapes 256x256,688x256 --batch 4 --threads 1
 """
@@ -75,8 +77,10 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
     generator = torch.Generator(device).manual_seed(1234)
     matrices = torch.randn((args.batch, *shape), device=device, generator=generator)
 
+    square, _ = choose_square("auto", device)
+
     def apart() -> list[Tensor]:
-        return [orthogonal(matrix, CONFIG) for matrix in matrices]
+        return [orthogonal(matrix, CONFIG, square) for matrix in matrices]
 
     one = torch.stack(apart())
     other = batched(matrices, one.dtype)

@@ -24,6 +24,7 @@ from paro.optim.deal import (
 )
 from paro.optim.matrices import newton_schulz, orthogonal
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
+from paro.optim.squares import by_torch, choose_square
 from paro.planning.cost_model import in_buckets, muon_rounds
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
@@ -31,9 +32,12 @@ from paro.precision import PrecisionConfig
 from paro.strategy import parse_strategy
 from paro.training.step import Training
 from tests.helpers.training import TINY, built
+from tests.helpers.triton_kernels import interpreter
+from tests.model.values import assert_near
 from tests.paro.planning.lone_rank import allocated_at_most
 from tests.paro.planning.on_ranks import run_of
 
+CPU = torch.device("cpu")
 FP32 = "--muon-fp32-matmul-prec highest"
 RUN = f"{TINY} --train-iters 20 --clip-grad 0 --optimizer muon {FP32}"
 LR, DECAY = 0.01, 0.1
@@ -186,6 +190,47 @@ def test_matmuls_are_bf16_where_asked_and_possible(
     assert error < (0.02 if dtype == torch.bfloat16 else 1e-6)
     of_bf16 = newton_schulz(matrix.bfloat16(), config.coefficients(), torch.float32)
     assert float((of_bf16 - exact).norm() / exact.norm()) < 0.02
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("shape", [(1, 7), (5, 70), (130, 65), (260, 40)])
+@pytest.mark.parametrize("tall", [False, True])
+def test_half_of_a_symmetric_product_is_computed_and_mirrored(
+    shape: tuple[int, int], tall: bool
+) -> None:
+    x = gradient("x", torch.Size(shape), 0).bfloat16()
+    x = x if tall else x.mT
+    with interpreter():
+        from paro.optim.kernels import square
+
+        gram = square(x)
+        polynomial = square(gram, (-1.5, 0.5))
+    assert_near(gram, by_torch(x.float()), within=2.0**-7)
+    assert_near(polynomial, by_torch(gram.float(), (-1.5, 0.5)), within=2.0**-7)
+    for found in (gram, polynomial):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, found.mT)
+
+
+@pytest.mark.bits
+def test_newton_schulz_multiplies_by_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: True)
+    matrix, config = gradient("it", torch.Size((50, 30)), 0), MuonConfig()
+    assert choose_square("auto", CPU) == (by_torch, "")
+    with interpreter():
+        from paro.optim import kernels
+
+        square, line = choose_square("auto", CPU)
+        assert line.startswith("Newton-Schulz: symmetric products by Triton 3.")
+        assert choose_square("torch", CPU) == (by_torch, "")
+        found = orthogonal(matrix, config, square).float()
+        exact = newton_schulz(matrix, config.coefficients())
+        assert float((found - exact).norm() / exact.norm()) < 0.03
+        monkeypatch.setattr(kernels, "square", lambda x, factors: by_torch(x, factors).triu())
+        choose_square.cache_clear()
+        square, line = choose_square("auto", CPU)
+        assert square is by_torch
+        assert "torch's matmuls, because Triton fails: RuntimeError: a product differs by" in line
 
 
 SMALL = tuple(

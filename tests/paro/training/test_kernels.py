@@ -55,3 +55,14 @@ def test_nothing_is_said_where_all_have_the_same() -> None:
         for lines in run_ranks(trained_with, 2, ranks_with_triton=ranks):
             assert len(lines) == 1 + len(ranks)
             assert not any("WARNING" in line for line in lines)
+
+
+def test_muons_products_are_named_where_they_are_in_bf16() -> None:
+    skip_on_gpus()
+    world, muon = World(), f"{FLAGS} --optimizer muon --no-rope-fusion"
+    for more, is_named in (("", True), ("--muon-fp32-matmul-prec highest", False)):
+        with interpreter():
+            config = configured(f"{muon} {more}", world)
+            _, lines = agree_on_kernels(config, Control(world, torch.device("cpu")))
+        (update,) = (line for line in lines if "AdamW: Triton" in line)
+        assert ("Newton-Schulz: symmetric products by Triton" in update) is is_named
