@@ -8,7 +8,10 @@ import pytest
 
 from tests.helpers.processes import python_apart
 
-MODULES = ("model.test_fusion", "paro.optim.test_adamw", "paro.quantization.test_kernels")
+MODULES = (
+    *("model.test_fusion", "paro.optim.test_adamw", "paro.optim.test_muon"),
+    "paro.quantization.test_kernels",
+)
 RUN_EACH = """
 import importlib, sys
 for module in sys.argv[1:]:

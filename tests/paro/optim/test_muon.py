@@ -233,6 +233,15 @@ def test_newton_schulz_multiplies_by_triton_and_says_so(monkeypatch: pytest.Monk
         assert "torch's matmuls, because Triton fails: RuntimeError: a product differs by" in line
 
 
+def run_on_gpu() -> None:
+    square, line = choose_square("auto", torch.device("cuda"))
+    assert square is not by_torch, line
+    for shape in ((1000, 2048), (2048, 1000)):
+        x = gradient("x", torch.Size(shape), 0).bfloat16().cuda()
+        for matrix in (x, x.mT):
+            assert_near(square(matrix, None), by_torch(matrix.float()), within=2.0**-7)
+
+
 SMALL = tuple(
     Matrix(unit, 1056, start, *shape)
     for unit in range(3)
