@@ -65,6 +65,8 @@ def allocate_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Tensor:
         return torch.empty(left_MK.shape[0], right_KN.shape[1], dtype=out_dtype)
 
+    # Else torch.compile, which lists torch's functions once, would not know the one put back.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     monkeypatch.setattr(torch, "_scaled_mm", product)
     for name in ("_largest", "_cast", "_cross_entropy"):
         monkeypatch.setattr(kernels, name, defaultdict(lambda: lambda *_, **__: None))
