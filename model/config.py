@@ -188,7 +188,7 @@ _FUSED_LOSS_TOKENS, _FUSED_LOSS_BYTES = 4096, 2**30
 
 
 def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
-    """How many tokens' logits the loss computes at a time; `fused`: by Triton."""
+    """Returns how many tokens' logits the loss computes at a time; `fused`: by Triton."""
     if not fused:
         return LOSS_CHUNK_TOKENS
     fit = _FUSED_LOSS_BYTES // (vocab_size * element_bytes)

@@ -145,7 +145,7 @@ def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _check_largest(values: Tensor) -> None:
-    """`RuntimeError` unless all kernels find the largest value of what they write for a cast."""
+    """Raises `RuntimeError` unless all kernels find the largest value of what they write."""
     from model.kernels import norm, norm_backward, rotate, swiglu, swiglu_backward
 
     scale, angles = values[0].contiguous(), values.new_ones(len(values), values.shape[-1] - 1)

@@ -27,7 +27,7 @@ VERSION: str = triton.__version__
 
 @triton.jit
 def _magnitude(x):
-    """Bits, in the order of magnitudes; a NaN's are above those of infinity."""
+    """Returns bits in the order of magnitudes; a NaN's are above those of infinity."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -217,7 +217,7 @@ def _cross_entropy(logits, labels, losses, num_columns, GRADS: tl.constexpr, BLO
 
 
 def norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm, for a cast, and 1 / the root mean square [B, S, 1] in fp32."""
+    """Computes RMSNorm, for a cast, and 1 / the root mean square [B, S, 1] in fp32."""
     x, width = x_BSD.contiguous(), x_BSD.shape[-1]
     y, largest = torch.empty_like(x), _zeros(x)
     rstd_BS1 = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -238,7 +238,7 @@ def norm_backward(
     *,
     for_cast: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and the scale of RMSNorm; `rstd` is what forward divided by.
+    """Computes gradients of RMSNorm's input and scale; `rstd` is what forward divided by.
 
     The input's includes `residual`, its gradient by another way.
     """
@@ -256,7 +256,7 @@ def norm_backward(
 
 
 def _zeros(like: Tensor, count: int = 1) -> Tensor:
-    """Bits of the largest values of tensors that a kernel begins to write."""
+    """Makes the bits of the largest values of `count` tensors that a kernel is to write."""
     return torch.zeros(count, dtype=torch.int32, device=like.device)
 
 

@@ -21,7 +21,7 @@ def remember_largest(tensor: Tensor, largest: Tensor) -> None:
 
 
 def known_largest(tensor: Tensor) -> Tensor | None:
-    """What was remembered of a contiguous tensor, if its values are still the same."""
+    """Returns what was remembered of a contiguous tensor whose values are still the same."""
     storage = tensor.untyped_storage()
     version, largest = getattr(storage, "largest", (None, None))
     if storage.nbytes() != tensor.nbytes or version != tensor._version:

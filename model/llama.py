@@ -107,7 +107,7 @@ class Block(AdaptedBlock):
     def attention(
         self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None, norm: SharedNorm | None = None
     ) -> Tensor:
-        """`x` plus the attention output [B, S, D].
+        """Returns `x` plus the attention output [B, S, D].
 
         Of slices of the weights, which share `norm`: a part of the output, without `x`.
         """
@@ -121,7 +121,7 @@ class Block(AdaptedBlock):
         return x_BSD + add_slices_after(slices, self.attention_norm, self.config, x_BSD, *args)
 
     def project(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Queries [B, S, N, H], keys and values [B, S, K, H], rotated where they are to be."""
+        """Makes queries [B, S, N, H], keys and values [B, S, K, H], rotated if they are to be."""
         return self._projected(x_BSD, cos, sin, None, None)[1:]
 
     def _projected(
@@ -132,7 +132,7 @@ class Block(AdaptedBlock):
         drops: DropKey | None,
         norm: SharedNorm | None,
     ) -> tuple[Tensor, ...]:
-        """`x` as the residual addition is to read it, and what `project` returns."""
+        """Returns `x` as the residual addition is to read it, and queries, keys and values."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
         weights = (self.wq, self.wk, self.wv)
@@ -157,7 +157,7 @@ class Block(AdaptedBlock):
         sources: tuple[Tensor, Tensor],
         weights: tuple[Tensor, ...],
     ) -> tuple[SharedNorm, Tensor, tuple[Tensor, ...]]:
-        """The norm, its own or the shared one; its input, passed on; and the projections of it."""
+        """Returns the norm, shared or of its own, its input, to be added, and its projections."""
         if norm is not None:  # slices, whose sum is added to the input
             return norm, sources[0], normed_linears(norm, *sources, *weights, fp8=self.fp8)
         config = self.config
@@ -194,7 +194,7 @@ class Block(AdaptedBlock):
         return self.mlp(x_BSD + self._output(out_BSNH, None), None)
 
     def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedNorm | None = None) -> Tensor:
-        """`x` plus the MLP output [B, S, D].
+        """Returns `x` plus the MLP output [B, S, D].
 
         Of slices of the weights, which share `norm`: a part of the output, without `x`.
         """

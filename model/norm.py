@@ -17,7 +17,7 @@ from model.matmul import input_grads
 def _norm(
     x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, for_cast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / the root mean square [B, S, 1] in fp32; `for_cast`: by Triton.
+    """Computes the norm and 1 / the root mean square [B, S, 1] in fp32; `for_cast`: by Triton.
 
     Written out for the CPU, where torch's own runs several operations and saves their results.
     """
@@ -42,7 +42,7 @@ def _norm_backward(
     rstd_BS1: Tensor,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and scale that are `needed`."""
+    """Computes the gradients of x and scale that are `needed`."""
     needs_x, needs_scale = needed
     if x_BSD.device.type != "cpu":
         shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)

@@ -93,7 +93,7 @@ def _square(
 
 
 def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """As `by_torch` of squares.py: half of the result is computed, and mirrored."""
+    """Computes what `by_torch` of squares.py does: half of the result, which it mirrors."""
     rows, tiles = x.shape[0], triton.cdiv(x.shape[0], _TILE["TILE"])
     out = x.new_empty(rows, rows)
     args = x, out, *x.shape, *x.stride(), *(factors or (0.0, 1.0))

@@ -15,7 +15,7 @@ _WITHIN = 2.0**-7  # of the largest element, in bf16
 
 
 def by_torch(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """`x @ x.T`; with factors (b, c), of a symmetric `x`, `b * x + c * x @ x`."""
+    """Computes `x @ x.T`; with factors (b, c), of a symmetric `x`, `b * x + c * x @ x`."""
     if factors is None:
         return x @ x.mT
     return torch.addmm(x, x, x, beta=factors[0], alpha=factors[1])
@@ -23,7 +23,7 @@ def by_torch(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
 
 @cache
 def choose_square(name: str, device: torch.device) -> tuple[Square, str]:
-    """How matrices in bf16 are multiplied, and a line about it; empty where there is no choice.
+    """Returns how matrices in bf16 are squared, and a line about it, empty without a choice.
 
     By Triton, unless --adam-implementation names another, where a small product works.
     """
@@ -40,7 +40,7 @@ def choose_square(name: str, device: torch.device) -> tuple[Square, str]:
 
 
 def _compare(square: Square, device: torch.device) -> None:
-    """`RuntimeError` unless two products are symmetric, and torch's to rounding."""
+    """Raises `RuntimeError` unless two products are symmetric, and torch's to rounding."""
     x = torch.linspace(-3.0, 3.0, 130 * 70, device=device).sin_().view(130, 70).bfloat16()
     gram = square(x, None)
     for found, wanted in (

@@ -58,11 +58,11 @@ class MicroBatch:
         return self.num_tokens * width * self.compute_bytes
 
     def fuses_loss(self, model: LlamaConfig) -> bool:
-        """Whether Triton makes gradients of logits in their place; a GPU is expected to have it."""
+        """Says whether Triton makes gradients of logits in place, as it is expected to on a GPU."""
         return model.fuses_loss or self.device_type == "cuda"
 
     def loss_chunk(self, model: LlamaConfig) -> int:
-        """How many tokens' logits the loss of a whole output weight computes at a time."""
+        """Returns of how many tokens the loss of a whole weight computes logits at a time."""
         return loss_chunk(model.vocab_size, self.compute_bytes, fused=self.fuses_loss(model))
 
 
