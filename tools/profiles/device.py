@@ -3,9 +3,10 @@
 # [Note: a trace of a GPU]
 # Kernels, copies and memsets are complete events of the categories below, in microseconds; `args`
 # names the stream. A range that the program opens is there twice: on its thread, and, as
-# gpu_user_annotation, on each stream from the first kernel launched in it to the last one. The
-# ranges of the host begin and end before the GPU does that work, so the steps are those of the
-# compute stream where the trace has them.
+# gpu_user_annotation, on each stream from the first kernel launched in it to the last one. A kernel
+# counts for the innermost range alone: the mark of the last step ends before its update, which is a
+# range of its own. The ranges of the host begin and end before the GPU does that work, so the steps
+# are those of the compute stream where the trace has them, with all other ranges there.
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tools.profiles.kernel_class import (
 _COPIES = ("gpu_memcpy", "gpu_memset")
 _WORK = ("kernel", *_COPIES)
 _RANGE = "gpu_user_annotation"
-_STEP, _UPDATE, _LANE = "ProfilerStep#", "paro/update", "paro/lane:"
+_STEP, _OWN, _UPDATE, _LANE = "ProfilerStep#", "paro/", "paro/update", "paro/lane:"
 
 Interval = tuple[float, float]
 
@@ -164,9 +165,7 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
     """The profile in a trace's complete events; `UserError` with `what` for a damaged one."""
     wanted = [event for event in events if event.get("cat") in _WORK]
     work: list[_Work] = conform(wanted, list[_Work], f"{what}: traceEvents")
-    named = [
-        event for event in events if str(event.get("name")).startswith((_STEP, _UPDATE, _LANE))
-    ]
+    named = [event for event in events if str(event.get("name")).startswith((_STEP, _OWN))]
     ranges: list[_Range] = conform(named, list[_Range], f"{what}: traceEvents")
     on_device = [event for event in ranges if event.get("cat") == _RANGE]
     stream = _compute_stream(work)
@@ -176,8 +175,9 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
     ]
     if not steps:
         raise UserError(f"{what}: no step of a training")
-    begin = min(event["ts"] for event in steps)
-    end = max(event["ts"] + event["dur"] for event in steps)
+    within = here if steps[0] in here else steps
+    begin = min(event["ts"] for event in within)
+    end = max(event["ts"] + event["dur"] for event in within)
     if end - begin < 1e-3:  # a nanosecond
         raise UserError(f"{what}: its steps have no length")
     updates = union(

@@ -134,6 +134,24 @@ def test_every_figure_of_a_gpu(tmp_path: Path) -> None:
     assert "matrix products     34.3% of kernel time, 17.500 ms a step" in told
 
 
+def test_the_update_of_the_last_step_counts(tmp_path: Path) -> None:
+    """A kernel extends only the innermost range that launched it, so no step's mark has one."""
+    mark, events = "gpu_user_annotation", []
+    for number, begin in enumerate((2000, 2100)):
+        events += [
+            on_gpu(f"ProfilerStep#{number}", begin + 10, begin + 80, 7, mark),
+            on_gpu("paro/forward-compute", begin, begin + 40, 7, mark),
+            on_gpu("paro/update", begin + 90, begin + 100, 7, mark),
+            on_gpu(GEMM, begin, begin + 80, 7),
+            on_gpu("_adamw", begin + 90, begin + 100, 7),
+        ]
+    _, written = measured(main, write_trace(tmp_path / "gpu.json", *events))
+    (found,) = written["ranks"]
+    assert found["seconds_per_step"] == pytest.approx(0.1)
+    assert found["class_seconds"][OPTIMIZER] == pytest.approx(0.02)
+    assert {kernel["name"]: kernel["runs"] for kernel in found["kernels"]} == {GEMM: 2, "_adamw": 2}
+
+
 def test_without_steps_on_the_gpu_those_of_the_host_count(tmp_path: Path) -> None:
     _, written = measured(main, write_trace(tmp_path / "gpu.json", on_gpu(GEMM, 1050, 1100, 7)))
     (found,) = written["ranks"]
