@@ -72,9 +72,9 @@ verify: setup  ## the long studies that `make test` leaves out
 # On a machine with GPUs: its own Python, with its own torch, not .venv with the pinned CPU build.
 GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)
 
-gpu: $(if $(REHEARSE),setup)  ## check and measure GPUs: PARTS=a,e GPUS=8 OUT=folder REHEARSE=1
+gpu: $(if $(REHEARSE),setup)  ## check and measure GPUs: PARTS=a,e GPUS=8 QUICK=1 OUT=folder REHEARSE=1
 	$(GPU_PYTHON) tools/bench/check_gpu.py $(if $(PARTS),--parts $(PARTS)) $(if $(GPUS),--gpus $(GPUS)) \
-		$(if $(OUT),--out $(OUT)) $(if $(REHEARSE),--rehearse)
+		$(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick $(QUICK)) $(if $(REHEARSE),--rehearse)
 
 files:  ## every file of the product, with its first line
 	@awk 'FNR == 1 { gsub(/"/, ""); printf "%-52s %s\n", FILENAME, $$0 }' \

@@ -79,6 +79,8 @@ BY_HAND = (
     "make gpu",
     "make gpu PARTS=a,e",
     "make gpu GPUS=8",
+    "make gpu QUICK=1",
+    "make gpu QUICK=2",
     "make gpu REHEARSE=1",
 )
 

@@ -118,9 +118,11 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
     },
     (bench_reporting, ""): {"--rounds 0": "--rounds 0 must be at least 1"},
     (check_gpu, ""): {
-        "--parts a,z": "--parts a,z: there is no part 'z', only a to l",
+        "--parts a,z": "--parts a,z: there is no part 'z', only a,b,c",
         "--parts i": "part i needs --gpus 2 or more",
         "--gpus 0": "--gpus 0 must be at least 1",
+        "--quick 1 --parts a": "--quick 1 chooses the parts, for one GPU: leave out --parts",
+        "--quick 2 --gpus 8": "--quick 2 chooses the parts, for one GPU: leave out ... --gpus",
     },
     (study_bits, "--json x.json --folder x"): {"--data .": "make quickstart"},
     (study_crashes, "--folder x"): {"--kills 0": "--kills 0 must be at least 1"},

@@ -69,6 +69,7 @@ SAME_IN_TRAINER = {
     "micro_batch_size": 4,
     "clip_grad": 1.0,
 }
+OPTIONAL_IN_TRAINER = ("exp_avg_dtype", "exp_avg_sq_dtype", "paro_recompute_keep")
 
 Row = dict[str, object]
 
@@ -94,7 +95,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="with --own-process: stop a contender so long after its start",
     )
     add("--paced", action="store_true", help=argparse.SUPPRESS)  # a round per line of stdin
-    add_trainer_flags(parser, "tie_embeddings_and_output_weights", **SAME_IN_TRAINER)
+    tied = "tie_embeddings_and_output_weights"
+    add_trainer_flags(parser, tied, *OPTIONAL_IN_TRAINER, **SAME_IN_TRAINER)
     add("--num-query-groups", type=int, help="default: as many as --num-attention-heads")
     add("--recompute", action="store_true", help="every block, in all contenders")
     add("--num-micro-batches", type=int, default=1, help="accumulated in a step")
@@ -114,11 +116,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def task_of(args: argparse.Namespace) -> Task:
-    device = device_of(args.device)
+def flags_of(args: argparse.Namespace) -> list[str]:
+    """The flags of pretrain_llama.py for what the contenders train."""
     flags = training_flags(
         args,
         *SAME_IN_TRAINER,
+        *OPTIONAL_IN_TRAINER,
         distributed_backend="nccl" if args.device == "cuda" else "gloo",
         global_batch_size=args.micro_batch_size * args.num_micro_batches,
         train_iters=10**6,
@@ -127,13 +130,21 @@ def task_of(args: argparse.Namespace) -> Task:
     )
     if args.tie_embeddings_and_output_weights:
         flags.append("--tie-embeddings-and-output-weights")
+    return flags
+
+
+def run_of(args: argparse.Namespace) -> RunConfig:
+    return RunConfig.from_args(parse_args(flags_of(args)), World())
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    device = device_of(args.device)
     size = (args.micro_batch_size, args.seq_length + 1)
     text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     mask_BS = torch.ones(tokens_BS.shape)
     batch = Batch(tokens_BS, labels_BS, mask_BS, mask_sum=mask_BS.numel()).to(device)
-    run = RunConfig.from_args(parse_args(flags), World())
-    return Task(flags=tuple(flags), run=run, device=device, batch=batch)
+    return Task(flags=tuple(flags_of(args)), run=run_of(args), device=device, batch=batch)
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -18,11 +21,20 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from model.config import FP8_CAPABILITY
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, check_least
+from paro.errors import UserError, check_least, describe
 from paro.report.log import print_line
 from paro.text import count_text
 from tools.bench.gpu_check import measures, suites
-from tools.bench.gpu_check.page import PAGE, read_results, write_results
+from tools.bench.gpu_check.clocks import CLOCKS, clocks_after, recorded
+from tools.bench.gpu_check.page import PAGE, archive, read_results, write_results
+from tools.bench.gpu_check.quick import (
+    COMMAND_SECONDS,
+    NOT_REACHED,
+    QUICK,
+    Stage,
+    course,
+    stages_of,
+)
 from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
 from tools.bench.shared.turns import ROOT
 from tools.shared.command_line import Parser
@@ -33,6 +45,7 @@ Results of earlier runs in that folder stay, so that parts can be run one by one
 
   make gpu                   all parts on one GPU        make gpu PARTS=a,e   only these
   make gpu GPUS=8            under torchrun on 8 GPUs    make gpu REHEARSE=1  on a CPU, small shapes
+  make gpu QUICK=1, QUICK=2  what one GPU shows in twice 9 minutes, what is unmeasured first
 
 It needs torch 2.11 or newer, a GPU of compute capability 8.0 or newer, and no network.
 """
@@ -40,15 +53,20 @@ NEEDED_CAPABILITY = (8, 0)
 
 Part = Callable[[Runner], Outcome]
 PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
-    "e": ("speed", partial(measures.speed, title="speed", names=measures.HEADLINE)),
+    "e": ("speed", partial(measures.speed, name="speed")),
     "a": ("tests on a GPU", suites.gpu_tests),
     "b": ("4 ranks on one GPU against one process", partial(suites.tests_in, name="test_ranks")),
     "c": ("races", partial(suites.tests_in, name="test_races")),
     "d": ("memory against its prediction", measures.memory),
     "f": ("profile of a step", measures.profile),
     "g": ("checkpoints", measures.checkpoint),
-    "j": ("speed of variants", partial(measures.speed, title="variants", names=measures.VARIANTS)),
+    "j": ("speed of variants", partial(measures.speed, name="variants")),
     "k": ("Muon beside AdamW", measures.muon),
+    "p": ("fp8 with sequences of 8,192", partial(measures.speed, name="fp8")),
+    "q": ("LLaMA-7B", partial(measures.speed, name="7B")),
+    "r": ("64k tokens", partial(measures.speed, name="64k")),
+    "s": ("LLaMA-3 8B with sequences of 8,192", partial(measures.speed, name="8B")),
+    "t": ("128k tokens", partial(measures.speed, name="128k")),
     "h": ("collectives", measures.collectives),
     "i": ("strategies beside FSDP2", measures.peers),
     "l": ("ranks that share samples", measures.shared_samples),
@@ -83,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     titles = "; ".join(f"{letter}: {title}" for letter, (title, _) in PARTS.items())
     add("--parts", metavar="LETTERS", help=f"default: all that the machine allows. {titles}")
     add("--gpus", type=int, default=1, metavar="N", help="default 1; h, i and l need more")
+    add("--quick", type=int, choices=QUICK, help="parts for 9 minutes of one GPU, by a plan")
     add("--rehearse", action="store_true", help="small shapes on a CPU: the parts' own course")
     add("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default runs/gpu")
     return parser
@@ -91,12 +110,18 @@ def make_parser() -> argparse.ArgumentParser:
 def parts_of(args: argparse.Namespace) -> list[str]:
     """The chosen letters in order; `UserError` names one that does not exist or cannot run."""
     check_least(1, gpus=args.gpus)
+    if args.quick and (args.parts is not None or args.gpus > 1):
+        raise UserError(
+            f"--quick {args.quick} chooses the parts, for one GPU: leave out --parts, --gpus"
+        )
     if args.parts is None:
         return [letter for letter in PARTS if args.gpus > 1 or letter not in OF_SEVERAL_GPUS]
     chosen = {letter.strip() for letter in args.parts.split(",")}
     for letter in sorted(chosen):
         if letter not in PARTS:
-            raise UserError(f"--parts {args.parts}: there is no part {letter!r}, only a to l")
+            raise UserError(
+                f"--parts {args.parts}: there is no part {letter!r}, only {','.join(sorted(PARTS))}"
+            )
         if letter in OF_SEVERAL_GPUS and args.gpus == 1:
             raise UserError(f"--parts {args.parts}: part {letter} needs --gpus 2 or more")
     return [letter for letter in PARTS if letter in chosen]
@@ -118,6 +143,7 @@ def check_machine(found: Found, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    end = time.monotonic() + COMMAND_SECONDS if args.quick else math.inf
     letters = parts_of(args)
     found = ask_torch()
     check_machine(found, args)
@@ -125,35 +151,73 @@ def run(args: argparse.Namespace) -> None:
     results = read_results(args.out)
     where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
-    for letter in letters:
-        title, part = PARTS[letter]
-        print_line(f"{letter}. {title} (at most {PART_SECONDS / 60:.0f} minutes) ...")
-        runner = Runner(
-            folder=args.out,
-            rehearse=args.rehearse,
-            num_gpus=args.gpus,
-            device_bytes=found.bytes,
-            has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
-        )
-        outcome = part(runner)
-        results[letter] = {
-            "title": title,
-            **facts,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "seconds": time.monotonic() - runner.begin,
-            **asdict(outcome),
-        }
-        write_results(args.out, results, rehearsal=args.rehearse)
-        for line in outcome.lines:
-            print_line(f"   {line}")
-        print_line(f"   {'passed' if outcome.passed else 'FAILED'}")
-    print_line(f"written: {args.out / PAGE}")
-    if not all(results[letter]["passed"] for letter in letters):
+    stages = [Stage(letter, PART_SECONDS) for letter in letters]
+    if args.quick:
+        stages = stages_of(args.quick, results, facts)
+    with recorded(args.out / CLOCKS, rehearse=args.rehearse):
+        for stage, seconds in course(stages, lambda: end - time.monotonic()):
+            begin = time.monotonic()
+            for letter, outcome in run_stage(stage, seconds, args, found):
+                if seconds is not None or letter not in results:
+                    results[letter] = {
+                        "title": PARTS[letter][0],
+                        **facts,
+                        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+                        "seconds": time.monotonic() - begin,
+                        **asdict(outcome),
+                    }
+            write_results(args.out, results, rehearsal=args.rehearse)
+    print_line(f"written: {args.out / PAGE}, and all files in {archive(args.out)}")
+    if not all(results[letter]["passed"] for stage in stages for letter in stage.letters):
         raise SystemExit(1)
 
 
+def run_stage(
+    stage: Stage, seconds: float | None, args: argparse.Namespace, found: Found
+) -> list[tuple[str, Outcome]]:
+    """What the parts of a stage find side by side in so many seconds; None: it is not reached."""
+    named = ", ".join(f"{letter}. {PARTS[letter][0]}" for letter in stage.letters)
+    print_line(f"{named}: {NOT_REACHED if seconds is None else f'at most {seconds:.0f} s'}")
+    if seconds is None:
+        return [(letter, Outcome(passed=False, lines=(NOT_REACHED,))) for letter in stage.letters]
+    runner = Runner(
+        folder=args.out,
+        rehearse=args.rehearse,
+        num_gpus=args.gpus,
+        device_bytes=found.bytes,
+        has_fp8=args.rehearse or found.capability >= FP8_CAPABILITY,
+        seconds=seconds,
+    )
+    runners = [replace(runner) for _ in stage.letters]
+    clocks = args.out / CLOCKS
+    place = clocks.stat().st_size
+    with ThreadPoolExecutor(len(runners)) as pool:
+        try:
+            outcomes = [*pool.map(_attempt, stage.letters, runners)]
+        except KeyboardInterrupt:
+            for one in runners:
+                one.stop()
+            raise
+    told = clocks_after(place, clocks)
+    outcomes = [replace(outcome, lines=(*outcome.lines, told)) for outcome in outcomes]
+    for letter, outcome in zip(stage.letters, outcomes, strict=True):
+        print_line(*(f"   {letter}: {line}" for line in outcome.lines))
+        print_line(f"   {letter}: {'passed' if outcome.passed else 'FAILED'}")
+    return [*zip(stage.letters, outcomes, strict=True)]
+
+
+def _attempt(letter: str, runner: Runner) -> Outcome:
+    """What a part finds; an error of this program does not end those after it."""
+    try:
+        return PARTS[letter][1](runner)
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(passed=False, lines=(f"{type(error).__name__}: {describe(error)}",))
+
+
 def ask_torch() -> Found:
-    done = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
+    words = ["timeout", "60", sys.executable, "-c", _ASK_TORCH]
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
         raise UserError(f"{sys.executable} has no torch that starts: install torch 2.11 or newer")
     answer = json.loads(done.stdout)

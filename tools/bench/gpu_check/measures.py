@@ -6,20 +6,20 @@ import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paro.text import count_text
-from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
+from tools.bench.gpu_check.running import Outcome, Runner
 
 _MB = 2**20
 _DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-iters 0 --lr 1e-4"
 _SMALL_SIZES = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 176 --seq-length 64"
 )
-_LARGE_SIZES = (
-    "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 --seq-length 4096"
-)
+_BLOCK = "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size"
+_7B = f"{_BLOCK} 11008 --vocab-size 32000"
+_8B = f"{_BLOCK} 14336 --vocab-size 128256 --num-query-groups 8"
 _MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
     "bf16": ("--bf16", 1, 1),
     "bf16, 4 micro-batches": ("--bf16", 1, 4),
@@ -30,11 +30,45 @@ _MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
     "fp32": ("", 1, 1),
 }
 _MEMORY_TOLERANCE = 0.1  # as in tests/paro/planning/memory/test_gathering.py, on a GPU
-# What the page begins with, the trainer first; and the rest. A part's time is divided among them.
-HEADLINE = ("trainer", "trainer-fp8-compiled", "ours", "transformers-fused")
-VARIANTS = ("trainer-fp8", "trainer-compiled", "ours-compiled", "transformers-compiled")
-_STEP = "--micro-batch-size 2 --num-micro-batches 8"
-_MOST_BLOCKS = 12  # of LLaMA-7B: more change MFU little, and take long to draw
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Flags of bench_model.py for a model of `blocks` blocks, or as many as fit, and contenders.
+
+    The first contender is rehearsed.
+    """
+
+    flags: str
+    contenders: str = "trainer"
+    blocks: int = 12  # of LLaMA-7B: more change MFU little, and take long to draw
+    rounds: int = 3
+
+
+_65K_TOKENS = f"{_7B} --seq-length 4096 --micro-batch-size 2 --num-micro-batches 8"
+_IN_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --num-micro-batches 4"
+_64K = f"{_7B} --seq-length 65536 --micro-batch-size 1 --recompute"
+SHAPES = {  # a part's time is divided among its shapes, and theirs among contenders
+    # What the page begins with.
+    "speed": [Shape(_65K_TOKENS, "trainer,trainer-fp8-compiled,ours,transformers-fused")],
+    "variants": [
+        Shape(_65K_TOKENS, "trainer-fp8,trainer-compiled,ours-compiled,transformers-compiled")
+    ],
+    "muon": [Shape(_65K_TOKENS, "trainer-muon,trainer")],
+    "fp8": [
+        Shape(
+            f"{_7B} --seq-length 8192 --micro-batch-size 1 --num-micro-batches 8",
+            "trainer-fp8-compiled,trainer",
+        )
+    ],
+    "7B": [Shape(f"{_7B} --seq-length 4096 --micro-batch-size 2 {_IN_BF16}", blocks=32)],
+    "8B": [Shape(f"{_8B} --seq-length 8192 --micro-batch-size 1 {_IN_BF16}", blocks=32)],
+    "64k": [
+        Shape(_64K, blocks=8, rounds=2),
+        Shape(f"{_64K} --paro-recompute-keep core_attn", blocks=8, rounds=2),
+    ],
+    "128k": [Shape(_64K.replace("65536", "131072"), blocks=4, rounds=1)],
+}
 
 
 def memory(runner: Runner) -> Outcome:
@@ -92,8 +126,7 @@ def muon(runner: Runner) -> Outcome:
     products = runner.measured("newton-schulz", words, alone=True).outcome("newton_schulz")
     if not products.passed:
         return products
-    names = ("trainer-muon",) if runner.rehearse else ("trainer", "trainer-muon")
-    steps = speed(runner, "muon", names)
+    steps = speed(runner, "muon")
     lines = products.lines + steps.lines
     rows = {row["contender"]: row for row in steps.figures.get("rows", ())}
     adamw, own = (rows.get(n, {}).get("tokens_per_second") for n in ("trainer", "trainer-muon"))
@@ -102,31 +135,45 @@ def muon(runner: Runner) -> Outcome:
     return replace(steps, lines=lines, figures={**steps.figures, **products.figures})
 
 
-def speed(runner: Runner, title: str, names: Sequence[str]) -> Outcome:
-    """MFU of contenders of bench_model.py; in a rehearsal of the first one alone."""
-    names = names[:1] if runner.rehearse else names
+def speed(runner: Runner, name: str) -> Outcome:
+    """MFU of the contenders of the shapes of this name."""
+    shapes, rows, found = SHAPES[name], [], []
+    for number, shape in enumerate(shapes):
+        share = runner.seconds_left / (len(shapes) - number)
+        found.append(_speed(runner, f"{name}-{number}" if number else name, shape, share))
+        rows += [{**row, "flags": shape.flags} for row in found[-1].figures.get("rows", ())]
+    return joined(found, {**found[-1].figures, "rows": rows})
+
+
+def joined(found: Sequence[Outcome], figures: Mapping[str, Any]) -> Outcome:
+    """Outcomes of one part as one, with these figures."""
+    return Outcome(
+        passed=all(one.passed for one in found),
+        lines=tuple(line for one in found for line in one.lines),
+        figures=figures,
+        pictures=tuple(picture for one in found for picture in one.pictures),
+    )
+
+
+def _speed(runner: Runner, title: str, shape: Shape, seconds: float) -> Outcome:
+    names = shape.contenders.split(",")[: 1 if runner.rehearse else None]
     left_out = [name for name in names if "fp8" in name and not runner.has_fp8]
     names = [name for name in names if name not in left_out]
+    words = f"--own-process --contenders {','.join(names)} {shape.flags}"
     if runner.rehearse:
-        shape = f"{_SMALL_SIZES} --vocab-size 512 --num-micro-batches 2 --rounds 2 --steps 1"
-        shape += " --peak-tflops 0.1"
+        words += f" {_SMALL_SIZES} --num-query-groups 4 --vocab-size 512 --num-micro-batches 2"
+        words += " --rounds 2 --steps 1 --peak-tflops 0.1"
     else:
-        shape = f"{_LARGE_SIZES} --num-layers {num_layers_that_fit(runner.device_bytes)}"
-        shape += f" --vocab-size 32000 --dtype bf16 --device cuda {_STEP} --rounds 3 --steps 1"
-        shape += f" --most-seconds {contender_seconds(names):.0f}"
-    words = ["tools/bench/bench_model.py", "--own-process", "--contenders", ",".join(names)]
-    ended = runner.measured(title, [*words, *shape.split()], alone=True)
+        words += f" --num-layers {num_layers_that_fit(shape, runner.device_bytes)} --dtype bf16"
+        words += f" --device cuda --rounds {shape.rounds} --steps 1"
+        words += f" --most-seconds {0.98 * seconds / len(names):.0f}"
+    ended = runner.measured(title, ["tools/bench/bench_model.py", *words.split()], alone=True)
     if ended.figures is None:
         return ended.outcome("")
-    lines = (ended.figures["task"], *map(_speed_line, ended.figures["rows"]))
+    lines = (f"{ended.figures['task']}: {shape.flags}", *map(_speed_line, ended.figures["rows"]))
     if left_out:
         lines += (f"{' and '.join(left_out)}: left out, it needs compute capability 8.9",)
     return Outcome(passed=ended.status == 0, lines=lines, figures=ended.figures)
-
-
-def contender_seconds(names: Sequence[str]) -> float:
-    """What each may take, its start and initial values included, so that all fit into a part."""
-    return 0.98 * PART_SECONDS / len(names)
 
 
 def _speed_line(row: Mapping[str, Any]) -> str:
@@ -138,16 +185,16 @@ def _speed_line(row: Mapping[str, Any]) -> str:
     )
 
 
-def num_layers_that_fit(device_bytes: int) -> int:
-    """Blocks of LLaMA-7B, at most 12, that train on one GPU without recomputation.
+def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
+    """Blocks, at most the shape's, with which the trainer fits a GPU by its memory prediction."""
+    from paro.training.memory_check import predict_memory  # with torch, which starts
+    from tools.bench.bench_model import make_parser, run_of
 
-    The trainer's states take 18 bytes a parameter: a bf16 copy, an fp32 gradient, master and
-    moments. The activations of a block take about 1.1 GB for one sequence of 4096: 34 bytes for
-    each of its elements of width 4096, and six products of width 11008 in bf16.
-    """
-    of_block = 18 * 202_383_360 + 1_100_000_000
-    of_ends = 18 * 262_148_096 + 3_000_000_000  # embedding, head, and the chunks of the loss
-    return max(1, min(_MOST_BLOCKS, int((0.92 * device_bytes - of_ends) // of_block)))
+    for number in range(shape.blocks, 1, -1):
+        words = [*shape.flags.split(), "--dtype", "bf16", "--num-layers", str(number)]
+        if predict_memory(run_of(make_parser().parse_args(words)), "cuda").total <= device_bytes:
+            return number
+    return 1
 
 
 def profile(runner: Runner) -> Outcome:
@@ -218,7 +265,7 @@ def _num_params_that_fit(runner: Runner) -> int:
 
 def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
     """The entry script and a model for this machine; `count` micro-batches of `size` sequences."""
-    shape = _SMALL_SIZES if runner.rehearse else f"{_LARGE_SIZES} --num-layers 8"
+    shape = _SMALL_SIZES if runner.rehearse else f"{_7B} --seq-length 4096 --num-layers 8"
     batch = size * count * runner.num_gpus
     flags = f"{_DATA} {shape} --micro-batch-size {size} --global-batch-size {batch}"
     flags += f" --distributed-backend {runner.backend} --train-iters {iterations} --log-interval 1"
@@ -230,12 +277,7 @@ def collectives(runner: Runner) -> Outcome:
     found = [_collectives(runner, order) for order in ("free", "implicit")]
     if not runner.rehearse:  # a CPU has none
         found.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))
-    return Outcome(
-        passed=all(one.passed for one in found),
-        lines=tuple(line for one in found for line in one.lines),
-        figures={key: rows for one in found for key, rows in one.figures.items()},
-        pictures=tuple(picture for one in found for picture in one.pictures),
-    )
+    return joined(found, {key: rows for one in found for key, rows in one.figures.items()})
 
 
 def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:

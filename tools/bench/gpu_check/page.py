@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
 from paro.errors import about
@@ -12,6 +14,7 @@ from tools.shared.output import markdown_table, write_json, write_text
 
 RESULTS = "results.json"
 PAGE = "README.md"
+ARCHIVE = "gpu-check.tar.gz"
 UNMEASURED = "not measured"
 
 
@@ -44,26 +47,38 @@ def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) 
     write_text(folder / PAGE, page(ordered, rehearsal=rehearsal), is_update=True)
 
 
+def archive(folder: Path) -> Path:
+    """Writes all files of the folder into one of them."""
+    (folder / ARCHIVE).unlink(missing_ok=True)
+    with TemporaryDirectory() as place:
+        whole = shutil.make_archive(str(Path(place) / "all"), "gztar", folder)
+        return Path(shutil.move(whole, folder / ARCHIVE))
+
+
 def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """The three figures that matter most beside their goals, as lines of a list."""
-    found = {
-        row["contender"]: row
-        for letter in "ej"
-        for row in results.get(letter, {}).get("figures", {}).get("rows", ())
-        if "failure" not in row
-    }
 
-    def best(figure: str, *names: str) -> float:
+    def rows(letters: str) -> dict[str, Any]:
+        return {
+            row["contender"]: row
+            for letter in letters
+            for row in results.get(letter, {}).get("figures", {}).get("rows", ())
+            if "failure" not in row
+        }
+
+    def best(found: Mapping[str, Any], figure: str, *names: str) -> float:
         return max((found[name][figure] for name in names if name in found), default=0.0)
 
-    bf16 = ("trainer", "trainer-compiled")
-    mfu, speed = best("mfu", *bf16), best("tokens_per_second", *bf16)
-    fp8 = best("tokens_per_second", "trainer-fp8", "trainer-fp8-compiled")
-    engine, plain = (best("tokens_per_second", name) for name in ("trainer", "ours"))
+    bf16, own = ("trainer", "trainer-compiled"), rows("ej")
+    mfu = best(own or rows("k"), "mfu", *bf16)
+    both = own if any("fp8" in name for name in own) else rows("p")  # of the same sequences
+    speed = best(both, "tokens_per_second", *bf16)
+    fp8 = best(both, "tokens_per_second", "trainer-fp8", "trainer-fp8-compiled")
+    engine, plain = (best(own, "tokens_per_second", name) for name in ("trainer", "ours"))
     return (
-        f"- MFU of the trainer in bf16: {f'{mfu:.1%}' if mfu else UNMEASURED} (goal 60%)",
+        f"- MFU of the trainer in bf16: {f'{mfu:.1%}' if mfu else UNMEASURED} (goal 65%)",
         f"- fp8 beside bf16, tokens/s: {f'{fp8 / speed:.2f}' if fp8 and speed else UNMEASURED} "
-        "(goal 1.2)",
+        "(goal 1.45)",
         "- time of the engine beside a plain loop: "
         f"{f'{plain / engine - 1:+.1%}' if plain and engine else UNMEASURED} (goal at most +2%)",
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from tools.bench.shared.turns import ROOT, torchrun
 
 PART_SECONDS = 8 * 60.0
 
-# torchrun ends its ranks when it is asked to stop; it kills them itself after 30 s.
-_GRACE_SECONDS = 40.0
+GRACE_SECONDS = 4.0  # between asking a command to stop and killing it
+_GRACE_OF_TORCHRUN = 40.0  # it asks its ranks, and kills them itself after 30 s
 _ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in the launch scripts
 _TRACEBACK = re.compile(r"^\S*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
 
@@ -77,11 +78,23 @@ class Runner:
     num_gpus: int
     device_bytes: int = 0  # of one GPU
     has_fp8: bool = True
+    seconds: float = PART_SECONDS  # of all commands
     begin: float = field(default_factory=time.monotonic)
+    _process: subprocess.Popen[bytes] | None = None
 
     @property
     def seconds_left(self) -> float:
-        return max(0.0, self.begin + PART_SECONDS - time.monotonic())
+        return max(0.0, self.begin + self.seconds - time.monotonic())
+
+    @property
+    def grace(self) -> float:
+        return GRACE_SECONDS if self.num_gpus == 1 else _GRACE_OF_TORCHRUN
+
+    def stop(self) -> None:
+        """Ends the command that runs, from another thread; no other begins."""
+        self.seconds = 0.0
+        if self._process is not None:
+            _end(self._process, self.grace)
 
     def run(
         self,
@@ -93,8 +106,11 @@ class Runner:
     ) -> Ended:
         """Runs this Python with the words, from the repository's root; the log is NAME.log.
 
-        Where there are several GPUs it is under torchrun, unless `alone`.
+        Where there are several GPUs it is under torchrun, unless `alone`. When the part's time is
+        over it is not begun.
         """
+        if not self.seconds_left:
+            return Ended(status=-1, output="", seconds=0.0, timed_out=True)
         if self.num_gpus > 1 and not alone:
             words = [*torchrun(self.num_gpus), *words]
         log = self.folder / "logs" / f"{name}.log"
@@ -102,7 +118,7 @@ class Runner:
         argv = [sys.executable, *map(str, words)]
         begin = time.monotonic()
         with log.open("w+", encoding="utf-8", errors="replace") as stream:
-            process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
                 env={**_ENVIRONMENT, **os.environ, **(env or {})},
@@ -116,7 +132,7 @@ class Runner:
             except subprocess.TimeoutExpired:
                 status, timed_out = -1, True
             finally:
-                _end(process)
+                _end(process, self.grace)
             output = log.read_text(encoding="utf-8", errors="replace")
         seconds = time.monotonic() - begin
         return Ended(status=status, output=output, seconds=seconds, timed_out=timed_out)
@@ -141,14 +157,9 @@ class Runner:
         return "gloo" if self.rehearse else "nccl"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a command, its children too."""
-    for number, seconds in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, None)):
-        try:
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Ends what is left of a command, its children too; waits twice for so long at most."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            continue
+            process.wait(timeout=grace)

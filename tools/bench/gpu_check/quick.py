@@ -1,0 +1,64 @@
+"""What one GPU shows in nine minutes: parts with limits, and their order when time is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tools.bench.gpu_check.running import GRACE_SECONDS
+
+COMMAND_SECONDS = 9 * 60.0  # of a whole command, whatever fails
+NOT_REACHED = "not reached"
+_AT_END = 8.0  # for the last results and the archive
+_LEAST = 0.5  # of a stage's limit: with less it is not begun
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Parts that run side by side, and the seconds that they have."""
+
+    letters: str
+    seconds: float
+
+
+QUICK = {
+    1: [*map(Stage, ("abc", "k", "p", "q", "r", "f"), (130, 90, 105, 60, 80, 35))],
+    2: [*map(Stage, ("s", "t"), (70, 60))],
+}
+
+
+def stages_of(number: int, results: Mapping[str, Any], facts: Mapping[str, str]) -> list[Stage]:
+    """The stages of a command, without the parts that passed on this machine at this commit.
+
+    Parts without a measurement come first. The second command ends with what the first has not
+    reached.
+    """
+
+    def rank(letter: str) -> int:
+        found = results.get(letter)
+        if found is None or NOT_REACHED in found["lines"]:
+            return 0
+        return 1 + (found["passed"] and found | facts == found)
+
+    wanted = [(stage, 1) for stage in QUICK[number]]
+    wanted += [(stage, 0) for stage in QUICK[1]] if number == 2 else []
+    left = [
+        Stage("".join(letter for letter in stage.letters if rank(letter) <= most), stage.seconds)
+        for stage, most in wanted
+    ]
+    return sorted(
+        filter(lambda one: one.letters, left), key=lambda one: min(map(rank, one.letters))
+    )
+
+
+def course(
+    stages: Iterable[Stage], seconds_left: Callable[[], float]
+) -> Iterator[tuple[Stage, float | None]]:
+    """Each stage with the seconds of its commands; None if too few are left to begin it.
+
+    A command that does not stop in time is asked to, then killed: in the stage's time too.
+    """
+    for stage in stages:
+        seconds = min(stage.seconds, seconds_left() - _AT_END)
+        yield stage, seconds - 2 * GRACE_SECONDS if seconds >= _LEAST * stage.seconds else None
