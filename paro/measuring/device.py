@@ -23,6 +23,7 @@ import torch
 
 from data.loader import Batch
 from model.config import LlamaConfig
+from model.fusion import usable_kernels
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
@@ -31,6 +32,7 @@ from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
 from paro.measuring.attention import attention_rates
 from paro.planning.machine.machine import Device
+from paro.planning.machine.rules import Slowed
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
 from paro.planning.search.trainable import Trainable
@@ -120,7 +122,19 @@ def measure_device(
         parts_flops=attention.of_parts,
         documents_flops=attention.of_documents,
         cores=cores,
+        slowed=_slowed(config, control.device),
     )
+
+
+def _slowed(config: RunConfig, device: torch.device) -> Slowed | None:
+    """The curve of this rank's GPU; None on a CPU, and where Triton computes nothing."""
+    kind = TORCH_TYPES[config.precision.compute]
+    kernels = usable_kernels(config.model, config.fusions, kind, device)
+    if device.type != "cuda" or not kernels.config.fuses_loss:
+        return None
+    from paro.measuring.slowdown import slowed_matmuls
+
+    return slowed_matmuls(device)
 
 
 def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:

@@ -333,6 +333,19 @@ def check(library: Path, names: Sequence[str]) -> None:
     assert not found, told(found)
 
 
+def curve(_: object) -> list[Any]:
+    with fake_cuda() as recorder:
+        from paro.measuring.slowdown import slowed_matmuls
+
+        return [slowed_matmuls(GPU), *sorted(recorder.operations & {"_spin", "aten.mm.default"})]
+
+
+def test_a_matmul_is_timed_next_to_a_kernel_that_compiles(library: Path) -> None:
+    times, *operations = run_apart(library, __name__, "curve", None)
+    assert [ctas for ctas, _ in times] == [0, 4, 8, 16, 22, 32, 64]
+    assert operations == ["_spin", "aten.mm.default"]
+
+
 @pytest.mark.verify
 @pytest.mark.parametrize("cases", [STRATEGIES, KINDS, COMPILED], ids=["letters", "kinds", "graphs"])
 def test_it_does_so_in_every_kind_of_run(library: Path, cases: dict[str, Case]) -> None:

@@ -116,8 +116,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def flags_of(args: argparse.Namespace) -> list[str]:
-    """The flags of pretrain_llama.py for what the contenders train."""
+def task_of(args: argparse.Namespace) -> Task:
+    device = device_of(args.device)
     flags = training_flags(
         args,
         *SAME_IN_TRAINER,
@@ -130,21 +130,13 @@ def flags_of(args: argparse.Namespace) -> list[str]:
     )
     if args.tie_embeddings_and_output_weights:
         flags.append("--tie-embeddings-and-output-weights")
-    return flags
-
-
-def run_of(args: argparse.Namespace) -> RunConfig:
-    return RunConfig.from_args(parse_args(flags_of(args)), World())
-
-
-def task_of(args: argparse.Namespace) -> Task:
-    device = device_of(args.device)
     size = (args.micro_batch_size, args.seq_length + 1)
     text_BS = torch.randint(args.vocab_size, size, generator=torch.Generator().manual_seed(SEED))
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     mask_BS = torch.ones(tokens_BS.shape)
     batch = Batch(tokens_BS, labels_BS, mask_BS, mask_sum=mask_BS.numel()).to(device)
-    return Task(flags=tuple(flags_of(args)), run=run_of(args), device=device, batch=batch)
+    run = RunConfig.from_args(parse_args(flags), World())
+    return Task(flags=tuple(flags), run=run, device=device, batch=batch)
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:

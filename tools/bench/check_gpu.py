@@ -24,17 +24,8 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, describe
 from paro.report.log import print_line
 from paro.text import count_text
-from tools.bench.gpu_check import measures, suites
-from tools.bench.gpu_check.clocks import CLOCKS, clocks_after, recorded
+from tools.bench.gpu_check import measures, quick, running, suites
 from tools.bench.gpu_check.page import PAGE, archive, read_results, write_results
-from tools.bench.gpu_check.quick import (
-    COMMAND_SECONDS,
-    NOT_REACHED,
-    QUICK,
-    Stage,
-    course,
-    stages_of,
-)
 from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
 from tools.bench.shared.turns import ROOT
 from tools.shared.command_line import Parser
@@ -62,6 +53,7 @@ PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
     "g": ("checkpoints", measures.checkpoint),
     "j": ("speed of variants", partial(measures.speed, name="variants")),
     "k": ("Muon beside AdamW", measures.muon),
+    "n": ("a matmul next to busy thread blocks", measures.slowdown),
     "p": ("fp8 with sequences of 8,192", partial(measures.speed, name="fp8")),
     "q": ("LLaMA-7B", partial(measures.speed, name="7B")),
     "r": ("64k tokens", partial(measures.speed, name="64k")),
@@ -101,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     titles = "; ".join(f"{letter}: {title}" for letter, (title, _) in PARTS.items())
     add("--parts", metavar="LETTERS", help=f"default: all that the machine allows. {titles}")
     add("--gpus", type=int, default=1, metavar="N", help="default 1; h, i and l need more")
-    add("--quick", type=int, choices=QUICK, help="parts for 9 minutes of one GPU, by a plan")
+    add("--quick", type=int, choices=quick.QUICK, help="parts for 9 minutes of one GPU, by a plan")
     add("--rehearse", action="store_true", help="small shapes on a CPU: the parts' own course")
     add("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default runs/gpu")
     return parser
@@ -143,7 +135,7 @@ def check_machine(found: Found, args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    end = time.monotonic() + COMMAND_SECONDS if args.quick else math.inf
+    end = time.monotonic() + quick.COMMAND_SECONDS if args.quick else math.inf
     letters = parts_of(args)
     found = ask_torch()
     check_machine(found, args)
@@ -151,11 +143,11 @@ def run(args: argparse.Namespace) -> None:
     results = read_results(args.out)
     where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
-    stages = [Stage(letter, PART_SECONDS) for letter in letters]
+    stages = [quick.Stage(letter, PART_SECONDS) for letter in letters]
     if args.quick:
-        stages = stages_of(args.quick, results, facts)
-    with recorded(args.out / CLOCKS, rehearse=args.rehearse):
-        for stage, seconds in course(stages, lambda: end - time.monotonic()):
+        stages = quick.stages_of(args.quick, results, facts)
+    with running.recorded(args.out / running.CLOCKS, rehearse=args.rehearse):
+        for stage, seconds in quick.course(stages, lambda: end - time.monotonic()):
             begin = time.monotonic()
             for letter, outcome in run_stage(stage, seconds, args, found):
                 if seconds is not None or letter not in results:
@@ -173,13 +165,15 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_stage(
-    stage: Stage, seconds: float | None, args: argparse.Namespace, found: Found
+    stage: quick.Stage, seconds: float | None, args: argparse.Namespace, found: Found
 ) -> list[tuple[str, Outcome]]:
     """What the parts of a stage find side by side in so many seconds; None: it is not reached."""
     named = ", ".join(f"{letter}. {PARTS[letter][0]}" for letter in stage.letters)
-    print_line(f"{named}: {NOT_REACHED if seconds is None else f'at most {seconds:.0f} s'}")
+    print_line(f"{named}: {quick.NOT_REACHED if seconds is None else f'at most {seconds:.0f} s'}")
     if seconds is None:
-        return [(letter, Outcome(passed=False, lines=(NOT_REACHED,))) for letter in stage.letters]
+        return [
+            (letter, Outcome(passed=False, lines=(quick.NOT_REACHED,))) for letter in stage.letters
+        ]
     runner = Runner(
         folder=args.out,
         rehearse=args.rehearse,
@@ -189,30 +183,28 @@ def run_stage(
         seconds=seconds,
     )
     runners = [replace(runner) for _ in stage.letters]
-    clocks = args.out / CLOCKS
-    place = clocks.stat().st_size
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
-            outcomes = [*pool.map(_attempt, stage.letters, runners)]
+            return [*zip(stage.letters, pool.map(_attempt, stage.letters, runners), strict=True)]
         except KeyboardInterrupt:
             for one in runners:
                 one.stop()
             raise
-    told = clocks_after(place, clocks)
-    outcomes = [replace(outcome, lines=(*outcome.lines, told)) for outcome in outcomes]
-    for letter, outcome in zip(stage.letters, outcomes, strict=True):
-        print_line(*(f"   {letter}: {line}" for line in outcome.lines))
-        print_line(f"   {letter}: {'passed' if outcome.passed else 'FAILED'}")
-    return [*zip(stage.letters, outcomes, strict=True)]
 
 
 def _attempt(letter: str, runner: Runner) -> Outcome:
     """What a part finds; an error of this program does not end those after it."""
+    clocks = runner.folder / running.CLOCKS
+    place = clocks.stat().st_size
     try:
-        return PARTS[letter][1](runner)
+        outcome = PARTS[letter][1](runner)
     except Exception as error:
         traceback.print_exc()
-        return Outcome(passed=False, lines=(f"{type(error).__name__}: {describe(error)}",))
+        outcome = Outcome(passed=False, lines=(f"{type(error).__name__}: {describe(error)}",))
+    lines = (*outcome.lines, running.clocks_after(place, clocks))
+    verdict = "passed" if outcome.passed else "FAILED"
+    print_line(*(f"   {letter}: {line}" for line in (*lines, verdict)))
+    return replace(outcome, lines=lines)
 
 
 def ask_torch() -> Found:

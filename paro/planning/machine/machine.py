@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about
-from paro.planning.machine.rules import numbers, ranks_mistakes, refuse, rule
+from paro.planning.machine.rules import Slowed, numbers, ranks_mistakes, refuse, rule
 from paro.strategy import fitting_group_size
 from paro.text import count_text
 from paro.topology import Axes, Link
@@ -105,6 +105,7 @@ class Device:
     cores: float | None = None  # CPU ranks: cores per rank, used by compute and communication
     communicator_bytes: int | None = None  # of one NCCL process group; None: a published figure
     fragmentation: float | None = None  # share of tensors' bytes that torch's allocator adds
+    slowed: Slowed | None = None  # computing beside the thread blocks of collectives
 
     def __post_init__(self) -> None:
         refuse(self.mistakes(asdict(self)))
@@ -385,15 +386,14 @@ def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 def _two_slopes(xs: Sequence[float], zs: Sequence[float]) -> tuple[float, float]:
     """The a >= 0 and b > 0 that minimize the sum of (a x + b z - 1)^2."""
-    ones = [1.0] * len(xs)
     xx, xz, zz = _dot(xs, xs), _dot(xs, zs), _dot(zs, zs)
     determinant = xx * zz - xz * xz
     if determinant > 1e-9 * xx * zz:  # else: one size does not determine the latency
-        a = (_dot(xs, ones) * zz - _dot(zs, ones) * xz) / determinant
-        b = (_dot(zs, ones) * xx - _dot(xs, ones) * xz) / determinant
+        a = (sum(xs) * zz - sum(zs) * xz) / determinant
+        b = (sum(zs) * xx - sum(xs) * xz) / determinant
         if a >= 0 and b > 0:
             return a, b
-    return 0.0, _slope(zs, ones)
+    return 0.0, _slope(zs, [1.0] * len(zs))
 
 
 def _dot(xs: Sequence[float], ys: Sequence[float]) -> float:

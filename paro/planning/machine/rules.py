@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from paro.errors import UserError
 from paro.topology import MOST_RANKS
+from paro.untrusted.schema import Between
+
+# Ascending numbers of busy thread blocks (CTAs), and how many times as long computing takes then.
+Slowed = tuple[tuple[Annotated[int, range(2**20)], Annotated[float, Between(1.0, 1e3)]], ...]
 
 _MAX = 1e30  # of any time, size or rate; sums and products of them stay finite
 

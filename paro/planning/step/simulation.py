@@ -11,12 +11,13 @@
 #
 # Running jobs share links: each progresses at 1 / (sum of the shares of time for which they use the
 # link), if that sum is more than 1. The thread loses the processor time that jobs use, and while a
-# thread computes, jobs are slowed down by the measured factor.
+# thread computes, jobs are slowed down by the measured factor. Collectives slow it down in
+# turn where the machine has a curve for that.
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,12 +137,14 @@ class Simulation:
         *,
         record: bool = False,
         launches_in_order: bool = False,
+        slowed: Sequence[float] = (),
     ) -> None:
         self.actors = [Actor(index, *given) for index, given in enumerate(programs)]
         self.activities: list[Activity] = []
         self.now = 0.0
         self._record = record
         self._launches_in_order = launches_in_order
+        self._slowed = slowed  # computing, by the number of collectives that run
         self._running: list[_Work] = []
         self._joint: dict[int, _Work] = {}  # by their number, which all actors give them
 
@@ -267,10 +270,12 @@ class Simulation:
             work.rate = 1.0 / slowdown
 
     def _compute_speed(self, actor: Actor) -> float:
-        taken = sum(
-            work.job.cpu * work.rate for work in self._running if actor.index in work.submitted
-        )
-        return max(_LEAST_COMPUTE, 1.0 - taken)
+        own = [work for work in self._running if actor.index in work.submitted]
+        speed = max(_LEAST_COMPUTE, 1.0 - sum(work.job.cpu * work.rate for work in own))
+        if not self._slowed:
+            return speed
+        running = sum(work.job.intra + work.job.inter > 0.0 for work in own)
+        return speed / self._slowed[min(running, len(self._slowed) - 1)]
 
     def _blocking_kind(self, actor: Actor) -> str:
         """The kind of the first unfinished work that an actor needs."""

@@ -12,12 +12,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from paro.planning.machine.machine import GroupSpeed
+from paro.planning.machine.rules import Slowed
 from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Activity, Simulation
 
 _MAX_SIMULATED = 4
+# Of a communicator: the most that the trainer gives one of 8 on a GPU of 128 multiprocessors.
+_CTAS, _MOST_COMMUNICATORS = 16, 8
 EXPOSED = {  # kinds of exposed communication, in words
     "gather": "gathers",
     "reduce": "gradient reductions",
@@ -61,7 +65,9 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
     # One actor stands for all groups of the same speed.
     programs = ((speed, costs.program()) for speed in (*usual, *machine.uneven))
     in_order = machine.launch_order == "implicit"
-    simulation = Simulation(programs, record=record, launches_in_order=in_order)
+    curve = costs.device.slowed
+    slowed = _slowed(curve) if curve else ()
+    simulation = Simulation(programs, record=record, launches_in_order=in_order, slowed=slowed)
     total = simulation.run()
     slowest = max(simulation.actors, key=lambda actor: sum(actor.computed.values()))
     return Timeline(
@@ -70,3 +76,18 @@ def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
         exposed={kind: slowest.exposed.get(kind, 0.0) for kind in EXPOSED},
         activities=tuple(simulation.activities),
     )
+
+
+def _slowed(curve: Slowed) -> list[float]:
+    """How many times as long computing takes beside no collective, beside one and so on.
+
+    Between points of the curve it is a line, beyond the last as there.
+    """
+    points = [(0, 1.0), *sorted(curve)]
+
+    def at(ctas: int) -> float:
+        lines = (line for line in pairwise(points) if ctas <= line[1][0])
+        (low, before), (high, after) = next(lines, (points[-1], points[-1]))
+        return before + (after - before) * (ctas - low) / max(1, high - low)
+
+    return [at(number * _CTAS) for number in range(_MOST_COMMUNICATORS + 1)]

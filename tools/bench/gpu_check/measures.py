@@ -6,8 +6,8 @@ import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from paro.text import count_text
 from tools.bench.gpu_check.running import Outcome, Runner
@@ -30,14 +30,17 @@ _MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
     "fp32": ("", 1, 1),
 }
 _MEMORY_TOLERANCE = 0.1  # as in tests/paro/planning/memory/test_gathering.py, on a GPU
+_SLOWDOWN = """
+import json, pathlib, sys, torch
+from paro.measuring.slowdown import slowed_matmuls
+curve = slowed_matmuls(torch.device("cuda"))
+print(*(f"{n} busy thread blocks: {times:.3f} times as long" for n, times in curve), sep=chr(10))
+pathlib.Path(sys.argv[-1]).write_text(json.dumps(curve))
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Flags of bench_model.py for a model of `blocks` blocks, or as many as fit, and contenders.
-
-    The first contender is rehearsed.
-    """
+class Shape(NamedTuple):
+    """Flags of bench_model.py, with as many blocks as fit; contenders, the rehearsed one first."""
 
     flags: str
     contenders: str = "trainer"
@@ -135,6 +138,13 @@ def muon(runner: Runner) -> Outcome:
     return replace(steps, lines=lines, figures={**steps.figures, **products.figures})
 
 
+def slowdown(runner: Runner) -> Outcome:
+    """A matmul next to a kernel that keeps as many thread blocks busy as a collective."""
+    if runner.rehearse:
+        return Outcome(passed=True, lines=("no thread blocks on a CPU",))
+    return runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True).outcome("slowdown")
+
+
 def speed(runner: Runner, name: str) -> Outcome:
     """MFU of the contenders of the shapes of this name."""
     shapes, rows, found = SHAPES[name], [], []
@@ -188,11 +198,12 @@ def _speed_line(row: Mapping[str, Any]) -> str:
 def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
     """Blocks, at most the shape's, with which the trainer fits a GPU by its memory prediction."""
     from paro.training.memory_check import predict_memory  # with torch, which starts
-    from tools.bench.bench_model import make_parser, run_of
+    from tools.bench.bench_model import make_parser, task_of
 
     for number in range(shape.blocks, 1, -1):
         words = [*shape.flags.split(), "--dtype", "bf16", "--num-layers", str(number)]
-        if predict_memory(run_of(make_parser().parse_args(words)), "cuda").total <= device_bytes:
+        run = task_of(make_parser().parse_args(words)).run
+        if predict_memory(run, "cuda").total <= device_bytes:
             return number
     return 1
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
 from paro.errors import about
@@ -49,10 +48,9 @@ def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) 
 
 def archive(folder: Path) -> Path:
     """Writes all files of the folder into one of them."""
-    (folder / ARCHIVE).unlink(missing_ok=True)
-    with TemporaryDirectory() as place:
-        whole = shutil.make_archive(str(Path(place) / "all"), "gztar", folder)
-        return Path(shutil.move(whole, folder / ARCHIVE))
+    argv = ["tar", "-C", f"{folder}", "--exclude", ARCHIVE, "-czf", f"{folder / ARCHIVE}", "."]
+    subprocess.run(argv, check=True)
+    return folder / ARCHIVE
 
 
 def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -34,7 +34,7 @@ from paro.planning.search.planner import letter_rows
 from paro.topology import Axes
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import machine, speed, workload
+from tests.paro.planning.cases import DEVICE, machine, speed, workload
 
 MACHINE = Machine(
     name="two-nodes",
@@ -62,7 +62,10 @@ MACHINE = Machine(
 HEAD = Machine(name="empty", source="", world_size=4, group_size=4)
 
 
-@pytest.mark.parametrize("machine", [MACHINE, HEAD])
+SLOWED = replace(DEVICE, slowed=((8, 1.1), (16, 1.25)))
+
+
+@pytest.mark.parametrize("machine", [MACHINE, HEAD, replace(HEAD, device=SLOWED)])
 def test_what_is_written_is_read(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(machine_to_json(machine), encoding="utf-8")
@@ -117,6 +120,8 @@ def changed(keys: tuple[str | int, ...], value: object) -> str:
         (("device", "fragmentation"), 1.0, "fragmentation: 1.0 is not allowed, it must be 0 or"),
         (("device", "peak_flops"), "fast", "device.peak_flops: 'fast' is of the wrong type"),
         (("device", "colour"), 1, "device.colour: is unknown; the fields are name, memory_bytes"),
+        (("device", "slowed"), [[16, 0.5]], "device.slowed[0][1]: 0.5 is not allowed"),
+        (("device", "slowed"), [[-1, 1.5]], "device.slowed[0][0]: -1 is not allowed"),
         (("uneven",), [{"num_groups": 3, "inter": 0.5}], "uneven: it lists 3 groups of 2"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -129,6 +130,38 @@ def test_a_job_takes_processor_time_and_is_slower_beside_computing() -> None:
     simulation.run()
     # The first job ends after 2 s and has taken half a second from the computing thread.
     assert ends == pytest.approx([2.5, 2.5, 3.5])
+
+
+def test_collectives_slow_computing_down_by_their_number() -> None:
+    job = second("", between=True).phases[0][0]
+    own = job._replace(stream=(1,), inter=0.0, intra=1.0)
+    copy = job._replace(stream=(2,), inter=0.0)  # no collective
+
+    def program(*jobs: TimedJob) -> Program:
+        yield Queue("", (Queued("", "", "", (jobs,)),))
+        yield Compute(2.0, "", "")
+
+    def seconds(*jobs: TimedJob, slowed: Sequence[float] = (1.0, 1.25, 2.0)) -> float:
+        speed = GroupSpeed(num_groups=1)
+        return Simulation([(speed, program(*jobs))], slowed=slowed).run()
+
+    # In the second of the jobs computing gets 1 / 1.25, or half, of a second further.
+    assert seconds(job) == seconds(job, copy) == pytest.approx(1 + 1.2)
+    assert seconds(job, own) == pytest.approx(1 + 1.5)
+    assert seconds(copy) == seconds(job, own, slowed=()) == pytest.approx(2.0)
+
+
+def test_a_curve_of_the_device_makes_overlapped_steps_longer() -> None:
+    def took(strategy: str, *points: tuple[int, float]) -> float:
+        device = replace(DEVICE, slowed=points or None)
+        return simulate(costs(workload(machine=machine(device=device)), strategy)).compute_seconds
+
+    alone = took("IIG")
+    assert took("IIG", (4, 1.0), (128, 1.0)) == alone
+    # A gather alone is 16 thread blocks, with a reduction 32; computing never takes longer.
+    assert alone < took("IIG", (8, 1.0), (24, 1.4)) < took("IIG", (16, 1.4)) <= 1.4 * alone
+    ends = took("NNN", (16, 1.4)) / took("NNN")  # only the last reductions have a backward to hide
+    assert 1 <= ends < took("IIG", (16, 1.4)) / alone
 
 
 def test_a_job_beside_collectives_has_a_fixed_cost() -> None:
