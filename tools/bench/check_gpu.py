@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -103,16 +104,14 @@ def parts_of(args: argparse.Namespace) -> list[str]:
     """The chosen letters in order; `UserError` names one that does not exist or cannot run."""
     check_least(1, gpus=args.gpus)
     if args.quick and (args.parts is not None or args.gpus > 1):
-        raise UserError(
-            f"--quick {args.quick} chooses the parts, for one GPU: leave out --parts, --gpus"
-        )
+        raise UserError(f"--quick {args.quick} chooses the parts, for one GPU: no --parts, --gpus")
     if args.parts is None:
         return [letter for letter in PARTS if args.gpus > 1 or letter not in OF_SEVERAL_GPUS]
     chosen = {letter.strip() for letter in args.parts.split(",")}
     for letter in sorted(chosen):
         if letter not in PARTS:
             raise UserError(
-                f"--parts {args.parts}: there is no part {letter!r}, only {','.join(sorted(PARTS))}"
+                f"--parts {args.parts}: {letter!r} is none of {','.join(sorted(PARTS))}"
             )
         if letter in OF_SEVERAL_GPUS and args.gpus == 1:
             raise UserError(f"--parts {args.parts}: part {letter} needs --gpus 2 or more")
@@ -171,9 +170,8 @@ def run_stage(
     named = ", ".join(f"{letter}. {PARTS[letter][0]}" for letter in stage.letters)
     print_line(f"{named}: {quick.NOT_REACHED if seconds is None else f'at most {seconds:.0f} s'}")
     if seconds is None:
-        return [
-            (letter, Outcome(passed=False, lines=(quick.NOT_REACHED,))) for letter in stage.letters
-        ]
+        outcome = Outcome(passed=False, lines=(quick.NOT_REACHED,))
+        return [(letter, outcome) for letter in stage.letters]
     runner = Runner(
         folder=args.out,
         rehearse=args.rehearse,
@@ -225,6 +223,9 @@ def _commit() -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # else shells may have children ignore it
     try:
         run(args)
     except KeyboardInterrupt:

@@ -199,7 +199,7 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     """Also one that does not stop when it is asked to; and then no other begins."""
     monkeypatch.setattr(running, "GRACE_SECONDS", 0.5)
     child = "import time; time.sleep(60)"
-    deaf = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    deaf = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     parent = f"{deaf}; print(1, flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     of_part = runner(tmp_path, seconds=5.0)
     ended = of_part.run("sleeper", ["-c", parent])
@@ -220,6 +220,18 @@ def course_of(number: int, now: float, are_ended: Sequence[bool]) -> tuple[int, 
             reached += 1
             clock[0] += seconds + 2 * GRACE_SECONDS if is_ended else 1.0
     return reached, clock[0]
+
+
+@pytest.mark.process
+def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
+    file, report = tmp_path / "test_x.py", tmp_path / "x.xml"
+    file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
+    of_part = runner(tmp_path, seconds=5.0)
+    ended = of_part.run("x", ["-m", "pytest", "--junit-xml", report, file])
+    found = suites.outcome_of(of_part, ended, ElementTree.parse(report).getroot())
+    assert not found.passed
+    assert found.figures["passed"] == 1  # and not the one that was stopped
+    assert "the part's time was over" in found.lines[-1]
 
 
 @pytest.mark.parametrize("number", QUICK)

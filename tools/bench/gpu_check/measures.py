@@ -49,6 +49,7 @@ class Shape(NamedTuple):
 
 
 _65K_TOKENS = f"{_7B} --seq-length 4096 --micro-batch-size 2 --num-micro-batches 8"
+_8K = f"{_7B} --seq-length 8192 --micro-batch-size 1 --num-micro-batches 8"
 _IN_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --num-micro-batches 4"
 _64K = f"{_7B} --seq-length 65536 --micro-batch-size 1 --recompute"
 SHAPES = {  # a part's time is divided among its shapes, and theirs among contenders
@@ -58,12 +59,7 @@ SHAPES = {  # a part's time is divided among its shapes, and theirs among conten
         Shape(_65K_TOKENS, "trainer-fp8,trainer-compiled,ours-compiled,transformers-compiled")
     ],
     "muon": [Shape(_65K_TOKENS, "trainer-muon,trainer")],
-    "fp8": [
-        Shape(
-            f"{_7B} --seq-length 8192 --micro-batch-size 1 --num-micro-batches 8",
-            "trainer-fp8-compiled,trainer",
-        )
-    ],
+    "fp8": [Shape(_8K, "trainer-fp8-compiled,trainer")],
     "7B": [Shape(f"{_7B} --seq-length 4096 --micro-batch-size 2 {_IN_BF16}", blocks=32)],
     "8B": [Shape(f"{_8B} --seq-length 8192 --micro-batch-size 1 {_IN_BF16}", blocks=32)],
     "64k": [

@@ -166,8 +166,11 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Ends what is left of a command, its children too; waits twice for so long at most."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """Ends what is left of a command, its children too; waits twice for so long at most.
+
+    pytest reports what it has found when it is interrupted.
+    """
+    for number in (signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
             process.wait(timeout=grace)

@@ -57,7 +57,7 @@ def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Out
     """What pytest's JUnit report says; a skip counts as a failure unless hardware is missing."""
     failed: list[str] = []
     skipped: dict[str, int] = {}
-    cases = list(report.iter("testcase"))
+    cases = list(report.iter("testcase"))[: -1 if ended.timed_out else None]  # it was stopped there
     for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"
         for found in (*case.findall("failure"), *case.findall("error")):
