@@ -85,7 +85,6 @@ def _share_the_gpu() -> None:
     os.environ["NCCL_HOSTID"] = f"rank-{dist.get_rank()}"
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"  # the room of one GPU is not enough for all
 
 
 @contextmanager

@@ -13,10 +13,12 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -44,6 +46,7 @@ class Group:
         self.members = list(members)
         self.barrier = threading.Barrier(len(members), timeout=_SECONDS)
         self._brought: list[Any] = [None] * len(members)
+        self._boxes: dict[Hashable, SimpleQueue[Any]] = {}
 
     @property
     def place(self) -> int:
@@ -56,6 +59,18 @@ class Group:
         brought = list(self._brought)
         self.barrier.wait()  # nobody brings the next value before all have read
         return brought
+
+    def box(self, *of: Hashable) -> SimpleQueue[Any]:
+        """What one member has for another, of one kind."""
+        return self._boxes.setdefault(of, SimpleQueue())
+
+    def take(self, *of: Hashable) -> Any:
+        """The first that is in a box, once there is one."""
+        end = time.monotonic() + _SECONDS
+        while not self.barrier.broken and time.monotonic() < end:
+            with suppress(Empty):
+                return self.box(*of).get(timeout=0.1)
+        raise threading.BrokenBarrierError
 
     def offer(self, value: object, device: torch.device) -> list[Any]:
         """What every member brings; the current stream waits until it may be read."""
@@ -108,19 +123,30 @@ class _Message:
     tensor: Tensor
     peer: int
     group: Group
-    tag: int
+    tag: int = 0
+
+
+def _all_to_all(received: Tensor, sent: Tensor, group: Group) -> None:
+    rows = received.view(len(group.members), -1)
+    for place, other in enumerate(group.offer(sent, sent.device)):
+        rows[place].copy_(other.view(len(group.members), -1)[group.place])
+    group.part(sent.device)
 
 
 def _exchange(messages: Sequence[_Message]) -> list[Any]:
-    """All members send a message and receive one, as `Wire.exchange` does in a ring."""
-    (sent,) = (message for message in messages if message.op is dist.isend)
-    (received,) = (message for message in messages if message.op is dist.irecv)
-    group, device = sent.group, sent.tensor.device
-    for place, (tensor, to) in enumerate(group.offer((sent.tensor, sent.peer), device)):
-        if to == _here.rank:
-            assert group.members[place] == received.peer, "a message from another rank"
-            received.tensor.copy_(tensor)
-    group.part(device)
+    """Any number of messages to and from members; those between two arrive in their order."""
+    group, device = messages[0].group, messages[0].tensor.device
+    sent = [message for message in messages if message.op is dist.isend]
+    for message in sent:
+        group.box(_here.rank, message.peer).put((message.tensor, _recorded(device)))
+    for message in messages:
+        if message.op is dist.irecv:
+            tensor, event = group.take(message.peer, _here.rank)
+            _wait_for(event)
+            message.tensor.copy_(tensor)
+            group.box(_here.rank, message.peer, "read").put(_recorded(device))
+    for message in sent:
+        _wait_for(group.take(message.peer, _here.rank, "read"))
     return []
 
 
@@ -184,6 +210,7 @@ def _threads_for_processes(threads: _Threads) -> Iterator[None]:
             (wire, "_all_gather", _all_gather),
             (wire, "_reduce_scatter", _reduce_scatter),
             (dist, "all_reduce", _all_reduce),
+            (dist, "all_to_all_single", _all_to_all),
             (dist, "P2POp", _Message),
             (dist, "batch_isend_irecv", _exchange),
             (dist, "get_backend", lambda _group: "nccl"),

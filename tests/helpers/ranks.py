@@ -77,6 +77,11 @@ def run_ranks(
     return [pickle.loads(reply) for reply in replies]
 
 
+def stop_ranks() -> None:
+    """Ends the processes of earlier calls; libraries keep what they read from the environment."""
+    _POOL.stop()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
     """One call as sent to one rank."""

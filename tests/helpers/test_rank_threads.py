@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paro.distributed.control import Control
-from tests.gpu.one_gpu import flags_of
-from tests.gpu.test_ranks import HO_RING, ROTATED
+from tests.gpu.one_gpu import flags_of, train_on_threads
+from tests.gpu.test_ranks import GROUPS, HO_RING, ROTATED, compare_all
 from tests.helpers.comparison import assert_same
 from tests.helpers.rank_threads import run_rank_threads
 from tests.helpers.ranks import RankError
@@ -24,6 +24,16 @@ def test_threads_train_as_one_process_does(more: str) -> None:
     flags = flags_of("nccl", more)
     for found in run_rank_threads(lambda on: train(flags, group_size=2, control=on), 4, CPU):
         assert_same(found, alone, more)
+
+
+@pytest.mark.slow("trains on 4 threads, and on none")
+@pytest.mark.parametrize(
+    ("group", "place"), [("Muon", 2), ("samples", 0), ("samples", 2), ("samples", 3)]
+)
+def test_threads_exchange_what_other_cases_do(group: str, place: int) -> None:
+    """Messages of Muon to some ranks and from others, a ring's, all-gathers, and all-to-alls."""
+    case = GROUPS[group][place]
+    compare_all(train_on_threads(CPU, [case]), "gloo", [case])
 
 
 def test_the_first_failure_ends_all() -> None:

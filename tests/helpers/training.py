@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def built(
         trained = tuple(name for name in parameter_shapes(config.model) if name not in frozen)
         trainable = Trainable(kind=TrainableKind.NAMES, patterns=trained)
         config = replace(config, trainable=trainable)
-    control = control or Control(config.world, device_for(config.runtime, world))
+    control = copy(control) if control else Control(config.world, device_for(config.runtime, world))
+    control.world = config.world  # with the ranks that share samples
     training = build_training(config, control)
     check_placement(config, training)
     return config, training
