@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
@@ -48,9 +48,9 @@ def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) 
 
 def archive(folder: Path) -> Path:
     """Writes all files of the folder into one of them."""
-    argv = ["tar", "-C", f"{folder}", "--exclude", ARCHIVE, "-czf", f"{folder / ARCHIVE}", "."]
-    subprocess.run(argv, check=True)
-    return folder / ARCHIVE
+    (folder / ARCHIVE).unlink(missing_ok=True)
+    made = shutil.make_archive(f"{folder}-all", "gztar", folder)
+    return Path(shutil.move(made, folder / ARCHIVE))
 
 
 def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
