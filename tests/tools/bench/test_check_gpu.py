@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tarfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -208,6 +209,17 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     assert "the part's time was over" in ended.failure
     assert of_part.run("next", ["-c", "print(2)"]).timed_out
     assert not (tmp_path / "logs" / "next.log").exists()
+
+
+@pytest.mark.process
+def test_a_machine_without_nvidia_smi_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sh").symlink_to(shutil.which("sh") or "/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with running.recorded(tmp_path / "clocks.csv", rehearse=False):
+        pass
+    assert clocks_after(0, tmp_path / "clocks.csv") == "SM clock and power were not recorded"
 
 
 def course_of(number: int, now: float, are_ended: Sequence[bool]) -> tuple[int, float]:
