@@ -20,7 +20,7 @@ from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Activity, Simulation
 
 _MAX_SIMULATED = 4
-# Of a communicator: the most that the trainer gives one of 8 on a GPU of 128 multiprocessors.
+# Of a communicator: what distributed/groups.py gives each of 8 on a GPU of 128 multiprocessors.
 _CTAS, _MOST_COMMUNICATORS = 16, 8
 EXPOSED = {  # kinds of exposed communication, in words
     "gather": "gathers",

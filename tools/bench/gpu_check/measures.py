@@ -134,11 +134,15 @@ def muon(runner: Runner) -> Outcome:
     return replace(steps, lines=lines, figures={**steps.figures, **products.figures})
 
 
-def slowdown(runner: Runner) -> Outcome:
-    """A matmul next to a kernel that keeps as many thread blocks busy as a collective."""
-    if runner.rehearse:
-        return Outcome(passed=True, lines=("no thread blocks on a CPU",))
-    return runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True).outcome("slowdown")
+def kernels(runner: Runner) -> Outcome:
+    """Attention by cuDNN and FlashAttention, and a matmul while other thread blocks are busy."""
+    lengths, device = ("32", "cpu") if runner.rehearse else ("4096,32768", "cuda")
+    words = ["tools/bench/bench_attention.py", "--seq-lengths", lengths, "--device", device]
+    found = [runner.measured("attention", words, alone=True).outcome("attention")]
+    if not runner.rehearse:  # a CPU has no thread blocks
+        slowed = runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True)
+        found.append(slowed.outcome("slowdown"))
+    return joined(found, {key: value for one in found for key, value in one.figures.items()})
 
 
 def speed(runner: Runner, name: str) -> Outcome:
