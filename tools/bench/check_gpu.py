@@ -135,14 +135,13 @@ def check_machine(found: Found, args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     end = time.monotonic() + quick.COMMAND_SECONDS if args.quick else math.inf
-    letters = parts_of(args)
+    stages = [quick.Stage(letter, PART_SECONDS) for letter in parts_of(args)]
     found = ask_torch()
     check_machine(found, args)
     args.out.mkdir(parents=True, exist_ok=True)
     results = read_results(args.out)
     where = "CPU (rehearsal)" if args.rehearse else f"{args.gpus} x {found.name}"
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
-    stages = [quick.Stage(letter, PART_SECONDS) for letter in letters]
     if args.quick:
         stages = quick.stages_of(args.quick, results, facts)
     with running.recorded(args.out / running.CLOCKS, rehearse=args.rehearse):
@@ -200,8 +199,8 @@ def _attempt(letter: str, runner: Runner) -> Outcome:
         traceback.print_exc()
         outcome = Outcome(passed=False, lines=(f"{type(error).__name__}: {describe(error)}",))
     lines = (*outcome.lines, running.clocks_after(place, clocks))
-    verdict = "passed" if outcome.passed else "FAILED"
-    print_line(*(f"   {letter}: {line}" for line in (*lines, verdict)))
+    told = (*lines, "passed" if outcome.passed else "FAILED")
+    print_line(*(f"   {letter}: {line}" for line in told))
     return replace(outcome, lines=lines)
 
 

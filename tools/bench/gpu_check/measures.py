@@ -48,24 +48,20 @@ class Shape(NamedTuple):
     rounds: int = 3
 
 
-_65K_TOKENS = f"{_7B} --seq-length 4096 --micro-batch-size 2 --num-micro-batches 8"
+_65K = f"{_7B} --seq-length 4096 --micro-batch-size 2 --num-micro-batches 8"
 _8K = f"{_7B} --seq-length 8192 --micro-batch-size 1 --num-micro-batches 8"
 _IN_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --num-micro-batches 4"
 _64K = f"{_7B} --seq-length 65536 --micro-batch-size 1 --recompute"
+_KEPT = "--paro-recompute-keep core_attn"
 SHAPES = {  # a part's time is divided among its shapes, and theirs among contenders
     # What the page begins with.
-    "speed": [Shape(_65K_TOKENS, "trainer,trainer-fp8-compiled,ours,transformers-fused")],
-    "variants": [
-        Shape(_65K_TOKENS, "trainer-fp8,trainer-compiled,ours-compiled,transformers-compiled")
-    ],
-    "muon": [Shape(_65K_TOKENS, "trainer-muon,trainer")],
+    "speed": [Shape(_65K, "trainer,trainer-fp8-compiled,ours,transformers-fused")],
+    "variants": [Shape(_65K, "trainer-fp8,trainer-compiled,ours-compiled,transformers-compiled")],
+    "muon": [Shape(_65K, "trainer-muon,trainer")],
     "fp8": [Shape(_8K, "trainer-fp8-compiled,trainer")],
     "7B": [Shape(f"{_7B} --seq-length 4096 --micro-batch-size 2 {_IN_BF16}", blocks=32)],
     "8B": [Shape(f"{_8B} --seq-length 8192 --micro-batch-size 1 {_IN_BF16}", blocks=32)],
-    "64k": [
-        Shape(_64K, blocks=8, rounds=2),
-        Shape(f"{_64K} --paro-recompute-keep core_attn", blocks=8, rounds=2),
-    ],
+    "64k": [Shape(_64K, blocks=8, rounds=2), Shape(f"{_64K} {_KEPT}", blocks=8, rounds=2)],
     "128k": [Shape(_64K.replace("65536", "131072"), blocks=4, rounds=1)],
 }
 
@@ -140,9 +136,8 @@ def kernels(runner: Runner) -> Outcome:
     words = ["tools/bench/bench_attention.py", "--seq-lengths", lengths, "--device", device]
     found = [runner.measured("attention", words, alone=True).outcome("attention")]
     if not runner.rehearse:  # a CPU has no thread blocks
-        slowed = runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True)
-        found.append(slowed.outcome("slowdown"))
-    return joined(found, {key: value for one in found for key, value in one.figures.items()})
+        found += [runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True).outcome("slowdown")]
+    return joined(found)
 
 
 def speed(runner: Runner, name: str) -> Outcome:
@@ -152,15 +147,15 @@ def speed(runner: Runner, name: str) -> Outcome:
         share = runner.seconds_left / (len(shapes) - number)
         found.append(_speed(runner, f"{name}-{number}" if number else name, shape, share))
         rows += [{**row, "flags": shape.flags} for row in found[-1].figures.get("rows", ())]
-    return joined(found, {**found[-1].figures, "rows": rows})
+    return joined(found, rows=rows)
 
 
-def joined(found: Sequence[Outcome], figures: Mapping[str, Any]) -> Outcome:
-    """Outcomes of one part as one, with these figures."""
+def joined(found: Sequence[Outcome], **figures: object) -> Outcome:
+    """Outcomes of one part as one, with `figures` in place of theirs of the same name."""
     return Outcome(
         passed=all(one.passed for one in found),
         lines=tuple(line for one in found for line in one.lines),
-        figures=figures,
+        figures={name: value for one in found for name, value in one.figures.items()} | figures,
         pictures=tuple(picture for one in found for picture in one.pictures),
     )
 
@@ -288,7 +283,7 @@ def collectives(runner: Runner) -> Outcome:
     found = [_collectives(runner, order) for order in ("free", "implicit")]
     if not runner.rehearse:  # a CPU has none
         found.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))
-    return joined(found, {key: rows for one in found for key, rows in one.figures.items()})
+    return joined(found)
 
 
 def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:

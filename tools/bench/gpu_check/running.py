@@ -166,10 +166,7 @@ class Runner:
 
 
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Ends what is left of a command, its children too; waits twice for so long at most.
-
-    pytest reports what it has found when it is interrupted.
-    """
+    """Interrupts what is left of a command, which lets pytest report, and then kills it."""
     for number in (signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
