@@ -144,6 +144,7 @@ def run(args: argparse.Namespace) -> None:
     facts = {"machine": f"{where}, torch {found.torch}", "commit": _commit()}
     if args.quick:
         stages = quick.stages_of(args.quick, results, facts)
+        print_line(f"have not passed here: {', '.join(s.letters for s in stages) or 'none'}")
     with running.recorded(args.out / running.CLOCKS, rehearse=args.rehearse):
         for stage, seconds in quick.course(stages, lambda: end - time.monotonic()):
             begin = time.monotonic()
