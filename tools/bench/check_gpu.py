@@ -54,6 +54,7 @@ PARTS: dict[str, tuple[str, Part]] = {  # in the order in which they run
     "g": ("checkpoints", measures.checkpoint),
     "j": ("speed of variants", partial(measures.speed, name="variants")),
     "k": ("Muon beside AdamW", measures.muon),
+    "m": ("one real rank of 128", measures.one_rank),
     "n": ("attention's kernels, and a matmul next to busy thread blocks", measures.kernels),
     "p": ("fp8 with sequences of 8,192", partial(measures.speed, name="fp8")),
     "q": ("LLaMA-7B", partial(measures.speed, name="7B")),

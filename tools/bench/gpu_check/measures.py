@@ -140,6 +140,17 @@ def kernels(runner: Runner) -> Outcome:
     return joined(found)
 
 
+def one_rank(runner: Runner) -> Outcome:
+    """One real rank of 128 that train LLaMA-65B, by this project and by FSDP2."""
+    shape = "--ranks 16 --micro-batches 1 --num-attention-heads 8"  # rehearsed
+    if not runner.rehearse:
+        shape = "--ranks 128 --llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute"
+    words = f"tools/bench/one_rank.py --machine dgx-h100 --contenders paro:IIG,fsdp2-hybrid {shape}"
+    words += f" --rounds 1 --warmup-steps 2 --steps 1 --distributed-backend {runner.backend}"
+    env = {"OMP_NUM_THREADS": "1"}  # its turns are forks
+    return runner.measured("one-rank", words.split(), alone=True, env=env).outcome("one_rank")
+
+
 def speed(runner: Runner, name: str) -> Outcome:
     """MFU of the contenders of the shapes of this name."""
     shapes, rows, found = SHAPES[name], [], []

@@ -22,7 +22,7 @@ class Stage(NamedTuple):
 
 QUICK = {
     1: [*map(Stage, ("abc", "n", "k", "p", "q", "r", "f"), (130, 30, 90, 105, 60, 80, 35))],
-    2: [*map(Stage, ("s", "t"), (70, 60))],
+    2: [*map(Stage, ("s", "t", "m"), (70, 60, 120))],
 }
 
 
@@ -39,13 +39,8 @@ def stages_of(number: int, results: Mapping[str, Any], facts: Mapping[str, str])
         return 1 + (found["passed"] and found | facts == found)
 
     known = [stage for n in range(number, 0, -1) for stage in QUICK[n]]
-    left = [
-        Stage("".join(one for one in stage.letters if rank(one) < 2), stage.seconds)
-        for stage in known
-    ]
-    return sorted(
-        filter(lambda one: one.letters, left), key=lambda one: min(map(rank, one.letters))
-    )
+    left = [Stage("".join(x for x in s.letters if rank(x) < 2), s.seconds) for s in known]
+    return sorted((s for s in left if s.letters), key=lambda s: min(map(rank, s.letters)))
 
 
 def course(
