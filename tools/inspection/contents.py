@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, checksums_path
 from data.indexed_dataset import IndexedDataset, bin_path
 from paro.errors import writing
-from paro.report.log import print_line
+from paro.text import one_line
 
-NOTICE_SECONDS = 10.0  # between lines of progress
+NOTICE_SECONDS = 10.0  # before progress is shown, and between two times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +38,18 @@ def read_contents(
     `lengths` are those of its documents. Raises `UserError` at the first damaged block.
     """
     ends = np.cumsum(lengths)[lengths > 0] - 1  # of documents, as positions in the .bin file
-    sums, progress = BlockSums(), Progress(f"{bin_path(dataset.prefix)}", dataset.num_tokens)
-    least, most, ended, done = sys.maxsize, -1, 0, 0
-    for ids in dataset.parts():
-        sums.update(ids)
-        first, last = np.searchsorted(ends, (done, done + len(ids)))
-        if eod is not None:
-            ended += int((ids[ends[first:last] - done] == eod).sum())
-        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
-        done += len(ids)
-        progress.at(done)
+    sums, least, most, ended, done = BlockSums(), sys.maxsize, -1, 0, 0
+    how: dict[str, Any] = {"desc": one_line(f"{bin_path(dataset.prefix)}"), "unit": " tokens"}
+    how |= {"unit_scale": True, "delay": NOTICE_SECONDS, "mininterval": NOTICE_SECONDS}
+    with tqdm(total=dataset.num_tokens, **how) as bar:
+        for ids in dataset.parts():
+            sums.update(ids)
+            first, last = np.searchsorted(ends, (done, done + len(ids)))
+            if eod is not None:
+                ended += int((ids[ends[first:last] - done] == eod).sum())
+            least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+            done += len(ids)
+            bar.update(len(ids))
     return Contents(
         least=least,
         most=most,
@@ -65,20 +68,3 @@ def _checksums(dataset: IndexedDataset, sums: BlockSums, write_checksums: bool) 
     with writing(f"{path}"), replacing(path) as temporary:
         sums.write(temporary)
     return f"written to {path}, of .bin as it is now"
-
-
-class Progress:
-    """Says on standard error how much of a file has been read, if that takes long."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self._name, self._total = name, total
-        self._begin = self._told = time.monotonic()
-
-    def at(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self._told < NOTICE_SECONDS:
-            return
-        self._told = now
-        left = round((now - self._begin) * (self._total - done) / done)
-        read = 100 * done // self._total
-        print_line(f"{self._name}: {read}% read, {left} s left", stream=sys.stderr)
