@@ -102,8 +102,8 @@ MISTAKES: dict[tuple[ModuleType, str], dict[str, str]] = {
         "--json nowhere/figures.json": "--json nowhere/figures.json cannot be written",
     },
     (bench_attention, ""): {
-        "--seq-lengths 4k": "--seq-lengths 4k: give numbers of tokens",
-        "--seq-lengths 64,0": "--seq-lengths 64,0: give numbers of tokens",
+        "--seq-lengths 4k": "--seq-lengths: invalid int value: '4k'",
+        "--seq-lengths 64 0": "--seq-lengths 0 must be at least 1",
         "--json nowhere/x.json": "--json nowhere/x.json cannot be written",
     },
     (bench_newton_schulz, ""): {

@@ -16,7 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from model.block_attention import attend_block, block_grads, gpu_of
 from paro.distributed.timers import time_of
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError
+from paro.errors import check_least
 from paro.report.log import print_line
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of
@@ -42,17 +42,16 @@ def measure(length: int, flash: bool, device: torch.device) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="bench_attention.py", description=__doc__)
-    parser.add_argument("--seq-lengths", default="4096,32768", help="default 4096,32768")
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: a GPU if there is one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    add = parser.add_argument
+    add("--seq-lengths", nargs="+", type=int, default=[4096, 32768], help="default 4096 32768")
+    add("--device", help="cpu, cuda or cuda:1; default: a GPU if there is one")
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
-    words = args.seq_lengths.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UserError(f"--seq-lengths {args.seq_lengths}: give numbers of tokens, as 4096,32768")
+    check_least(1, seq_lengths=min(args.seq_lengths))
     check_outputs(args, "--json")
     device, rows = device_of(args.device), []
     has_cudnn = device.type == "cuda" and gpu_of(device).takes_cudnn
-    for length in map(int, words):
+    for length in args.seq_lengths:
         for kernel in ["FlashAttention"] + ["cuDNN"] * has_cudnn:
             rates = measure(length, kernel != "cuDNN", device)
             rows.append({"seq_length": length, "kernel": kernel, "tflops": rates})

@@ -118,10 +118,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for shape in shapes:
         row = measure(shape, args, device)
-        line = (
-            f"{shape[0]} x {shape[1]}: {1e3 * row['seconds']:.2f} ms a matrix in {row['dtype']}, "
-        )
-        line += f"{row['flops_per_second'] / 1e12:.3g} TFLOP/s"
+        line = f"{shape[0]} x {shape[1]}: {1e3 * row['seconds']:.2f} ms a matrix in {row['dtype']}"
+        line += f", {row['flops_per_second'] / 1e12:.3g} TFLOP/s"
         if peak is not None:
             row["part_of_peak"] = row["flops_per_second"] / peak
             line += f", {row['part_of_peak']:.1%} of the peak in bf16"

@@ -224,9 +224,8 @@ def _commit() -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # else shells may have children ignore it
+    # Else shells may have children ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run(args)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from tools.bench.bench_attention import main
 
 def test_every_length_is_timed(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    main(["--seq-lengths", "16,32", "--device", "cpu", "--json", str(file)])
+    main(["--seq-lengths", "16", "32", "--device", "cpu", "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
     found = [(row["seq_length"], row["kernel"]) for row in rows]
     assert found == [(16, "FlashAttention"), (32, "FlashAttention")]

@@ -7,6 +7,7 @@ import shutil
 import tarfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -182,6 +183,8 @@ def test_failures_and_skips_of_a_suite_are_lines() -> None:
         "ranks are threads",
         "failed: tests.m::bad: assert 1 == 2",
     )
+    as_written = json.loads(json.dumps(asdict(found)))
+    assert as_written["figures"]["skipped"] == {"needs fp8: compute capability 8.9": 1}
 
 
 @pytest.mark.parametrize(

@@ -68,25 +68,22 @@ SHAPES = {  # a part's time is divided among its shapes, and theirs among conten
 
 def memory(runner: Runner) -> Outcome:
     """Allocated and reserved memory against the prediction."""
-    cases = list(_MEMORY_CASES.items())[: 1 if runner.rehearse else None]
-    found: dict[str, dict[str, int]] = {}
-    lines: list[str] = []
-    passed = True
-    for index, (title, (flags, size, count)) in enumerate(cases):
-        words = _training(runner, iterations=3, size=size, count=count)
-        ended = runner.run(f"memory-{index}", [*words, *flags.split()])
-        match = re.search(r"memory \(MB\) \| (.*)", ended.output)
-        if ended.failure or not match:
-            lines.append(f"{title}: {ended.failure or 'no memory line'}")
-            continue
-        pairs = (part.split(": ") for part in match[1].split(" | "))
-        figures = {key: round(float(value) * _MB) for key, value in pairs}
-        found[title] = figures
-        failure = memory_failure(figures)
-        passed = passed and failure is None
-        lines.append(f"{title}: {_memory_text(figures)}{f': failed: {failure}' * bool(failure)}")
-    passed = passed and len(found) == len(cases)
-    return Outcome(passed=passed, lines=tuple(lines), figures=found)
+    cases = list(_MEMORY_CASES)[: 1 if runner.rehearse else None]
+    return joined([_memory(runner, f"memory-{index}", title) for index, title in enumerate(cases)])
+
+
+def _memory(runner: Runner, name: str, title: str) -> Outcome:
+    flags, size, count = _MEMORY_CASES[title]
+    words = _training(runner, iterations=3, size=size, count=count)
+    ended = runner.run(name, [*words, *flags.split()])
+    match = re.search(r"memory \(MB\) \| (.*)", ended.output)
+    if ended.failure or not match:
+        return Outcome(passed=False, lines=(f"{title}: {ended.failure or 'no memory line'}",))
+    pairs = (part.split(": ") for part in match[1].split(" | "))
+    figures = {key: round(float(value) * _MB) for key, value in pairs}
+    failure = memory_failure(figures)
+    line = f"{title}: {_memory_text(figures)}{f': failed: {failure}' * bool(failure)}"
+    return Outcome(passed=failure is None, lines=(line,), figures={title: figures})
 
 
 def memory_failure(figures: Mapping[str, int]) -> str | None:
@@ -132,8 +129,8 @@ def muon(runner: Runner) -> Outcome:
 
 def kernels(runner: Runner) -> Outcome:
     """Attention by cuDNN and FlashAttention, and a matmul while other thread blocks are busy."""
-    lengths, device = ("32", "cpu") if runner.rehearse else ("4096,32768", "cuda")
-    words = ["tools/bench/bench_attention.py", "--seq-lengths", lengths, "--device", device]
+    flags = "--seq-lengths 32 --device cpu" if runner.rehearse else "--device cuda"
+    words = ["tools/bench/bench_attention.py", *flags.split()]
     found = [runner.measured("attention", words, alone=True).outcome("attention")]
     if not runner.rehearse:  # a CPU has no thread blocks
         found += [runner.measured("slowdown", ["-c", _SLOWDOWN], alone=True).outcome("slowdown")]
@@ -223,18 +220,15 @@ def profile(runner: Runner) -> Outcome:
         "--profile-ranks 0 --tensorboard-dir"
     )
     words = [*_training(runner, iterations=6, count=2), *flags.split(), folder]
-    ended = runner.run("profile", words)
+    ended = runner.run("profile-steps", words)
     traces = sorted(folder.glob("*.pt.trace.json*"))
     if ended.failure or not traces:
         return Outcome(passed=False, lines=(ended.failure or "no trace was written",))
     picture = "profile.png"
     words = ["tools/draw_profile.py", *traces, "--plot", runner.folder / picture]
-    drawn = runner.measured("draw-profile", words, alone=True, file="profile")
-    if drawn.failure:
-        return Outcome(passed=False, lines=(drawn.failure,))
-    printed = drawn.output.splitlines()
-    lines = tuple(line for line in printed if line and not line.startswith("picture written"))
-    return Outcome(passed=True, lines=lines, figures=drawn.figures, pictures=(picture,))
+    drawn = runner.measured("profile", words, alone=True).outcome("profile")
+    lines = tuple(line for line in drawn.lines if not line.startswith("picture written"))
+    return replace(drawn, lines=lines, pictures=(picture,) if drawn.passed else ())
 
 
 def checkpoint(runner: Runner) -> Outcome:
@@ -245,21 +239,15 @@ def checkpoint(runner: Runner) -> Outcome:
     num_params = 100_000 if runner.rehearse else _num_params_that_fit(runner)
     hidden_size = 64 if runner.rehearse else 4096
     sizes: list[object] = ["--params", num_params, "--hidden-size", hidden_size, "--rounds", 1]
-    lines: list[str] = []
-    figures: dict[str, Any] = {}
-    for name, more in (
-        ("checkpoint", sizes),
-        ("async-checkpoint", ["--steps", 1 if runner.rehearse else 6]),
-    ):
+    steps: list[object] = ["--steps", 1 if runner.rehearse else 6]
+    found = []
+    for name, more in (("checkpoint", sizes), ("async-checkpoint", steps)):
         ended = runner.measured(name, [*words, *more], env={"OMP_NUM_THREADS": "1"})
         (runner.folder / f"{name}.json").unlink(missing_ok=True)
-        if ended.problem is not None:
-            lines.append(f"{name}: {ended.problem}")
-            continue
-        figures[name] = ended.figures
-        lines.append(_summary(figures[name]))
+        line = f"{name}: {ended.problem}" if ended.problem else _summary(ended.figures)
+        found.append(replace(ended.outcome(name), lines=(line,)))
     shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(passed=len(figures) == 2, lines=tuple(lines), figures=figures)
+    return joined(found)
 
 
 def _summary(figures: Mapping[str, Any]) -> str:

@@ -151,11 +151,10 @@ class Runner:
         words: Sequence[object],
         *,
         alone: bool = False,
-        file: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Ended:
-        """As `run`, with the figures of --json, by default NAME.json."""
-        path = self.folder / f"{file or name}.json"
+        """As `run`, with the figures of --json, which are in NAME.json."""
+        path = self.folder / f"{name}.json"
         path.unlink(missing_ok=True)
         ended = self.run(name, [*words, "--json", path], alone=alone, env=env)
         return replace(ended, figures=json.loads(path.read_bytes()) if path.exists() else None)

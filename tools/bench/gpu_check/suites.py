@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 
 from tools.bench.gpu_check.running import Ended, Outcome, Runner
@@ -56,23 +57,17 @@ def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) 
 def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Outcome:
     """What pytest's JUnit report says; a skip counts as a failure unless hardware is missing."""
     failed: list[str] = []
-    skipped: dict[str, int] = {}
+    skipped: Counter[str] = Counter()
     cases = list(report.iter("testcase"))[: -1 if ended.timed_out else None]  # it was stopped there
     for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"
         for found in (*case.findall("failure"), *case.findall("error")):
             message = (found.get("message") or "").strip().splitlines() or [""]
             failed.append(f"{name}: {message[0]}")
-        for found in case.findall("skipped"):
-            reason = found.get("message") or ""
-            skipped[reason] = skipped.get(reason, 0) + 1
-    wrong = (
-        0
-        if runner.rehearse
-        else sum(count for reason, count in skipped.items() if not reason.startswith(_MAY_SKIP))
-    )
-    num_passed = len(cases) - len(failed) - sum(skipped.values())
-    lines = [f"{num_passed} passed, {len(failed)} failed, {sum(skipped.values())} skipped"]
+        skipped.update(found.get("message") or "" for found in case.findall("skipped"))
+    has_all = runner.rehearse or all(reason.startswith(_MAY_SKIP) for reason in skipped)
+    num_passed = len(cases) - len(failed) - skipped.total()
+    lines = [f"{num_passed} passed, {len(failed)} failed, {skipped.total()} skipped"]
     lines += [f"{count} skipped: {reason}" for reason, count in skipped.items()]
     notes = [
         found.get("value") or "" for found in report.iter("property") if found.get("name") == "note"
@@ -81,6 +76,6 @@ def outcome_of(runner: Runner, ended: Ended, report: ElementTree.Element) -> Out
     lines += [f"failed: {line}" for line in failed[:_MOST_FAILURES]]
     if ended.timed_out:
         lines.append(ended.failure or "")
-    figures = {"passed": num_passed, "failed": failed, "skipped": skipped, "notes": notes}
-    passed = not (failed or wrong or ended.timed_out) and ended.status == 0 and bool(cases)
+    figures = {"passed": num_passed, "failed": failed, "skipped": dict(skipped), "notes": notes}
+    passed = not (failed or ended.timed_out) and has_all and ended.status == 0 and bool(cases)
     return Outcome(passed=passed, lines=tuple(lines), figures=figures)
