@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 if not __package__:  # run as a script: the repository root is not on sys.path
@@ -54,9 +55,8 @@ def distance_of(run: Run, reference: Run) -> dict[str, Any]:
         "first": sizes[0],  # at the first iteration that both have
         "early": max(sizes[: max(1, len(sizes) // 10)]),  # within the first tenth
         "largest": max(sizes),
-        "mean": sum(sizes) / len(sizes),
-        "mean_signed": sum(signed)
-        / len(signed),  # positive: losses are higher than the reference's
+        "mean": fmean(sizes),
+        "mean_signed": fmean(signed),  # positive: losses are higher than the reference's
         "last_loss": list(losses_of(run).values())[-1],
     }
 
@@ -90,11 +90,8 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
             if number:
                 gaps = differences_from(run, runs[0])
                 sizes = [abs(gap) or None for gap in gaps.values()]
-                apart.plot(
-                    list(gaps),
-                    sizes,
-                    label=f"{label_of(run.name)}, against {label_of(runs[0].name)}",
-                )
+                label = f"{label_of(run.name)}, against {label_of(runs[0].name)}"
+                apart.plot(list(gaps), sizes, label=label)
         losses.set_ylabel("loss")
         apart.set(xlabel="iteration", ylabel="relative difference of the loss")
         log_scale(apart.yaxis)

@@ -118,12 +118,10 @@ class Disturbed:
         node = rank // spec.ranks_per_node
         what, _, point = kind.partition(" in ")
         if point:
-            first = point == "recovery"
             training.set_gate(point, rank, skip=self.draw.randrange(self.case.skips(point)))
-            if first:  # of two failures
+            if point == "recovery":  # the first of two failures
                 training.signal_rank((rank + 1) % (spec.nodes * spec.ranks_per_node))
-            reached = training.reaches_gate(_RECOVERY_SECONDS)
-            if not reached:
+            if not training.reaches_gate(_RECOVERY_SECONDS):
                 training.open_gate()
                 return None
         else:

@@ -186,9 +186,7 @@ def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> No
     with drawing(path, 2, 3, size=(16, 9)) as (figure, (*bars, curves)):
         figure.suptitle(title)
         for panel, (label, field, unit) in zip(bars, PANELS, strict=True):
-            _draw_bars(
-                panel, label, {row["contender"]: _scaled(row, field, unit) for row in summaries}
-            )
+            _draw_bars(panel, label, {row["contender"]: row[field] for row in summaries}, unit)
         for above, (name, turns) in enumerate(reversed(rounds.items())):
             # The curves coincide: wider ones go below.
             steps, width = range(1, len(turns[0].losses) + 1), 2 * (len(rounds) - above)
@@ -197,20 +195,16 @@ def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> No
         curves.legend(fontsize="x-small")
 
 
-def _scaled(row: Row, field: str, unit: float) -> float | None:
-    value: float | None = row[field]
-    return None if value is None else value / unit
-
-
-def _draw_bars(axis: Any, label: str, values: dict[str, float | None]) -> None:
+def _draw_bars(axis: Any, label: str, values: dict[str, float | None], unit: float) -> None:
     axis.set_title(label)
     if not any(values.values()):
         axis.text(0.5, 0.5, "not measured here", ha="center", transform=axis.transAxes)
         axis.set_axis_off()
         return
     colours = [OURS if name.startswith("paro:") else THEIRS for name in values]
-    drawn = axis.barh(list(values), [value or 0.0 for value in values.values()], color=colours)
-    texts = ["-" if value is None else f"{value:.4g}" for value in values.values()]
+    widths = [(value or 0.0) / unit for value in values.values()]
+    drawn = axis.barh(list(values), widths, color=colours)
+    texts = ["-" if value is None else f"{value / unit:.4g}" for value in values.values()]
     axis.bar_label(drawn, texts, padding=2, fontsize="small")
     axis.margins(x=0.2)
     axis.invert_yaxis()  # the first contender on top, as in the table
