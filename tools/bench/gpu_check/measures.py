@@ -116,15 +116,13 @@ def muon(runner: Runner) -> Outcome:
     words: list[object] = ["tools/bench/bench_newton_schulz.py"]
     words += ["--shapes", "64x64", "--rounds", 1] if runner.rehearse else []
     products = runner.measured("newton-schulz", words, alone=True).outcome("newton_schulz")
-    if not products.passed:
-        return products
-    steps = speed(runner, "muon")
-    lines = products.lines + steps.lines
-    rows = {row["contender"]: row for row in steps.figures.get("rows", ())}
+    found = joined([products, speed(runner, "muon")])
+    rows = {row["contender"]: row for row in found.figures.get("rows", ())}
     adamw, own = (rows.get(n, {}).get("tokens_per_second") for n in ("trainer", "trainer-muon"))
     if adamw and own:
-        lines += (f"a step takes {adamw / own:.3f} times as long as with AdamW",)
-    return replace(steps, lines=lines, figures={**steps.figures, **products.figures})
+        line = f"a step takes {adamw / own:.3f} times as long as with AdamW"
+        found = replace(found, lines=(*found.lines, line))
+    return found
 
 
 def kernels(runner: Runner) -> Outcome:
@@ -295,10 +293,8 @@ def _collectives(runner: Runner, order: str, *flags: str) -> Outcome:
     picture = f"collectives-{name}.png"
     ended = runner.measured(f"collectives-{name}", [*words, "--plot", runner.folder / picture])
     outcome = ended.outcome(f"rows, {name}")
-    if not outcome.passed:
-        return outcome
-    title = f"launch order {' '.join([order, *flags])}:"
-    return replace(outcome, lines=(title, *outcome.lines), pictures=(picture,))
+    lines = (f"launch order {' '.join([order, *flags])}:", *outcome.lines)
+    return replace(outcome, lines=lines, pictures=(picture,) if outcome.passed else ())
 
 
 def _group_size(runner: Runner) -> int:

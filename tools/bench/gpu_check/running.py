@@ -145,18 +145,11 @@ class Runner:
         seconds = time.monotonic() - begin
         return Ended(status=status, output=output, seconds=seconds, timed_out=timed_out)
 
-    def measured(
-        self,
-        name: str,
-        words: Sequence[object],
-        *,
-        alone: bool = False,
-        env: Mapping[str, str] | None = None,
-    ) -> Ended:
-        """As `run`, with the figures of --json, which are in NAME.json."""
+    def measured(self, name: str, words: Sequence[object], **options: Any) -> Ended:
+        """Runs it as `run` does with these options; the figures of --json are in NAME.json."""
         path = self.folder / f"{name}.json"
         path.unlink(missing_ok=True)
-        ended = self.run(name, [*words, "--json", path], alone=alone, env=env)
+        ended = self.run(name, [*words, "--json", path], **options)
         return replace(ended, figures=json.loads(path.read_bytes()) if path.exists() else None)
 
     @property
