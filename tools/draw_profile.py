@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,22 +76,18 @@ class Profile:
     def waited(self, kind: str) -> float:
         """Seconds for which the training thread waited for communication of a kind."""
         return sum(
-            _length(activity)
+            activity.end - activity.start
             for activity in self.activities
             if activity.stream == "compute" and activity.kind == kind
         )
 
     def lanes(self) -> dict[str, float]:
         """Seconds for which each communication stream was busy."""
-        busy: dict[str, float] = {}
+        busy: defaultdict[str, float] = defaultdict(float)
         for activity in self.activities:
             if activity.stream != "compute":
-                busy[activity.stream] = busy.get(activity.stream, 0.0) + _length(activity)
+                busy[activity.stream] += activity.end - activity.start
         return dict(sorted(busy.items()))
-
-
-def _length(activity: Activity) -> float:
-    return activity.end - activity.start
 
 
 class _Ranked(TypedDict):

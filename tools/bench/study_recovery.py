@@ -147,12 +147,11 @@ class Disturbed:
         if where == 0:
             training.wait_until(lambda: not agents.running(), _RECOVERY_SECONDS)
             agents.start_all()
-        elif self.case.least_nodes < agents.spec.nodes:
+            return
+        if self.case.least_nodes < agents.spec.nodes:
             known = training.newest()
             training.wait_until(lambda: training.newest() > known, _RECOVERY_SECONDS)
-            agents.start(where)
-        else:
-            agents.start(where)
+        agents.start(where)
 
 
 def undisturbed(case: Case, study: Study, folder: Path) -> None:

@@ -47,11 +47,6 @@ def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
     return sum(by_interface.values()) if by_interface else None
 
 
-def node_name() -> str:
-    """The name that identifies this node: torchrun's number of it."""
-    return os.environ.get("GROUP_RANK", "0")
-
-
 def drop_from_cache(files: Iterable[Path]) -> None:
     """Drops the files' pages from the page cache, so that the next read is from the disk."""
     for path in files:

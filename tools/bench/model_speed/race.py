@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from pathlib import Path
 from statistics import median
-from threading import Timer
+from threading import TIMEOUT_MAX, Timer
 
 from paro.distributed.timers import time_of
 from paro.report.log import print_line
@@ -99,10 +98,9 @@ class _OwnProcess:
                 stderr=errors,
                 text=True,
             )
-        self._limit = Timer(most_seconds or inf, self._process.kill)
+        self._limit = Timer(most_seconds or TIMEOUT_MAX, self._process.kill)
         self._limit.daemon = True
-        if most_seconds is not None:
-            self._limit.start()
+        self._limit.start()
 
     def run_round(self) -> None:
         """Returns after it, or when the process has ended."""

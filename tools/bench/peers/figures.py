@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,9 +146,9 @@ def ratio_table(ratios: Sequence[Row]) -> str:
             f"against {row['baseline']}": row["contender"],
             "tokens/s": f"{row['speed']:.2f}",
             "(rounds)": f"({row['slowest']:.2f}-{row['fastest']:.2f})",
-            "states": _times(row["state_bytes"]),
-            "peak": _times(row["peak_bytes"]),
-            "NIC": _times(row["nic_bytes"]),
+            "states": _shown(row["state_bytes"], form=".3f"),
+            "peak": _shown(row["peak_bytes"], form=".3f"),
+            "NIC": _shown(row["nic_bytes"], form=".3f"),
         }
         for row in ratios
     )
@@ -173,12 +172,8 @@ def prediction_table(summaries: Sequence[Row], planned: Mapping[str, PlannedStep
     return align([head, *rows])
 
 
-def _shown(value: float | None, unit: float = 1.0) -> str:
-    return "-" if value is None else f"{value / unit:.2f}"
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None or math.isnan(ratio) else f"{ratio:.3f}"
+def _shown(value: float | None, unit: float = 1.0, form: str = ".2f") -> str:
+    return "-" if value is None else f"{value / unit:{form}}"
 
 
 def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> None:
@@ -204,7 +199,7 @@ def _draw_bars(axis: Any, label: str, values: dict[str, float | None], unit: flo
     colours = [OURS if name.startswith("paro:") else THEIRS for name in values]
     widths = [(value or 0.0) / unit for value in values.values()]
     drawn = axis.barh(list(values), widths, color=colours)
-    texts = ["-" if value is None else f"{value / unit:.4g}" for value in values.values()]
+    texts = [_shown(value, unit, ".4g") for value in values.values()]
     axis.bar_label(drawn, texts, padding=2, fontsize="small")
     axis.margins(x=0.2)
     axis.invert_yaxis()  # the first contender on top, as in the table

@@ -37,7 +37,6 @@ from tools.bench.peers.task import Outcome, Task, state_bytes
 from tools.shared.meters import (
     MemoryMeter,
     add_up_sent,
-    node_name,
     sent_bytes,
     watched_interfaces,
 )
@@ -167,7 +166,7 @@ def _agree(
 ) -> Turn:
     """Combines the figures of all ranks; the exchange is also the barrier before they exit."""
     ranks: list[_Meters] = control.gather(measured)
-    nodes: list[str] = control.gather(node_name())
+    nodes: list[str] = control.gather(os.environ.get("GROUP_RANK", "0"))  # torchrun's numbers
     bytes_held: list[tuple[int, int | None]] = control.gather(held)
     losses = control.sum([float(outcome.loss) for outcome in outcomes])
     peaks = [peak for _, peak in bytes_held if peak is not None]
