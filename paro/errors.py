@@ -24,8 +24,6 @@ _MEMORY_TEXTS = ("DefaultCPUAllocator: ", "out of memory", "CUBLAS_STATUS_ALLOC_
 # What gloo and NCCL write where a connection broke, or nothing came in time; gloo's own checks,
 # which a bug of ours may fail, have other words.
 _LOST_PEER = re.compile(r"\[(?!enforce)[^\]]*gloo/transport/[^\]]*\] |ncclRemoteError")
-
-
 # What the system writes at the limit of open files, and Python where a process receives some.
 _OUT_OF_FILES = re.compile(f"(?i){os.strerror(errno.EMFILE)}|received 0 items of ancdata")
 _LIMIT, _LIMIT_OF_ALL = "ulimit -n", "fs.file-max"

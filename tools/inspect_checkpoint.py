@@ -36,7 +36,6 @@ from tools.shared.output import print_json
 
 _WIDEST_NAME = 80
 
-
 Entry = dict[str, Any]
 
 

@@ -308,7 +308,6 @@ def _coding(device: torch.device) -> Callable[[], object]:
     form = BlockFormat(bits=4, block=GRADIENT_BLOCK)
     values = torch.linspace(-1.0, 1.0, _CODED, device=device)
     encoded = torch.empty(form.num_bytes(_CODED), dtype=torch.uint8, device=device)
-
     decoded = torch.empty_like(values)
 
     def action() -> None:

@@ -54,7 +54,6 @@ FIRST = RATES[2:-2]  # to sweep; where the best one is at an edge, its neighbour
 LEAST_RATE = 0.1  # of the schedule, relative to its highest
 SEEDS = (1, 2, 3)
 
-
 ADAMW = Variant("AdamW")
 MUON = Variant("Muon", "--optimizer muon --muon-extra-scale-factor 0.2")
 SHORTER = Variant("Muon, 3/4 of the iterations", MUON.flags, 0.75)

@@ -29,7 +29,6 @@ SECONDS = {
     "Muon s": attrgetter("muon_seconds"),
 }
 
-
 NODES = "nodes: how many may be lost at once while the others still hold every state"
 
 
