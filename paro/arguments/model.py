@@ -216,10 +216,10 @@ def add_regularization_args(parser: ArgumentParser) -> None:
         help="decay of the mean of their squares")
     add("--adam-eps", type=float, metavar="X", default=1e-8, help="keeps AdamW from dividing by 0")
     add("--adam-implementation", choices=("auto", "torch", "triton", "apex"), default="auto",
-        help="torch's fused AdamW; Triton's, which unscales, clips, updates and casts in one pass "
-        "and computes half of Muon's symmetric products; FusedAdam of NVIDIA's apex, where "
-        "installed from its source; auto (the default): Triton's on a GPU where it works, which is "
-        "tried at the start, and logged, else torch's")
+        help="torch's fused AdamW; Triton's, which unscales, clips, updates and casts in one pass, "
+        "as it updates Muon's momentum, and computes half of Muon's symmetric products; FusedAdam "
+        "of NVIDIA's apex, where installed from its source; auto (the default): Triton's on a GPU "
+        "where it works, which is tried at the start, and logged, else torch's")
 
 
 def _optimizer(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Triton kernels for the update: AdamW in one pass, and symmetric products of Newton-Schulz."""
+"""Triton kernels for the update: AdamW and Muon's momentum in one pass, symmetric products."""
 
 # Imported only where a run uses it. Triton reads annotations of a kernel's arguments as its own:
 # they have none.
@@ -12,11 +12,33 @@ import triton.language as tl
 from torch import Tensor
 
 from paro.optim.adamw import AdamW, Update
+from paro.optim.muon_config import MuonConfig
+from paro.optim.rounding import Rounding
 
 _BLOCK = 1024  # elements of a program
 _TILE = {"TILE": 128, "DEPTH": 64}  # of a product: its rows and columns, and of what is summed
 
 VERSION: str = triton.__version__
+
+
+@triton.jit
+def _random_bits(at, key1, key2, low, width, stride, start, CUT: tl.constexpr):
+    """32 bits for each element, as in rounding.py."""
+    j = at + low
+    if CUT:  # else no element costs a division in 64 bits
+        j += j // width * (stride - width)
+    bits = (start + j).to(tl.uint32)
+    bits ^= key1.to(tl.uint32)
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return (bits ^ (bits >> 16)) ^ key2.to(tl.uint32)
+
+
+@triton.jit
+def _rounded(value, half):
+    """The value with as many bits as bf16 has, rounded by 16 random bits."""
+    words = value.to(tl.uint32, bitcast=True) + half
+    return (words & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["key1", "key2", "low", "width", "stride", "start"])
@@ -34,26 +56,33 @@ def _adamw(
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
     p = p * kept - step_size * m / (tl.sqrt(v) / correction + eps)
-    if ROUNDS1 or ROUNDS2:  # as in rounding.py
-        j = at + low
-        if CUT:  # else no element costs a division in 64 bits
-            j += j // width * (stride - width)
-        bits = (start + j).to(tl.uint32)
-        bits ^= key1.to(tl.uint32)
-        bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-        bits = (bits ^ (bits >> 15)) * 0x846CA68B
-        bits = (bits ^ (bits >> 16)) ^ key2.to(tl.uint32)
+    if ROUNDS1 or ROUNDS2:
+        bits = _random_bits(at, key1, key2, low, width, stride, start, CUT)
         if ROUNDS1:
-            words = m.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)
-            m = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+            m = _rounded(m, bits & 0xFFFF)
         if ROUNDS2:
-            words = v.to(tl.uint32, bitcast=True) + (bits >> 16)
-            v = (words & 0xFFFF0000).to(tl.float32, bitcast=True)
+            v = _rounded(v, bits >> 16)
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
     tl.store(param + at, p, mask=inside)
     if COPIES:
         tl.store(copy + at, p, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key1", "key2", "low", "width", "stride", "start"])
+def _momentum(
+    kept, grad, read, numel, factor, decay, key1, key2, low, width, stride, start,
+    NESTEROV: tl.constexpr, ROUNDS: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
+    m = tl.load(kept + at, mask=inside, other=0.0).to(tl.float32)
+    m += (1.0 - decay) * (g - m)
+    tl.store(read + at, m - (m - g) * (1.0 - decay) if NESTEROV else m, mask=inside)
+    if ROUNDS:
+        m = _rounded(m, _random_bits(at, key1, key2, low, width, stride, start, CUT) & 0xFFFF)
+    tl.store(kept + at, m, mask=inside)
 
 
 @triton.jit
@@ -92,8 +121,44 @@ def _square(
     tl.store(out + c[:, None] * rows + r[None, :], tl.trans(rounded), mask=inside)
 
 
+def momentum(
+    kept: Tensor,
+    grad: Tensor,
+    config: MuonConfig,
+    *,
+    factor: float,
+    read_as: torch.dtype,
+    rounding: Rounding | None,
+    step: int,
+) -> Tensor:
+    """Computes what `momentum_by_torch` of muon_kernels.py does, in one pass."""
+    read, numel = torch.empty_like(kept, dtype=read_as), kept.numel()
+    args = kept, grad, read, numel, factor, config.muon_momentum, *_places(rounding, step)
+    _momentum[(triton.cdiv(numel, _BLOCK),)](
+        *args,
+        NESTEROV=config.muon_nesterov,
+        ROUNDS=rounding is not None,
+        CUT=_is_cut(rounding),
+        BLOCK=_BLOCK,
+    )
+    return read
+
+
+def _places(at: Rounding | None, step: int) -> tuple[int, ...]:
+    """The arguments of `_random_bits`, but for the first and the last."""
+    return (
+        (0, 0, 0, 1, 1, 0)
+        if at is None
+        else (*at.keys(step), at.low, at.width, at.stride, at.start)
+    )
+
+
+def _is_cut(at: Rounding | None) -> bool:
+    return at is not None and at.width != at.stride
+
+
 def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """Computes what `by_torch` of squares.py does: half of the result, which it mirrors."""
+    """Computes half of what `square_by_torch` of muon_kernels.py does, and mirrors it."""
     rows, tiles = x.shape[0], triton.cdiv(x.shape[0], _TILE["TILE"])
     out = x.new_empty(rows, rows)
     args = x, out, *x.shape, *x.stride(), *(factors or (0.0, 1.0))
@@ -108,9 +173,6 @@ class TritonAdamW(AdamW):
     def step(self, grad: Tensor, update: Update) -> None:
         self._num_steps += 1
         beta1, beta2 = self.betas
-        at, keys = self.rounding, (0, 0)
-        if at is not None:
-            keys = at.keys(self._num_steps)
         numel = self.param.numel()
         _adamw[(triton.cdiv(numel, _BLOCK),)](
             self.param,
@@ -126,9 +188,8 @@ class TritonAdamW(AdamW):
             self.eps,
             update.lr / (1.0 - beta1**self._num_steps),
             (1.0 - beta2**self._num_steps) ** 0.5,
-            *keys,
-            *((0, 1, 1, 0) if at is None else (at.low, at.width, at.stride, at.start)),
-            CUT=at is not None and at.width != at.stride,
+            *_places(self.rounding, self._num_steps),
+            CUT=_is_cut(self.rounding),
             ROUNDS1=self.exp_avg.dtype != torch.float32,
             ROUNDS2=self.exp_avg_sq.dtype != torch.float32,
             COPIES=update.copy is not None,

@@ -14,8 +14,8 @@ from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.optim.deal import Dealt, Matrix, Places, Round, deal, muon_places
 from paro.optim.muon_config import Coefficients, MuonConfig
-from paro.optim.rounding import Rounding, round_into
-from paro.optim.squares import Square, by_torch
+from paro.optim.muon_kernels import MuonKernels, Square, square_by_torch
+from paro.optim.rounding import Rounding
 from paro.sharding.shards import UnitShards
 
 _EPS = 1e-7  # of the norm by which a matrix is divided
@@ -65,7 +65,7 @@ class MuonStep:
         exposure: Exposure,
         *,
         wire: torch.dtype,
-        square: Square,
+        kernels: MuonKernels,
     ) -> None:
         self._ranges = ranges
         self._exchange = exchange
@@ -73,7 +73,7 @@ class MuonStep:
         self._config = config
         self._exposure = exposure
         self._wire = wire
-        self._square = square
+        self._kernels = kernels
         matrices = (matrix for i, part in ranges.items() for matrix in part.matrices(i))
         self.rounds = deal(tuple(matrices), places.number)
 
@@ -118,18 +118,14 @@ class MuonStep:
 
     def _momentum(self, matrix: Matrix, low: int, high: int, factor: float, step: int) -> Tensor:
         """What Newton-Schulz reads of a part of a matrix, after the momentum was updated."""
-        held, mu = self._ranges[matrix.unit], self._config.muon_momentum
+        held = self._ranges[matrix.unit]
         part = _part(held.unit, matrix, low, high)
-        kept, grad = held.momentum[part], held.unit.optim_grad[part].float() * factor
-        momentum = kept.float().lerp_(grad, 1.0 - mu)
-        read = grad.lerp(momentum, mu) if self._config.muon_nesterov else momentum
-        read = read.to(self._wire, copy=True)
-        if momentum.dtype != kept.dtype:
-            start = held.unit.optim_start
+        kept, start, rounding = held.momentum[part], held.unit.optim_start, None
+        if kept.dtype != torch.float32:
             (piece,) = held.unit.layout.pieces(start + part.start, start + part.stop)
             rounding = Rounding.of(piece, held.seed)
-            round_into(momentum, rounding.bits(0, high - low, step, kept.device), kept)
-        return read
+        how = {"factor": factor, "read_as": self._wire, "rounding": rounding, "step": step}
+        return self._kernels.momentum(kept, held.unit.optim_grad[part], self._config, **how)
 
     def _scatter(self, moving: _Moving) -> _Moving:
         """Waits for a round's matrix, and queues the all-to-all of its update."""
@@ -139,7 +135,9 @@ class MuonStep:
         if moving.own is not None and moving.whole is not None:
             matrix = moving.own.matrix
             whole = moving.whole.view(matrix.rows, matrix.columns)
-            update = orthogonal(whole, self._config, self._square).to(self._wire).reshape(-1)
+            update = (
+                orthogonal(whole, self._config, self._kernels.square).to(self._wire).reshape(-1)
+            )
             for holder, low, high in self._places.parts(matrix):
                 back.sent[holder] = update[low:high]
         for each, low, high in self._held(moving.dealt):
@@ -183,7 +181,7 @@ def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
     return slice(begin + low, begin + high)
 
 
-def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = by_torch) -> Tensor:
+def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_torch) -> Tensor:
     """Nearly the matrix with all its singular values 1, in the type of the matmuls.
 
     `square`: how products with its own transpose are computed, if they are in bf16.
@@ -195,7 +193,7 @@ def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = by_torch) ->
         if _has_bf16_matmuls(matrix.device):
             dtype = torch.bfloat16
     with _matmul_precision(precision):
-        by = square if dtype == torch.bfloat16 else by_torch
+        by = square if dtype == torch.bfloat16 else square_by_torch
         return newton_schulz(matrix, config.coefficients(), dtype, by)
 
 
@@ -210,7 +208,7 @@ def newton_schulz(
     matrix: Tensor,
     coefficients: tuple[Coefficients, ...],
     dtype: torch.dtype = torch.float32,
-    square: Square = by_torch,
+    square: Square = square_by_torch,
 ) -> Tensor:
     """The matrix in `dtype` after one step for each coefficients."""
     is_tall = matrix.shape[0] > matrix.shape[1]

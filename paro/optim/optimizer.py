@@ -24,8 +24,8 @@ from paro.optim.deal import muon_boxes
 from paro.optim.finite import square_sum
 from paro.optim.matrices import MuonRange, MuonStep
 from paro.optim.muon_config import MuonConfig
+from paro.optim.muon_kernels import choose_muon_kernels
 from paro.optim.rounding import Rounding
-from paro.optim.squares import choose_square
 from paro.optim.states import (
     MASTER,
     MOMENTS,
@@ -224,7 +224,7 @@ class ParoOptimizer:
                 muon,
                 model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],
-                square=choose_square(config.adam_implementation, model.context.device)[0],
+                kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )
             for degree, exchange in model.context.matrix_exchanges.items()
         ]

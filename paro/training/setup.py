@@ -20,7 +20,7 @@ from paro.distributed.control import Control
 from paro.distributed.rendezvous import by_value
 from paro.errors import UserError
 from paro.optim.adamw import choose_adamw
-from paro.optim.squares import choose_square
+from paro.optim.muon_kernels import choose_muon_kernels
 from paro.quantization.blocks import choose_kernels
 from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES
@@ -145,7 +145,7 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     chosen = choose_adamw(name, device, rounds=rounds)
     in_bf16, lines = config.muon.muon_fp32_matmul_prec in ("low", "medium"), [chosen.line]
     if config.precision.optimizer == "muon" and in_bf16:
-        lines.append(choose_square(name, device)[1])
+        lines.append(choose_muon_kernels(name, device).line)
     yield "update", "; ".join(filter(None, lines))
     if config.precision.has_codes:
         yield "codes", choose_kernels(device).line or ""

@@ -22,7 +22,7 @@ from paro.collectives import wire
 from paro.distributed import groups
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
-from paro.optim import adamw, squares
+from paro.optim import adamw, muon_kernels
 from paro.quantization import blocks
 from paro.strategy import legal_letters
 from paro.training import step
@@ -120,7 +120,9 @@ KINDS = {
         ("_encode", "_decode", "_adamw"),
         avoids=("_adamw divides in 64 bits",),
     ),
-    "Muon": Case("--bf16 --optimizer muon --exp-avg-dtype bf16", ("_square", "_adamw")),
+    "Muon": Case(
+        "--bf16 --optimizer muon --exp-avg-dtype bf16", ("_square", "_momentum", "_adamw")
+    ),
     "HO-Ring": Case("--bf16 --paro-strategy GGG --paro-collective ho-ring"),
     "flat": Case("--bf16 --paro-strategy GGG --paro-collective flat"),
     "tokens weigh alike": Case("--bf16 --calculate-per-token-loss"),
@@ -171,7 +173,7 @@ def lone_gpu(recorder: Recorder) -> Iterator[None]:
         monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
         monkeypatch.setattr(dist, "destroy_process_group", lambda _group: None)
         monkeypatch.setattr(groups, "_nccl_options", lambda *_, **__: None)
-        for chooses in (fusion, adamw, blocks, squares):
+        for chooses in (fusion, adamw, blocks, muon_kernels):
             monkeypatch.setattr(chooses, "_compare", lambda *_: None)
         yield
 

@@ -24,7 +24,7 @@ from paro.errors import UserError, check_least
 from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
 from paro.optim.matrices import orthogonal
 from paro.optim.muon_config import MuonConfig
-from paro.optim.squares import choose_square
+from paro.optim.muon_kernels import choose_muon_kernels
 from paro.report.log import print_line
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
@@ -77,7 +77,7 @@ def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.devi
     generator = torch.Generator(device).manual_seed(1234)
     matrices = torch.randn((args.batch, *shape), device=device, generator=generator)
 
-    square, _ = choose_square("auto", device)
+    square = choose_muon_kernels("auto", device).square
 
     def apart() -> list[Tensor]:
         return [orthogonal(matrix, CONFIG, square) for matrix in matrices]

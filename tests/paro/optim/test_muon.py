@@ -24,7 +24,13 @@ from paro.optim.deal import (
 )
 from paro.optim.matrices import newton_schulz, orthogonal
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
-from paro.optim.squares import by_torch, choose_square
+from paro.optim.muon_kernels import (
+    BY_TORCH,
+    choose_muon_kernels,
+    momentum_by_torch,
+    square_by_torch,
+)
+from paro.optim.rounding import Rounding
 from paro.planning.cost_model import in_buckets, muon_rounds
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
@@ -205,41 +211,69 @@ def test_half_of_a_symmetric_product_is_computed_and_mirrored(
 
         gram = square(x)
         polynomial = square(gram, (-1.5, 0.5))
-    assert_near(gram, by_torch(x.float()), within=2.0**-7)
-    assert_near(polynomial, by_torch(gram.float(), (-1.5, 0.5)), within=2.0**-7)
+    assert_near(gram, square_by_torch(x.float()), within=2.0**-7)
+    assert_near(polynomial, square_by_torch(gram.float(), (-1.5, 0.5)), within=2.0**-7)
     for found in (gram, polynomial):
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, found.mT)
+
+
+ROUNDING = Rounding(seed=3, name="w", low=5, width=7, stride=9, start=2)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("rounding", [None, ROUNDING, replace(ROUNDING, stride=7)])
+def test_momentum_in_one_pass_is_torchs(nesterov: bool, rounding: Rounding | None) -> None:
+    config = MuonConfig(muon_momentum=0.9, muon_nesterov=nesterov)
+    how = {"factor": 0.3, "read_as": torch.float32, "rounding": rounding, "step": 4}
+    found = []
+    with interpreter():
+        from paro.optim.kernels import momentum
+
+        for by in (momentum_by_torch, momentum):
+            kept = gradient("kept", torch.Size((2500,)), 0)
+            kept = kept if rounding is None else kept.bfloat16()
+            grad = gradient("grad", kept.shape, 1)
+            found.append((by(kept, grad, config, **how), kept))
+    (read, kept), (read_too, kept_too) = found
+    assert_near(read_too, read, within=1e-6)
+    assert kept_too.dtype == kept.dtype
+    differ = ~torch.isclose(kept_too.float(), kept.float(), rtol=1e-5, atol=1e-6)
+    assert differ.float().mean() < 0.01  # one apart by rounding may be rounded to the other side
 
 
 @pytest.mark.bits
 def test_newton_schulz_multiplies_by_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paro.optim.matrices._has_bf16_matmuls", lambda device: True)
     matrix, config = gradient("it", torch.Size((50, 30)), 0), MuonConfig()
-    assert choose_square("auto", CPU) == (by_torch, "")
+    assert choose_muon_kernels("auto", CPU) == BY_TORCH
     with interpreter():
         from paro.optim import kernels
 
-        square, line = choose_square("auto", CPU)
-        assert line.startswith("Newton-Schulz: symmetric products by Triton 3.")
-        assert choose_square("torch", CPU) == (by_torch, "")
-        found = orthogonal(matrix, config, square).float()
+        chosen = choose_muon_kernels("auto", CPU)
+        assert "symmetric products by Triton 3." in chosen.line
+        assert choose_muon_kernels("torch", CPU) == BY_TORCH
+        found = orthogonal(matrix, config, chosen.square).float()
         exact = newton_schulz(matrix, config.coefficients())
         assert float((found - exact).norm() / exact.norm()) < 0.03
-        monkeypatch.setattr(kernels, "square", lambda x, factors: by_torch(x, factors).triu())
-        choose_square.cache_clear()
-        square, line = choose_square("auto", CPU)
-        assert square is by_torch
-        assert "torch's matmuls, because Triton fails: RuntimeError: a product differs by" in line
+        monkeypatch.setattr(
+            kernels, "square", lambda x, factors: square_by_torch(x, factors).triu()
+        )
+        choose_muon_kernels.cache_clear()
+        chosen = choose_muon_kernels("auto", CPU)
+        assert (chosen.momentum, chosen.square) == (momentum_by_torch, square_by_torch)
+        assert "because Triton fails: RuntimeError: results differ by" in chosen.line
 
 
 def run_on_gpu() -> None:
-    square, line = choose_square("auto", torch.device("cuda"))
-    assert square is not by_torch, line
+    chosen = choose_muon_kernels("auto", torch.device("cuda"))
+    square = chosen.square
+    assert square is not square_by_torch, chosen.line
     for shape in ((1000, 2048), (2048, 1000)):
         x = gradient("x", torch.Size(shape), 0).bfloat16().cuda()
         for matrix in (x, x.mT):
-            assert_near(square(matrix, None), by_torch(matrix.float()), within=2.0**-7)
+            assert_near(square(matrix, None), square_by_torch(matrix.float()), within=2.0**-7)
 
 
 SMALL = tuple(
