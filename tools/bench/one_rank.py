@@ -92,6 +92,7 @@ def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = F
     world, links = task.run.world, Links(machine, are_free)
     device = device_for(task.run.runtime, replace(world, local_rank=0))
     on_gpu = device.type == "cuda"
+    torch.set_num_threads(1)  # a fork has no threads of its parent's OpenMP
     if on_gpu:
         torch.cuda.set_device(device)
     with alone(links):
@@ -177,10 +178,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = machine.group_size
     world = replace(started, size=args.ranks, group=size, ranks_per_node=size)
     flags += ["--group-size", str(size), "--paro-machine", args.machine]
-    turns = {name: measure(name, flags, machine, world) for name in args.contenders.split(",")}
+    turns: dict[str, Figures] = {}
+    for name in args.contenders.split(","):
+        turns[name] = measure(name, flags, machine, world)
+        if world.rank == 0:  # what is stopped keeps what it has
+            print_line(f"{name}: {turns[name].get('s/step', math.nan):.3f} s/step")
+            figures = {"ranks": args.ranks, "turns": turns}
+            write_json(args.json, figures, is_update=len(turns) > 1)
     if world.rank == 0:
         print_line(table(turns))
-        write_json(args.json, {"ranks": args.ranks, "turns": turns})
 
 
 if __name__ == "__main__":

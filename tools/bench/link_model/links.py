@@ -33,30 +33,37 @@ class Links:
     def job(self, op: Op | None, ranks: tuple[int, ...], num_bytes: int) -> TimedJob | None:
         """A collective of evenly spaced ranks with a whole buffer of `num_bytes`; None: no time.
 
-        Without `op` it is a message from each of them to the next.
+        Without `op` it is a message from each of them to the next: a part of a reduce-scatter,
+        which ranks on CPUs make of messages.
         """
         if self.are_free or len(ranks) == 1 or num_bytes == 0:
             return None
-        stride = ranks[1] - ranks[0]
+        stride, size = ranks[1] - ranks[0], len(ranks)
         assert ranks == tuple(range(ranks[0], ranks[-1] + 1, stride)), f"{ranks} are not even"
-        axis = Axis(index=0, inner=stride, outer=stride * len(ranks), link=Link.INTRA)
-        if op is None:
-            return self._times.hop((axis,), num_bytes)
-        ((job,),) = self._times.phases(op, (axis,), num_bytes)
-        return job
+        axis = Axis(index=0, inner=stride, outer=stride * size, link=Link.INTRA)
+        whole = num_bytes if op else num_bytes * size
+        ((job,),) = self._times.phases(op or Op.REDUCE_SCATTER, (axis,), whole)
+        return job if op else job._replace(seconds=job.seconds / (size - 1))
 
     def book(self, job: TimedJob) -> float:
-        """The end of a transfer on the clock of `time.perf_counter`: earlier ones go first."""
+        """The end of a transfer on the clock of `time.perf_counter`: earlier ones go first.
+
+        Ranks share processors here as where the machine was measured, so the part of the time for
+        which the transfer worked on them is spent by `stay`.
+        """
         link, busy = link_of(job)
         with self._lock:
             begin = max(time.perf_counter(), self._idle_at[link])
             self._idle_at[link] = begin + job.seconds * busy
-        return begin + job.seconds
+        return begin + job.seconds * (1.0 - job.cpu)
 
-    def stay(self, job: TimedJob, end: float) -> None:
-        """Blocks the thread until a transfer's end, and until it has used its processor time."""
+    def stay(self, job: TimedJob, end: float, spent: float) -> None:
+        """Blocks the thread until a transfer's end, and until it has used its processor time.
+
+        It has `spent` seconds of that.
+        """
         cores = self.machine.device.cores if self.machine.device else None
-        owed, used = job.seconds * job.cpu * (cores or 0.0), time.thread_time()
+        owed, used = job.seconds * job.cpu * (cores or 0.0), time.thread_time() - spent
         while (left := end - time.perf_counter()) > 0.0 or time.thread_time() - used < owed:
             due = owed * min(1.0, 1.0 - left / job.seconds)
             if time.thread_time() - used < due:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -28,14 +29,16 @@ NCCL_CTAS = 24  # thread blocks of a communicator that no option bounds, an assu
 class _Transfer(dist._Work):
     """A collective or message, which begins when it is made."""
 
-    def __init__(self, links: Links, job: TimedJob | None = None, result: object = None) -> None:
+    def __init__(
+        self, links: Links, job: TimedJob | None, result: object, *, spent: float = 0.0
+    ) -> None:
         super().__init__()
-        self._links, self._job, self._result = links, job, result
+        self._links, self._job, self._result, self._spent = links, job, result, spent
         self._end = 0.0 if job is None else links.book(job)
 
     def wait(self, timeout: object = None) -> bool:
         if self._job is not None:
-            self._links.stay(self._job, self._end)
+            self._links.stay(self._job, self._end, self._spent)
         return True
 
     def get_future(self) -> torch.futures.Future[object]:
@@ -84,11 +87,12 @@ class _LoneGroup(dist.ProcessGroup):
 
             carry(target, source, job, scale=scale, num_bytes=num_bytes, num_ctas=self._num_ctas)
             return _Transfer(self.links, None, [target])
+        begin = time.thread_time()
         if target is not source:  # a shard may be a part of what is gathered
             repeats = target.numel() // source.numel()
             target.view(repeats, *source.shape).copy_(source.clone())
         target.mul_(scale)
-        return _Transfer(self.links, job, [target])
+        return _Transfer(self.links, job, [target], spent=time.thread_time() - begin)
 
     def all_gather_single(self, whole: Tensor, shard: Tensor, opts: Any = None) -> dist._Work:
         return self._transfer(Op.ALL_GATHER, whole, shard, whole.nbytes)
