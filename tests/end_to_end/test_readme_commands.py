@@ -75,6 +75,8 @@ BY_HAND = (
     "pip install lm-eval==0.4.13 -c constraints.txt",
     "python tools/evaluate.py --load runs/model --tasks arc_easy hellaswag --bf16 "
     "--output scores.json",
+    "python tools/bench/one_rank.py --ranks 128 --machine dgx-h100 --distributed-backend nccl \\\n"
+    "    --llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute",
     "make coverage",
     "make gpu",
     "make gpu PARTS=a,e",

@@ -64,6 +64,14 @@ SHAPES = {  # a part's time is divided among its shapes, and theirs among conten
     "64k": [Shape(_64K, blocks=8, rounds=2), Shape(f"{_64K} {_KEPT}", blocks=8, rounds=2)],
     "128k": [Shape(_64K.replace("65536", "131072"), blocks=4, rounds=1)],
 }
+_7B_ALONE = "--llama-preset 7B --seq-length 4096 --micro-batches 4"
+_65B_ALONE = "--llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute"
+_CLUSTERS = [
+    f"--ranks 128 {_65B_ALONE} --contenders paro:IIG,fsdp2-hybrid",
+    *(f"--ranks {ranks} {_7B_ALONE}" for ranks in (32, 8, 128)),
+    *(f"--ranks {ranks} {_65B_ALONE}" for ranks in (32, 128)),
+]
+_CLUSTER_SECONDS = 100.0  # left: with less no other is begun
 
 
 def memory(runner: Runner) -> Outcome:
@@ -136,14 +144,21 @@ def kernels(runner: Runner) -> Outcome:
 
 
 def one_rank(runner: Runner) -> Outcome:
-    """One real rank of 128 that train LLaMA-65B, by this project and by FSDP2."""
-    shape = "--ranks 16 --micro-batches 1 --num-attention-heads 8"  # rehearsed
-    if not runner.rehearse:
-        shape = "--ranks 128 --llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute"
-    words = f"tools/bench/one_rank.py --machine dgx-h100 --contenders paro:IIG,fsdp2-hybrid {shape}"
-    words += f" --rounds 1 --warmup-steps 2 --steps 1 --distributed-backend {runner.backend}"
-    env = {"OMP_NUM_THREADS": "1"}  # its turns are forks
-    return runner.measured("one-rank", words.split(), alone=True, env=env).outcome("one_rank")
+    """One real rank of clusters, as many as there is time for, by this project and FSDP2."""
+    shapes = _CLUSTERS
+    found: list[Outcome] = []
+    if runner.rehearse:
+        shapes = ["--ranks 16 --micro-batches 1 --num-attention-heads 8"]
+    for number, shape in enumerate(shapes):
+        if found and runner.seconds_left < _CLUSTER_SECONDS:
+            found.append(Outcome(passed=True, lines=(f"not reached: {shape}",)))
+            continue
+        words = f"tools/bench/one_rank.py --machine dgx-h100 --rounds 1 {shape}"
+        words += f" --warmup-steps 2 --steps 1 --distributed-backend {runner.backend}"
+        ended = runner.measured(f"one-rank-{number}", words.split(), alone=True)
+        outcome = ended.outcome(f"one rank: {shape}")
+        found.append(replace(outcome, lines=(shape, *outcome.lines)))
+    return joined(found)
 
 
 def speed(runner: Runner, name: str) -> Outcome:
