@@ -143,8 +143,8 @@ def _tried(config: RunConfig, control: Control) -> Iterator[tuple[str, str]]:
     yield "blocks", usable_kernels(config.model, config.fusions, dtype, device).line or ""
     name, rounds = config.optim.adam_implementation, config.precision.rounds_moments
     chosen = choose_adamw(name, device, rounds=rounds)
-    in_bf16, lines = config.muon.muon_fp32_matmul_prec in ("low", "medium"), [chosen.line]
-    if config.precision.optimizer == "muon" and in_bf16:
+    lines = [chosen.line]
+    if config.precision.optimizer == "muon":
         lines.append(choose_muon_kernels(name, device).line)
     yield "update", "; ".join(filter(None, lines))
     if config.precision.has_codes:
