@@ -205,7 +205,7 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     child = "import time; time.sleep(60)"
     deaf = "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     parent = f"{deaf}; print(1, flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
-    of_part = runner(tmp_path, seconds=5.0)
+    of_part = runner(tmp_path, seconds=15.0)  # to start pytest on a busy machine
     ended = of_part.run("sleeper", ["-c", parent])
     assert ended.timed_out
     assert ended.output == "1\n"
@@ -241,7 +241,7 @@ def course_of(number: int, now: float, are_ended: Sequence[bool]) -> tuple[int, 
 def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
     file, report = tmp_path / "test_x.py", tmp_path / "x.xml"
     file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
-    of_part = runner(tmp_path, seconds=5.0)
+    of_part = runner(tmp_path, seconds=15.0)  # to start pytest on a busy machine
     ended = of_part.run("x", ["-m", "pytest", "--junit-xml", report, file])
     found = suites.outcome_of(of_part, ended, ElementTree.parse(report).getroot())
     assert not found.passed
