@@ -86,11 +86,11 @@ case $MODEL in
     # number of nodes:
     #
     #   GPUs  strategy  micro-batch  GB of a GPU
-    #     16  NNI       2            69.1
-    #    128  NNI       2            69.1
+    #     16  NNI       2            69.2
+    #    128  NNI       2            69.2
     #
     # by the predictor (DRY_RUN=1 prints it by kind), of 84.9. Of a GPU with 40 GB:
-    # PARO_STRATEGY=IIG, which takes 29.0 GB on 16 GPUs and 24.4 GB on 128.
+    # PARO_STRATEGY=IIG, which takes 28.9 GB on 16 GPUs and 24.2 GB on 128.
     STRATEGY=NNI
     # LLaMA's recipe: 4 million tokens a batch, a trillion in all. A micro-batch of 2 x 2048 tokens
     # fills an A100 (InternEvo measures 4,078 tokens/s on each of 8 GPUs with it, 3,625 on 1024).

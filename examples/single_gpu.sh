@@ -36,7 +36,7 @@ MODEL_ARGS=(
 # memory is short, halve the micro-batch: the step, and what is learned, stay the same.
 #
 #   GPUs  strategy  micro-batch  GB of a GPU
-#      1  IIG       8            12.5
+#      1  IIG       8            12.7
 #
 # by the predictor (DRY_RUN=1 prints it by kind).
 TRAINING_ARGS=(

@@ -60,6 +60,7 @@ READERS = {
     "paro.checkpoint.stored_tensor": "tests/paro/checkpoint/test_stored_tensor.py",
     "paro.config.checkpoint": "records",
     "paro.planning.machine.files": "machine",
+    "paro.planning.machine.rules": "machine",
     "paro.report.dashboards": "tests/paro/report/test_dashboards.py",
     "paro.report.metrics": "metrics",
     "paro.report.progress": "tests/paro/report/test_progress.py",

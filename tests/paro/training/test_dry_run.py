@@ -187,11 +187,12 @@ def test_a_step_takes_its_steps_of_newton_schulz() -> None:
 
 def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
     """A plan times the last batch, here of one micro-batch, after which no gradient waits."""
-    words = PLANNED.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
-    plan = planned(f"{words} --paro-strategy GGG")
+    longer = PLANNED.replace("--seq-length 512", "--seq-length 2048 --paro-strategy GGG")
+    words = longer.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
+    plan = planned(words)
     alone = Estimator(plan.workload).memory(plan.launch.candidate)
     assert alone.total < plan.memory.total
-    assert plan.launch.memory == plan.memory == planned(f"{PLANNED} --paro-strategy GGG").memory
+    assert plan.launch.memory == plan.memory == planned(longer).memory
 
 
 @pytest.mark.slow("searches all candidates of a model")
@@ -345,9 +346,9 @@ def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
 
 
 def test_what_leaves_too_little_for_nccl_is_neither_chosen_nor_accepted() -> None:
-    """72.8 GB of tensors per rank, and as fast as the choice of auto."""
+    """73.7 GB of tensors per rank, and as fast as the choice of auto."""
     larger = launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy 1,32,64 {LARGE}")
-    assert 72e9 < larger.memory.allocated < 73e9
+    assert 73e9 < larger.memory.allocated < 74e9
     assert larger.memory.total > 80e9
     assert not larger.fits
     assert launch("llama3-8B", 64, 80, "dgx-h100", f"--paro-strategy auto {LARGE}").fits
