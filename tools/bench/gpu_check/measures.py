@@ -67,7 +67,7 @@ SHAPES = {  # a part's time is divided among its shapes, and theirs among conten
 _7B_ALONE = "--llama-preset 7B --seq-length 4096 --micro-batches 4"
 _65B_ALONE = "--llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute"
 _CLUSTERS = [
-    f"--ranks 128 {_65B_ALONE} --contenders paro:IIG,fsdp2-hybrid",
+    f"--ranks 128 {_65B_ALONE} --contenders paro:IIG,fsdp2",
     *(f"--ranks {ranks} {_7B_ALONE}" for ranks in (32, 8, 128)),
     *(f"--ranks {ranks} {_65B_ALONE}" for ranks in (32, 128)),
 ]
