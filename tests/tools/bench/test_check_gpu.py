@@ -242,7 +242,8 @@ def test_a_suite_over_its_limit_says_what_has_passed(tmp_path: Path) -> None:
     file, report = tmp_path / "test_x.py", tmp_path / "x.xml"
     file.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
     of_part = runner(tmp_path, seconds=15.0)  # to start pytest on a busy machine
-    ended = of_part.run("x", ["-m", "pytest", "--junit-xml", report, file])
+    words = ["-m", "pytest", "--junit-xml", report, file]
+    ended = of_part.run("x", words, env={"PYTEST_ADDOPTS": ""})  # those of this project's tests
     found = suites.outcome_of(of_part, ended, ElementTree.parse(report).getroot())
     assert not found.passed
     assert found.figures["passed"] == 1  # and not the one that was stopped
