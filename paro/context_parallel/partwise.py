@@ -78,7 +78,7 @@ def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
 
 
 class _Mask:
-    """What the queries of this place see, and how their attention is computed."""
+    """The keys that the queries of a ring rank see, and the kernel of their attention."""
 
     def __init__(
         self, travel: Travel, documents: Documents | None, q_BTNH: Tensor, backend: AttentionBackend

@@ -61,7 +61,7 @@ class Group:
         return brought
 
     def box(self, *of: Hashable) -> SimpleQueue[Any]:
-        """What one member has for another, of one kind."""
+        """Returns the queue of messages of one kind from one member to another."""
         return self._boxes.setdefault(of, SimpleQueue())
 
     def take(self, *of: Hashable) -> Any:

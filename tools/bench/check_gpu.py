@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
 def run_stage(
     stage: quick.Stage, seconds: float | None, args: argparse.Namespace, found: Found
 ) -> list[tuple[str, Outcome]]:
-    """What the parts of a stage find side by side in so many seconds; None: it is not reached."""
+    """Runs the parts of a stage side by side, in so many seconds; with None, runs none."""
     named = ", ".join(f"{letter}. {PARTS[letter][0]}" for letter in stage.letters)
     print_line(f"{named}: {quick.NOT_REACHED if seconds is None else f'at most {seconds:.0f} s'}")
     if seconds is None:
@@ -192,7 +192,7 @@ def run_stage(
 
 
 def _attempt(letter: str, runner: Runner) -> Outcome:
-    """What a part finds; an error of this program does not end those after it."""
+    """Runs a part; an error of this program is its outcome, and later parts run."""
     clocks = runner.folder / running.CLOCKS
     place = clocks.stat().st_size
     try:

@@ -80,7 +80,7 @@ def test_every_way_is_timed_by_its_kernel(
 def test_all_ranks_time_as_often_where_their_kernels_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on nodes with a cuDNN of their own: timing is collective."""
+    """Ranks with other kernels, as on nodes with another cuDNN, time the kernels of rank 0."""
 
     class FirstHasCudnn(Control):
         def gather(self, own: Any) -> list[Any]:

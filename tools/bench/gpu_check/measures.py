@@ -144,7 +144,7 @@ def kernels(runner: Runner) -> Outcome:
 
 
 def one_rank(runner: Runner) -> Outcome:
-    """One real rank of clusters, as many as there is time for, by this project and FSDP2."""
+    """Trains one real rank of several clusters, as many as there is time for."""
     shapes = _CLUSTERS
     found: list[Outcome] = []
     if runner.rehearse:
