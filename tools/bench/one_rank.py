@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 
 if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,15 +35,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.loader import Batch
+from paro.collectives.schedule import Op
 from paro.distributed.control import Control
-from paro.distributed.process_group import device_for
+from paro.distributed.process_group import RuntimeConfig, device_for
 from paro.distributed.timers import synchronize
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, check_least
+from paro.measuring.race import MOST_REPEATS, Race
+from paro.measuring.trial import moves_of, zero_trial
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
 from paro.report.log import print_line
+from paro.topology import make_topology
 from paro.training.planned_time import planned_step
 from tools.bench import compare_peers
 from tools.bench.link_model.links import Links
@@ -55,6 +60,7 @@ from tools.shared.meters import MemoryMeter
 from tools.shared.output import text_table, write_json
 
 CONTENDERS = "paro:IIG,paro:NIG,paro:GGG,fsdp2,fsdp2-hybrid"
+_SMALL, _TURNS = 4096, 5  # bytes of a collective that shows what the host takes, and its turns
 _RANDOM = 1 << 20  # values that initial weights repeat
 # Blocks so small that a GPU waits for the host.
 _TINY = ["--hidden-size=64", "--num-attention-heads=4", "--ffn-hidden-size=64", "--vocab-size=512"]
@@ -89,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = False) -> Figures:
     """Trains with one contender; empty if it does not fit in memory."""
-    world, links = task.run.world, Links(machine, are_free)
+    world, links = task.run.world, Links(machine, are_free=True)
     device = device_for(task.run.runtime, replace(world, local_rank=0))
     on_gpu = device.type == "cuda"
     torch.set_num_threads(1)  # a fork has no threads of its parent's OpenMP
@@ -103,6 +109,8 @@ def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = F
         batches = batches_of(replace(task, steps=2 * task.steps + 1), device)
         if not on_gpu:
             rehearse(task.run, task.compute_dtype)
+            links.host_seconds = host_seconds(Control(world, device), task.run.runtime)
+        links.are_free = are_free
         memory = MemoryMeter(device)
         try:
             contender = build(task, name, Control(world, device))
@@ -119,6 +127,25 @@ def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = F
     found["peak GB"] = (memory.peak() or math.nan) / 1e9
     if on_gpu:
         found["reserved GB"] = torch.cuda.max_memory_reserved(device) / 1e9
+    return found
+
+
+def host_seconds(control: Control, runtime: RuntimeConfig) -> dict[Op, float]:
+    """Processor time of this rank's own code in a collective that sends nothing, by op.
+
+    A machine file counts it as part of a collective's.
+    """
+    size, group = control.world.size, control.world.group_size
+    topology = make_topology(world_size=size, group_size=group, degrees=())
+    race = Race(control=control, topology=topology, runtime=runtime, algorithms=(), rounds=0)
+    span = topology.axes[:1]
+    found = {}
+    with race.collectives("native", frozenset({span})) as collectives:
+        for op in Op:
+            (move,) = moves_of(op, span, [_SMALL], ranks=size)
+            trial = zero_trial(move, control.world.rank, control.device)
+            turns = [race.turn(collectives, trial, MOST_REPEATS) for _ in range(_TURNS)]
+            found[op] = median(turn.cpu_seconds for turn in turns)
     return found
 
 

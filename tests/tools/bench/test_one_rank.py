@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from paro.collectives.schedule import Op
+from paro.distributed.control import Control
+from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.world import World
 from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
 from paro.planning.machine.files import machine_from_json, machine_to_json
 from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic
@@ -101,6 +104,18 @@ def test_a_wait_lasts_until_the_end_and_uses_its_processor_time() -> None:
     links.stay(job, links.book(job), 0.0)
     assert time.perf_counter() - begin >= 0.02 * 0.75
     assert time.thread_time() - used >= 0.02 * 0.25 * cores
+
+
+def test_the_file_counts_what_the_rank_itself_takes(rank: Links) -> None:
+    world = World(rank=5, size=8, local_rank=1, ranks_per_node=4)
+    taken = one_rank.host_seconds(
+        Control(world, torch.device("cpu")), RuntimeConfig(distributed_backend="gloo")
+    )
+    assert [*taken] == [*Op]
+    assert min(taken.values()) > 0.0
+    rank.host_seconds = taken
+    assert rank.spent_on(Op.ALL_GATHER, 4) == taken[Op.ALL_GATHER]
+    assert rank.spent_on(None, 4) == taken[Op.REDUCE_SCATTER] / 3  # one of a rank's messages
 
 
 def test_what_arrives_is_the_ranks_own(rank: Links) -> None:

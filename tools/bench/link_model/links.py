@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ from paro.planning.machine.machine import Machine
 from paro.topology import Axis, Link
 
 _SLICE_SECONDS = 0.01  # a waiting thread sleeps for as long
-_FROM, _TO = torch.zeros(1 << 18), torch.empty(1 << 18)  # copied to take processor time
+_FROM, _TO = torch.zeros(1 << 16), torch.empty(1 << 16)  # copied to take processor time
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,8 @@ class Links:
 
     machine: Machine
     are_free: bool = False
+    # Processor time of a rank's own code in a collective, by op, which the machine file counts too.
+    host_seconds: Mapping[Op, float] = field(default_factory=dict)
     _idle_at: dict[Link, float] = field(default_factory=lambda: dict.fromkeys(Link, 0.0))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _times: CollectiveTimes = field(init=False)
@@ -44,6 +47,12 @@ class Links:
         whole = num_bytes if op else num_bytes * size
         ((job,),) = self._times.phases(op or Op.REDUCE_SCATTER, (axis,), whole)
         return job if op else job._replace(seconds=job.seconds / (size - 1))
+
+    def spent_on(self, op: Op | None, ranks: int) -> float:
+        """The processor time of a rank's own code in a collective, or in a message of one."""
+        if op is None:
+            return self.host_seconds.get(Op.REDUCE_SCATTER, 0.0) / (ranks - 1)
+        return self.host_seconds.get(op, 0.0)
 
     def book(self, job: TimedJob) -> float:
         """The end of a transfer on the clock of `time.perf_counter`: earlier ones go first.

@@ -66,8 +66,11 @@ class _LoneGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         return
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
     def getGroupName(self) -> str:  # noqa: N802 (torch's name)
-        return c10d._world.pg_names[self]
+        return self._name
 
     group_name = property(getGroupName)
 
@@ -87,7 +90,7 @@ class _LoneGroup(dist.ProcessGroup):
 
             carry(target, source, job, scale=scale, num_bytes=num_bytes, num_ctas=self._num_ctas)
             return _Transfer(self.links, None, [target])
-        begin = time.thread_time()
+        begin = time.thread_time() - self.links.spent_on(op, self.size())
         if target is not source:  # a shard may be a part of what is gathered
             repeats = target.numel() // source.numel()
             target.view(repeats, *source.shape).copy_(source.clone())
