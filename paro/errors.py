@@ -12,7 +12,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from paro.text import one_line, printable
+from paro.text import count_text, one_line, printable
 
 _STORAGE_FAILURES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # full, or mounted read-only
@@ -55,6 +55,19 @@ def check_least(least: int, **flags: float | None) -> None:
     for name, value in flags.items():
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+
+
+def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
+    """`UserError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
+    at_once = micro_batch_size * data_parallel_size
+    if size > 0 and size % at_once == 0:
+        return
+    below = size // at_once * at_once
+    raise UserError(
+        f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
+        f"{count_text(data_parallel_size, 'data-parallel rank')} (= {at_once}): choose "
+        + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
+    )
 
 
 def contradiction(one: str, other: str) -> UserError:

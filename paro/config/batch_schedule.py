@@ -12,8 +12,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paro.errors import UserError, check_least
-from paro.planning.search.search_space import check_multiple
+from paro.errors import UserError, check_least, check_multiple
 
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MAX_MICRO_BATCHES = 10**6  # of a rank in a step, which would take hours

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 from model.config import FP8_MULTIPLE, RecomputeConfig
 from paro.context_parallel.layout import ContextLimits
-from paro.errors import UserError, check_least
+from paro.errors import check_least, check_multiple
 from paro.planning.cost_model import UnitSize
 from paro.planning.machine.collective_time import algorithms_of
 from paro.planning.machine.machine import Machine
@@ -22,7 +22,7 @@ from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.strategy import Strategy, effective_letters, parse_strategy
-from paro.text import count_text, listed
+from paro.text import listed
 
 MEMORY_MARGIN = 0.03  # of a device: with as few recomputed blocks as fit it would be full
 FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as long to send
@@ -279,16 +279,3 @@ def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
     multiple = 1 if workload.model.fp8_format is None else FP8_MULTIPLE
     sizes = (size for size in range(1, per_rank + 1) if per_rank % size == 0)
     return tuple(size for size in sizes if size * tokens % multiple == 0)
-
-
-def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
-    """`UserError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
-    at_once = micro_batch_size * data_parallel_size
-    if size > 0 and size % at_once == 0:
-        return
-    below = size // at_once * at_once
-    raise UserError(
-        f"{what} {size} is no multiple of --micro-batch-size {micro_batch_size} times "
-        f"{count_text(data_parallel_size, 'data-parallel rank')} (= {at_once}): choose "
-        + (f"{below} or {below + at_once}" if below > 0 else f"{at_once}")
-    )
