@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from model.config import LlamaConfig
+from model.trainable import Trainable
 from paro.arguments.parser import take
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import take_context
@@ -33,7 +34,6 @@ from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import Workload, legal_strategies
-from paro.planning.search.trainable import Trainable
 from paro.planning.survival import check_nodes, survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig

@@ -7,6 +7,7 @@ from functools import cache
 from inspect import signature
 
 from model.config import FP8_MULTIPLE, LlamaConfig
+from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.batch_schedule import BatchSchedule
@@ -16,7 +17,6 @@ from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.optim.states import is_for_muon
 from paro.planning.rotation import MUON_ROTATES
-from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 
 

@@ -12,6 +12,7 @@ from data.config import DataConfig
 from data.tokenizer_config import TokenizerConfig
 from model.config import LlamaConfig
 from model.fusion import Fusions
+from model.trainable import Trainable
 from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags, missing_sizes
 from paro.arguments.parser import check_flags, take
@@ -59,7 +60,6 @@ from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import Machine
-from paro.planning.search.trainable import Trainable
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig

@@ -24,6 +24,7 @@ import torch
 from data.loader import Batch
 from model.config import LlamaConfig
 from model.fusion import usable_kernels
+from model.trainable import Trainable
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
@@ -35,7 +36,6 @@ from paro.planning.machine.machine import Device
 from paro.planning.machine.rules import Slowed
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
-from paro.planning.search.trainable import Trainable
 from paro.planning.step.comm_costs import CODING_BYTES
 from paro.planning.step.computing import Computing
 from paro.planning.units import shape_of, units_of

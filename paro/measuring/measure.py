@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from model.trainable import Trainable
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.inter_bits import AUTO
@@ -28,7 +29,6 @@ from paro.measuring.race import Race
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.cost_model import model_state_bytes
 from paro.planning.machine.machine import Device, Machine
-from paro.planning.search.trainable import Trainable
 from paro.planning.units import units_of
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS

@@ -31,7 +31,7 @@ PURE = (
     "paro.optim.step_checks",
     "paro.planning",
     *("paro.quantization.formats", "paro.quantization.ranges"),
-    *("model.config", "model.flops", "model.lora_config", "model.units"),
+    *("model.config", "model.flops", "model.lora_config", "model.trainable", "model.units"),
 )
 
 # The only imports apart from Python's standard library; of paro/, model/ and data/ have errors and

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.batch import Batch
+from model.trainable import Trainable, TrainableKind
 from model.units import parameter_shapes
 from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.config.run import RunConfig
@@ -19,7 +20,6 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.layout import rectangles
-from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.report.log import Log
 from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards

@@ -18,6 +18,7 @@ import pretrain_llama
 from data.tokenizer import NullTokenizer
 from model.config import RecomputeConfig
 from model.lora_config import LoraConfig
+from model.trainable import Trainable
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
@@ -27,7 +28,6 @@ from paro.distributed.world import World
 from paro.errors import StorageError, about
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
-from paro.planning.search.trainable import Trainable
 from paro.strategy import Strategy
 from tests.helpers.corpora import write_corpus
 from tests.helpers.field_reads import field_reads

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from model.config import LLAMA_PRESETS, LlamaConfig
+from model.trainable import Trainable
 from paro.arguments.model import (
     add_context_args,
     add_inter_bits_args,
@@ -34,7 +35,6 @@ from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
 from paro.planning.machine.made import GPUS, machine_of_gpus
 from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
-from paro.planning.search.trainable import Trainable
 from tools.shared.command_line import Parser, add_trainer_flags
 
 DESCRIPTION = """\

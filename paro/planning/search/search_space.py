@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise, product
 
 from model.config import FP8_MULTIPLE, RecomputeConfig
+from model.trainable import Trainable
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import check_least, check_multiple
 from paro.planning.cost_model import UnitSize
@@ -15,7 +16,6 @@ from paro.planning.machine.collective_time import algorithms_of
 from paro.planning.machine.machine import Machine
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
 from paro.planning.run_plan import Materialize, RunFlags
-from paro.planning.search.trainable import Trainable
 from paro.planning.step.computing import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.planning.units import units_of

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
+from model.trainable import Trainable, TrainableKind
 from paro.planning.machine.machine import (
     BandwidthSource,
     Device,
@@ -15,7 +16,6 @@ from paro.planning.machine.machine import (
 )
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.costs import StepCosts
 from paro.precision import PrecisionConfig
 from paro.step.plan import StepPlan

@@ -15,6 +15,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
+from model.trainable import Trainable, TrainableKind
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
 from paro.planning.machine.files import find_machine
@@ -23,7 +24,6 @@ from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import plan
 from paro.planning.search.search_space import Candidate, SearchSpace, Workload, legal_strategies
-from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.precision import PrecisionConfig
 from tests.paro.planning.cases import DEVICE, machine
 

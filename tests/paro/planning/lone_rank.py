@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.config import LlamaConfig
 from model.llama import Llama
+from model.trainable import Trainable, TrainableKind
 from model.units import parameter_shapes
 from paro.collectives import wire
 from paro.config.run import RunConfig
@@ -34,7 +35,6 @@ from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
-from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
+from model.trainable import Trainable, TrainableKind
 from paro.planning.run_plan import Materialize
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
@@ -21,7 +22,6 @@ from paro.planning.search.search_space import (
     all_candidates,
     legal_strategies,
 )
-from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.strategy import legal_letters
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import FEW, SMALL, machine, workload

@@ -9,13 +9,13 @@ from itertools import product
 import pytest
 
 from model.config import LLAMA_PRESETS
+from model.trainable import Trainable, TrainableKind
 from paro.config.sharding import units_ahead
 from paro.planning.machine.collective_time import TimedJob
 from paro.planning.machine.files import find_machine
 from paro.planning.machine.machine import GroupSpeed, LaunchOrder
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.trainable import Trainable, TrainableKind
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.step.timeline import simulate
 from paro.strategy import legal_letters

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from model.lora_config import LoraConfig
+from model.trainable import Trainable
 from model.units import parameter_shapes
-from paro.planning.search.trainable import Trainable
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import SMALL
 
