@@ -15,7 +15,6 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, contradiction
 from paro.planning.machine.files import machine_to_json
 from paro.planning.machine.machine import Machine
-from paro.planning.machine.made import described
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (
@@ -32,6 +31,7 @@ from tools.planning import tables
 from tools.planning.failures import expected, failures_of, failures_table
 from tools.planning.launch import launch_lines, why_not
 from tools.planning.longest import longest_table
+from tools.planning.made_machine import described
 from tools.planning.pictures import chrome_trace, draw_front, draw_scaling, draw_timeline
 from tools.planning.workload import case_of, device_flag, machine_of, make_parser, with_context
 from tools.shared.output import write_json, write_text

@@ -11,13 +11,13 @@ from typing import Any
 from paro.errors import UserError
 from paro.optim.states import optimizer_bytes
 from paro.planning.cost_model import muon_stop
-from paro.planning.goodput import Failures, from_disk, from_memory
 from paro.planning.machine.machine import Nic
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.text import count_text
+from tools.planning.goodput import Failures, from_disk, from_memory
 
 Row = dict[str, Any]  # a setting, how it recovers, and the tokens a second that remain
 _MOST_NODES = 2  # that the settings to compare may lose

@@ -33,8 +33,8 @@ from paro.errors import UserError, check_least
 from paro.optim.muon_config import MuonConfig
 from paro.planning.machine.files import find_machine, machine_of_launch
 from paro.planning.machine.machine import Machine, Nic
-from paro.planning.machine.made import GPUS, machine_of_gpus
 from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
+from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags
 
 DESCRIPTION = """\

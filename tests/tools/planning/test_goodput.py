@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from paro.planning import goodput
-from paro.planning.goodput import COPY_SHARE, Failures, from_disk, from_memory
 from tests.helpers.refusals import refused
+from tools.planning import goodput
+from tools.planning.goodput import COPY_SHARE, Failures, from_disk, from_memory
 
 
 def failures_of(**changes: float) -> Failures:
