@@ -29,13 +29,8 @@ from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, about, check_least
-from paro.measuring.device import measure_device
-from paro.measuring.links import Outcome, with_measured
-from paro.measuring.memory import with_communicators
-from paro.measuring.race import Race
-from paro.measuring.trial import Move, moves_of
-from paro.planning.machine.files import machine_to_json, read_machine
-from paro.planning.machine.machine import (
+from paro.machine.files import machine_to_json, read_machine
+from paro.machine.machine import (
     Device,
     Machine,
     Nic,
@@ -45,6 +40,11 @@ from paro.planning.machine.machine import (
     passes,
     rate_text,
 )
+from paro.measuring.device import measure_device
+from paro.measuring.links import Outcome, with_measured
+from paro.measuring.memory import with_communicators
+from paro.measuring.race import Race
+from paro.measuring.trial import Move, moves_of
 from paro.report.log import print_line
 from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.results import describe, memory_line, plot, table, written_lines

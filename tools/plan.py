@@ -13,8 +13,8 @@ if not __package__:  # run as a script: the repository's packages are next to to
 
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, contradiction
-from paro.planning.machine.files import machine_to_json
-from paro.planning.machine.machine import Machine
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Machine
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (

@@ -26,7 +26,7 @@ from paro.arguments.words import by_flag
 from paro.arguments.yaml_flags import read_flags
 from paro.collectives.schedule import COLLECTIVES
 from paro.errors import UserError
-from paro.planning.machine.files import shipped_machines
+from paro.machine.files import shipped_machines
 
 _ABOUT = f"""\
 Pre-trains a LLaMA whose parameters, gradients and optimizer state each lie where you say.

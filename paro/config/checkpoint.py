@@ -15,9 +15,9 @@ from paro.checkpoint.manifest import read_manifest
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.machine.files import MEASURE, why_unmeasurable
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.muon_config import MuonConfig
-from paro.planning.machine.files import MEASURE, why_unmeasurable
 from paro.quantization.formats import FULL_BITS
 from paro.untrusted.schema import conform
 

@@ -25,7 +25,7 @@ from paro.config.plan import Taken, Task, case_of, check_measurable
 from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.machine.files import MEASURE
+from paro.machine.files import MEASURE
 from paro.planning.search.search_space import SearchSpace, Workload
 
 

@@ -12,7 +12,7 @@ from paro.config.context_parallel import sharing
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.machine.files import MEASURE, find_machine
+from paro.machine.files import MEASURE, find_machine
 from paro.planning.rotation import rotation_conflict, rotation_infeasible_reason
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.survival import survival

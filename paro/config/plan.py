@@ -18,15 +18,15 @@ from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.optim.muon_config import MuonConfig
-from paro.planning.cost_model import in_buckets, model_state_bytes
-from paro.planning.machine.files import (
+from paro.machine.files import (
     MEASURE,
     find_machine,
     machine_of_launch,
     why_unmeasurable,
 )
-from paro.planning.machine.machine import Machine
+from paro.machine.machine import Machine
+from paro.optim.muon_config import MuonConfig
+from paro.planning.cost_model import in_buckets, model_state_bytes
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.run_plan import Materialize
 from paro.planning.search.description import bits_text, describe

@@ -53,13 +53,13 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
+from paro.machine.files import find_machine
+from paro.machine.machine import Machine
 from paro.optim.loss_scale import LossScaleConfig
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.optim.step_checks import StepChecksConfig
-from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import Machine
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from paro.config.context_parallel import ContextParallelConfig
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.machine.machine import Machine
+from paro.machine.machine import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

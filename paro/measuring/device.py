@@ -31,9 +31,9 @@ from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
 from paro.distributed.timers import Took, synchronize, time_of
 from paro.distributed.world import World
+from paro.machine.machine import Device
+from paro.machine.rules import Slowed
 from paro.measuring.attention import attention_rates
-from paro.planning.machine.machine import Device
-from paro.planning.machine.rules import Slowed
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
 from paro.planning.step.comm_costs import CODING_BYTES

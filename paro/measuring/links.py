@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import Op
+from paro.machine.machine import Device, Machine, Measured, fit_link
 from paro.measuring.race import (
     LEAST_REPEATS,
     Outcome,
@@ -23,7 +24,6 @@ from paro.measuring.race import (
     turn_of_all,
 )
 from paro.measuring.trial import Move, Trial, moves_of, zero_trial
-from paro.planning.machine.machine import Device, Machine, Measured, fit_link
 from paro.topology import AxisSpan, Link, axes_of
 
 SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the whole buffer, up to 64 MiB

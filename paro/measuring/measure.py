@@ -15,6 +15,7 @@ from paro.config.sharding import ShardingConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.machine.machine import Device, Machine
 from paro.measuring.device import (
     Effort,
     PartsOfStep,
@@ -28,7 +29,6 @@ from paro.measuring.memory import with_communicators
 from paro.measuring.race import Race
 from paro.optim.step_checks import StepChecksConfig
 from paro.planning.cost_model import model_state_bytes
-from paro.planning.machine.machine import Device, Machine
 from paro.planning.units import units_of
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS

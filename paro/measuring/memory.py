@@ -17,7 +17,7 @@ from paro.collectives.interface import Collectives
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
 from paro.distributed.links import make_links
-from paro.planning.machine.machine import Device
+from paro.machine.machine import Device
 from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, Use
 
 _NUM_BYTES = 32 << 20  # of a collective: large enough for the protocol with the largest buffers

@@ -29,9 +29,9 @@ from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
+from paro.machine.choice import pieces_by
+from paro.machine.machine import Machine
 from paro.measuring.trial import Move, Trial, make_trial
-from paro.planning.machine.choice import pieces_by
-from paro.planning.machine.machine import Machine
 from paro.topology import COLLECTIVE_USES, AxisSpan, Topology
 
 # A turn of small messages is repeated until it takes about so long, within the limits below; every

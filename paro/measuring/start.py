@@ -27,6 +27,8 @@ from paro.distributed.control import Control
 from paro.distributed.rendezvous import first_difference
 from paro.distributed.world import World, read_cache_folder
 from paro.errors import UserError, describe
+from paro.machine.files import MEASURE, machine_to_json, read_machine
+from paro.machine.machine import Machine
 from paro.measuring.measure import (
     SECONDS,
     algorithms_of,
@@ -34,8 +36,6 @@ from paro.measuring.measure import (
     one_rank,
     spans_of,
 )
-from paro.planning.machine.files import MEASURE, machine_to_json, read_machine
-from paro.planning.machine.machine import Machine
 from paro.report.log import Log
 from paro.report.memory import give_back_freed_memory
 from paro.report.watchdog import Watchdog

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from paro.planning.caching import cached_by
+from paro.machine.caching import cached_by
 from paro.planning.cost_model import Buffer, UnitSize, buffers_of
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
 from paro.step.plan import StepPlan

@@ -29,11 +29,11 @@ from paro.context_parallel.ring import make_rings
 from paro.distributed.control import Control
 from paro.distributed.links import Links, make_links
 from paro.distributed.timers import Timers, synchronize
+from paro.machine.choice import choice_of
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
-from paro.planning.machine.choice import choice_of
 from paro.planning.memory.device import num_groups
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of

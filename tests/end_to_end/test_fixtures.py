@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.indexed_dataset import IndexedDataset
-from paro.planning.machine.files import read_machine
+from paro.machine.files import read_machine
 from tests.end_to_end.test_training import read_metrics, run_main
 from tests.fixtures.write import END, FIXTURES, MODEL, RUNS, SAVED
 from tests.helpers.margins import assert_near

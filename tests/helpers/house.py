@@ -29,7 +29,7 @@ PURE = (
     *("paro.optim.deal", "paro.optim.muon_config"),
     *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.states"),
     "paro.optim.step_checks",
-    "paro.planning",
+    *("paro.machine", "paro.planning"),
     *("paro.quantization.formats", "paro.quantization.ranges"),
     *("model.config", "model.flops", "model.lora_config", "model.trainable", "model.units"),
 )

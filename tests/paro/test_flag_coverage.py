@@ -26,8 +26,8 @@ from paro.checkpoint.save import write_states
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import StorageError, about
-from paro.planning.machine.files import machine_to_json
-from paro.planning.machine.machine import Machine
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Machine
 from paro.strategy import Strategy
 from tests.helpers.corpora import write_corpus
 from tests.helpers.field_reads import field_reads

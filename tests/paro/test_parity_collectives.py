@@ -14,8 +14,8 @@ from paro.collectives import schedule
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.executor import ALGORITHMS
 from paro.collectives.schedule import Op
-from paro.planning.machine.files import machine_to_json
-from paro.planning.machine.machine import Machine, Measured
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Machine, Measured
 from paro.strategy import legal_letters
 from paro.topology import Axes
 from paro.training import assembly

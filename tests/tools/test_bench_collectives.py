@@ -21,6 +21,8 @@ from paro.collectives.interface import Request
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
+from paro.machine.files import machine_to_json, read_machine
+from paro.machine.machine import Nic, fastest_algorithm
 from paro.measuring import race
 from paro.measuring.device import Effort, measure_device
 from paro.measuring.links import with_measured
@@ -33,8 +35,6 @@ from paro.measuring.race import (
     count_repeats,
 )
 from paro.measuring.trial import Move, Trial, draw, make_trial
-from paro.planning.machine.files import machine_to_json, read_machine
-from paro.planning.machine.machine import Nic, fastest_algorithm
 from paro.topology import Axes, AxisSpan, make_topology
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused

@@ -21,9 +21,9 @@ from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import UserError, about, check_least
-from paro.planning.machine.collective_time import speed_of
-from paro.planning.machine.files import read_machine
-from paro.planning.machine.machine import Machine, bits_per_second, rate_text
+from paro.machine.collective_time import speed_of
+from paro.machine.files import read_machine
+from paro.machine.machine import Machine, bits_per_second, rate_text
 from paro.planning.search.search_space import Workload
 from paro.strategy import legal_letters
 from paro.topology import Link

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from paro.planning.machine.machine import bits_per_second
+from paro.machine.machine import bits_per_second
 from tools.cluster.spec import ClusterSpec, address, nic, port
 
 # Each namespace answers for an address from the NIC that has it and from no other, and accepts

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paro.errors import UserError, about
-from paro.planning.machine.machine import bits_per_second
+from paro.machine.machine import bits_per_second
 
 NAME = r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?"
 MAX_NODES = 256  # a byte of an address

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paro.planning.machine.machine import Device, Machine
+from paro.machine.machine import Device, Machine
 from paro.text import count_text, listed, ranks_text, size_text
 from paro.topology import Link
 from tools.shared.picture import drawing, log_scale

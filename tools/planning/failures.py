@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from paro.errors import UserError
+from paro.machine.machine import Nic
 from paro.optim.states import optimizer_bytes
 from paro.planning.cost_model import muon_stop
-from paro.planning.machine.machine import Nic
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload

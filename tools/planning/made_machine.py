@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paro.errors import UserError, about, check_least
-from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import (
+from paro.machine.files import find_machine
+from paro.machine.machine import (
     BandwidthSource,
     LinkSpeed,
     Machine,

@@ -30,9 +30,9 @@ from paro.config.planned_checks import check_feedback, check_plan
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
+from paro.machine.files import find_machine, machine_of_launch
+from paro.machine.machine import Machine, Nic
 from paro.optim.muon_config import MuonConfig
-from paro.planning.machine.files import find_machine, machine_of_launch
-from paro.planning.machine.machine import Machine, Nic
 from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
 from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags

@@ -33,8 +33,8 @@ from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
+from paro.machine.machine import Device
 from paro.planning.cost_model import UnitSize, codes_of, muon_rounds, strategy_of, unit_collectives
-from paro.planning.machine.machine import Device
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan
 from paro.quantization.formats import FULL_BITS

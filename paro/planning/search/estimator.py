@@ -8,8 +8,8 @@ from functools import cache, cached_property, partial
 from model.flops import flops_per_token
 from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
-from paro.planning.caching import cached_by
-from paro.planning.machine.collective_time import CollectiveTimes
+from paro.machine.caching import cached_by
+from paro.machine.collective_time import CollectiveTimes
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import RunFlags, RunPlan

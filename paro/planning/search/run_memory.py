@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.caching import cached_by
+from paro.machine.caching import cached_by
+from paro.machine.choice import choice_of, pieces_by
+from paro.machine.collective_time import algorithms_of
+from paro.machine.machine import Machine
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
 from paro.planning.cost_model import (
     ModelStateBytes,
@@ -14,9 +17,6 @@ from paro.planning.cost_model import (
     model_state_bytes,
     traffic_of,
 )
-from paro.planning.machine.choice import choice_of, pieces_by
-from paro.planning.machine.collective_time import algorithms_of
-from paro.planning.machine.machine import Machine
 from paro.planning.memory.device import (
     Communication,
     DeviceMemory,

@@ -11,9 +11,9 @@ from model.config import FP8_MULTIPLE, RecomputeConfig
 from model.trainable import Trainable
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import check_least, check_multiple
+from paro.machine.collective_time import algorithms_of
+from paro.machine.machine import Machine
 from paro.planning.cost_model import UnitSize
-from paro.planning.machine.collective_time import algorithms_of
-from paro.planning.machine.machine import Machine
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
 from paro.planning.run_plan import Materialize, RunFlags
 from paro.planning.step.computing import device_of

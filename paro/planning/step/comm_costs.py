@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+from paro.machine.collective_time import CollectiveTimes, TimedJob
+from paro.machine.machine import Device
 from paro.planning.cost_model import Buffer, UnitSize, strategy_of, unit_collectives
-from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
-from paro.planning.machine.machine import Device
 from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.sending import Collective

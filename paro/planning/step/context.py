@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import chain
 
 from paro.collectives.schedule import Op
+from paro.machine.collective_time import CollectiveTimes, ParallelJobs
+from paro.machine.machine import GroupSpeed
 from paro.planning.context_parallel import (
     Attending,
     Attention,
@@ -17,8 +19,6 @@ from paro.planning.context_parallel import (
     Pass,
     Send,
 )
-from paro.planning.machine.collective_time import CollectiveTimes, ParallelJobs
-from paro.planning.machine.machine import GroupSpeed
 from paro.planning.sending import To
 from paro.planning.step.comm_costs import THREAD, busy_of
 from paro.planning.step.computing import Computing

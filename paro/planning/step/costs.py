@@ -13,10 +13,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 
+from paro.machine.collective_time import TimedJob, scalar_seconds
+from paro.machine.machine import Device, Machine, Nic
 from paro.optim.deal import newton_schulz_flops
 from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
-from paro.planning.machine.collective_time import TimedJob, scalar_seconds
-from paro.planning.machine.machine import Device, Machine, Nic
 from paro.planning.passes import QUEUES, Counts, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.step.comm_costs import THREAD, CommCosts

@@ -21,8 +21,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paro.planning.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
-from paro.planning.machine.machine import GroupSpeed
+from paro.machine.collective_time import ParallelJobs, StreamAxes, TimedJob
+from paro.machine.machine import GroupSpeed
 
 _LEAST_COMPUTE = 0.05  # of its speed: a computing thread always makes progress
 _TINY = 1e-12  # seconds

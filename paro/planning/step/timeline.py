@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from paro.planning.machine.machine import GroupSpeed
-from paro.planning.machine.rules import Slowed
+from paro.machine.machine import GroupSpeed
+from paro.machine.rules import Slowed
 from paro.planning.step.costs import StepCosts
 from paro.planning.step.simulation import Activity, Simulation
 

@@ -15,7 +15,7 @@ from paro.config.run import RunConfig
 from paro.config.settings import settings_of
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.world import World
-from paro.planning.machine.files import machine_to_json
+from paro.machine.files import machine_to_json
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.training.planned_time import workload_of
 from tests.helpers.flags import configured as configured_on

@@ -19,8 +19,8 @@ from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.planning.machine.files import machine_to_json
-from paro.planning.machine.machine import Measured
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Measured
 from paro.planning.survival import survival
 from paro.strategy import legal_letters
 from paro.topology import Axes

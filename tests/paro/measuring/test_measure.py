@@ -8,6 +8,8 @@ import pytest
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
+from paro.machine.machine import Machine
+from paro.machine.machine import seconds as seconds_of
 from paro.measuring import race as racing
 from paro.measuring.device import PartsOfStep
 from paro.measuring.links import SIZES, time_links, with_measured
@@ -20,8 +22,6 @@ from paro.measuring.measure import (
 )
 from paro.measuring.race import Race, Turn
 from paro.measuring.trial import Trial
-from paro.planning.machine.machine import Machine
-from paro.planning.machine.machine import seconds as seconds_of
 from paro.topology import Axes, axes_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure

@@ -19,9 +19,9 @@ from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.machine.files import read_machine
+from paro.machine.machine import Machine, Measured
 from paro.measuring import start
-from paro.planning.machine.files import read_machine
-from paro.planning.machine.machine import Machine, Measured
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.topology import Axes
 from paro.training.exit_signal import ExitSignal

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from paro.machine.files import read_machine
 from paro.measuring import links, measure
 from paro.measuring.device import Effort
-from paro.planning.machine.files import read_machine
 from paro.topology import Axes
 from tests.helpers.scripts import run_script
 

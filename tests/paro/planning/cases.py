@@ -7,7 +7,7 @@ from typing import Any
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from model.trainable import Trainable, TrainableKind
-from paro.planning.machine.machine import (
+from paro.machine.machine import (
     BandwidthSource,
     Device,
     LinkSpeed,

@@ -18,8 +18,8 @@ from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable, TrainableKind
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
-from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import Machine
+from paro.machine.files import find_machine
+from paro.machine.machine import Machine
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import plan

@@ -12,8 +12,8 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.planning.machine.files import machine_to_json, shipped_machines
-from paro.planning.machine.machine import Machine
+from paro.machine.files import machine_to_json, shipped_machines
+from paro.machine.machine import Machine
 from paro.planning.search.estimator import Estimator
 from paro.text import size_text
 from paro.training.assembly import build_training

@@ -11,8 +11,8 @@ import pytest
 
 from paro.collectives.schedule import Op
 from paro.distributed.world import World
-from paro.planning.machine.files import machine_to_json
-from paro.planning.machine.machine import Measured
+from paro.machine.files import machine_to_json
+from paro.machine.machine import Measured
 from paro.topology import Axes
 from tests.helpers.refusals import refused
 from tests.helpers.scripts import run_script

@@ -18,9 +18,9 @@ from paro.collectives.schedule import Op
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World
-from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
-from paro.planning.machine.files import machine_from_json, machine_to_json
-from paro.planning.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic
+from paro.machine.collective_time import CollectiveTimes, TimedJob
+from paro.machine.files import machine_from_json, machine_to_json
+from paro.machine.machine import BandwidthSource, LinkSpeed, Machine, Nic
 from paro.topology import Axis, Link
 from paro.untrusted.regular_file import read_bytes
 from tests.helpers.refusals import refused

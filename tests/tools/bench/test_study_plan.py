@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine.files import machine_to_json, read_machine
-from paro.planning.machine.machine import Machine, Measured
+from paro.machine.files import machine_to_json, read_machine
+from paro.machine.machine import Machine, Measured
 from paro.topology import Axes
 from tests.helpers.commands import write_lines
 from tests.helpers.ranks import ROOT

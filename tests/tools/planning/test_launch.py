@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import Nic
+from paro.machine.files import find_machine
+from paro.machine.machine import Nic
 from paro.training.dry_run import PlannedRun, plan_run
 from tests.helpers.commands import measured
 from tests.helpers.flags import configured

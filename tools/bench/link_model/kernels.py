@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from paro.planning.machine.collective_time import TimedJob
+from paro.machine.collective_time import TimedJob
 from paro.topology import Link
 from tools.bench.link_model.links import link_of
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from paro.collectives.schedule import Op
-from paro.planning.machine.collective_time import CollectiveTimes, TimedJob
-from paro.planning.machine.machine import Machine
+from paro.machine.collective_time import CollectiveTimes, TimedJob
+from paro.machine.machine import Machine
 from paro.topology import Axis, Link
 
 _SLICE_SECONDS = 0.01  # a waiting thread sleeps for as long

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paro.planning.machine.machine import LinkSpeed, Machine, Measured
+from paro.machine.machine import LinkSpeed, Machine, Measured
 from tools.bench.shared.turns import median_known, rows_in
 
 NAMES = ("nic", "shape", "setting", "micro_batches", "round", "turn")  # identify a row

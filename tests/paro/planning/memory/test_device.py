@@ -18,8 +18,8 @@ from paro.collectives.wire import Wire
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import GroupConfig
 from paro.distributed.links import Links
-from paro.planning.machine.choice import pieces_by
-from paro.planning.machine.collective_time import algorithms_of
+from paro.machine.choice import pieces_by
+from paro.machine.collective_time import algorithms_of
 from paro.planning.memory.device import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,

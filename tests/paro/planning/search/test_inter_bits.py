@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paro.planning.machine.collective_time import algorithms_of
+from paro.machine.collective_time import algorithms_of
 from paro.planning.search.description import bits_text, describe
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import letter_rows, plan

@@ -9,8 +9,8 @@ import pytest
 from model.config import RecomputeConfig
 from model.trainable import Trainable, TrainableKind
 from paro.context_parallel.layout import ContextLayout
+from paro.machine.machine import Nic
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic, messages_of
-from paro.planning.machine.machine import Nic
 from paro.planning.search.search_space import Workload
 from paro.planning.sending import Sender
 from paro.planning.step.comm_costs import THREAD

@@ -11,9 +11,9 @@ import pytest
 from model.config import LLAMA_PRESETS
 from model.trainable import Trainable, TrainableKind
 from paro.config.sharding import units_ahead
-from paro.planning.machine.collective_time import TimedJob
-from paro.planning.machine.files import find_machine
-from paro.planning.machine.machine import GroupSpeed, LaunchOrder
+from paro.machine.collective_time import TimedJob
+from paro.machine.files import find_machine
+from paro.machine.machine import GroupSpeed, LaunchOrder
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait

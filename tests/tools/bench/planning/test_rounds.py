@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.collectives.schedule import Op
-from paro.planning.machine.machine import Measured
+from paro.machine.machine import Measured
 from paro.topology import Axes
 from tests.paro.planning.cases import DEVICE, machine, speed
 from tools.bench.planning.rounds import median_machine, median_row

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paro.collectives.schedule import Op
-from paro.planning.machine.choice import choice_by, pieces_by
-from paro.planning.machine.machine import Machine, Measured
+from paro.machine.choice import choice_by, pieces_by
+from paro.machine.machine import Machine, Measured
 from paro.topology import Axes, make_topology
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import speed

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paro.collectives.schedule import Op
-from paro.planning.machine.files import (
+from paro.machine.files import (
     SHIPPED,
     find_machine,
     machine_from_json,
@@ -22,7 +22,7 @@ from paro.planning.machine.files import (
     read_machine,
     shipped_machines,
 )
-from paro.planning.machine.machine import (
+from paro.machine.machine import (
     BandwidthSource,
     Device,
     GroupSpeed,

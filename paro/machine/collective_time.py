@@ -30,8 +30,8 @@ from paro.collectives.pipeline import MAX_PIECES, make_pipeline
 from paro.collectives.schedule import NCCL_COLLECTIVES, Op, count_pieces
 from paro.errors import UserError
 from paro.layout import chunk_numel
-from paro.planning.caching import cached_by
-from paro.planning.machine.machine import LinkSpeed, Machine, Nic, measured_at, passes, seconds
+from paro.machine.caching import cached_by
+from paro.machine.machine import LinkSpeed, Machine, Nic, measured_at, passes, seconds
 from paro.topology import Axes, Axis, AxisSpan, Link, split_by_link
 
 StreamAxes = tuple[int, ...]  # the axes that a comm stream serves

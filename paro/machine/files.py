@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paro.errors import UserError, about
-from paro.planning.machine.machine import (
+from paro.machine.machine import (
     BandwidthSource,
     Device,
     GroupSpeed,
@@ -27,7 +27,7 @@ from paro.planning.machine.machine import (
     bits_per_second,
     rate_text,
 )
-from paro.planning.machine.rules import numbers, ranks_mistakes
+from paro.machine.rules import numbers, ranks_mistakes
 from paro.strategy import check_group_size
 from paro.text import count_text
 from paro.untrusted.regular_file import read_bytes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paro.collectives import ho_ring
 from paro.collectives.schedule import Op, make_schedule
-from paro.planning.machine.machine import (
+from paro.machine.machine import (
     LinkSpeed,
     Machine,
     Measured,

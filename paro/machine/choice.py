@@ -9,8 +9,8 @@ from paro.collectives.choice import AlgorithmChoice, Pieces
 from paro.collectives.pipeline import default_pieces
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.errors import UserError
-from paro.planning.machine.collective_time import fastest_pieces
-from paro.planning.machine.machine import Machine, fastest_algorithm
+from paro.machine.collective_time import fastest_pieces
+from paro.machine.machine import Machine, fastest_algorithm
 from paro.topology import Axes
 
 

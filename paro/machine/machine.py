@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.errors import UserError, about
-from paro.planning.machine.rules import Slowed, numbers, ranks_mistakes, refuse, rule
+from paro.machine.rules import Slowed, numbers, ranks_mistakes, refuse, rule
 from paro.strategy import fitting_group_size
 from paro.text import count_text
 from paro.topology import Axes, Link

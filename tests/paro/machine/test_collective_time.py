@@ -8,13 +8,13 @@ import pytest
 
 from paro.collectives import h_ring, ho_ring, ring
 from paro.collectives.schedule import Op, make_schedule
-from paro.planning.machine.collective_time import (
+from paro.machine.collective_time import (
     CollectiveTimes,
     TimedJob,
     fastest_pieces,
     pipeline_seconds,
 )
-from paro.planning.machine.machine import Machine, Measured
+from paro.machine.machine import Machine, Measured
 from paro.topology import Axes, make_topology
 from tests.helpers.schedules import sent_fraction
 from tests.paro.planning.cases import DEVICE, machine, speed
