@@ -15,6 +15,8 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
 from paro.distributed.rendezvous import refusals_are_shared
 from paro.distributed.user_errors import end_with_agent, run_script
+from paro.launch import reporting, setup
+from paro.launch.dry_run import run_dry
 from paro.measuring.start import planned
 from paro.report.dashboards import check_login
 from paro.report.log import Log, set_logging_level
@@ -23,10 +25,8 @@ from paro.report.memory import resident_bytes
 from paro.report.report import Report
 from paro.report.terminal import Terminal, live_is_wanted
 from paro.report.watchdog import Watchdog
-from paro.training import reporting, setup
 from paro.training.assembly import build_sources, start_state
 from paro.training.changed_flags import order_record
-from paro.training.dry_run import run_dry
 from paro.training.local_copies import LocalCopies, local_copies
 from paro.training.loop import Loop
 from paro.training.resume import check_source

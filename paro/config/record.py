@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.config import RecomputeConfig
 from model.units import num_parameters, parameter_shapes
-from paro.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from paro.config.run import RunConfig
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +21,6 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction
 from paro.collectives.matrices import MatrixExchange
 from paro.collectives.shifts import make_ring
-from paro.config.run import RunConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
 from paro.context_parallel.gather import make_gather
 from paro.context_parallel.partwise import Travel
@@ -35,11 +35,12 @@ from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
 from paro.planning.memory.device import num_groups
+from paro.planning.run_plan import Materialize, RunPlan
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
-from paro.report.record import RunFacts
+from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.rotated_model import RotatedModel
 from paro.sharding.buffers import TORCH_TYPES, Ledger
@@ -55,9 +56,10 @@ from paro.strategy import (
 )
 from paro.topology import Topology
 from paro.training.loop import HeldOut, Sources
-from paro.training.memory_check import plan_of
-from paro.training.planned_time import planned_step
 from paro.training.step import Training, TrainState, last_iteration
+
+if TYPE_CHECKING:
+    from paro.config.run import RunConfig
 
 _MOST_DRAWING_THREADS = 16
 
@@ -100,6 +102,32 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         checks=config.checks,
         timers=timers,
         context_attention=attention,
+    )
+
+
+def plan_of(config: RunConfig, device_type: str) -> RunPlan:
+    """What decides the memory of a rank."""
+    batches, sharding, trained = config.batches, config.sharding, config.trained
+    return RunPlan(
+        model=config.model,
+        trained=trained,
+        recompute=config.model.recompute,
+        world_size=config.world.size,
+        group_size=config.world.group_size,
+        strategy=config.strategy,
+        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
+        collective=sharding.collective,
+        prefetch_units=sharding.prefetch_units,
+        updated_ahead=sharding.updated_ahead,
+        precision=config.precision,
+        muon=config.muon,
+        device_type=device_type,
+        seq_length=config.data.seq_length,
+        micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
+        num_micro_batches=batches.most_micro_batches,
+        eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
+        context=config.context.layout,
+        copy_engine=config.runtime.paro_nccl_copy_engine,
     )
 
 
@@ -309,12 +337,14 @@ def run_facts(
     config: RunConfig,
     training: Training,
     predicted: Mapping[str, int] | None = None,
+    planned: PlannedStep | None = None,
     *,
     state: TrainState | None = None,
 ) -> RunFacts:
-    """The constants that turn step times into throughput, and the `predicted` bytes; collective.
+    """The constants that turn step times into throughput, and what was predicted; collective.
 
-    `state` is where the run continues, if it does.
+    That is the bytes of a rank, `predicted`, and a step's time, `planned`. `state` is where the run
+    continues, if it does.
     """
     seq_length, trained = config.data.seq_length, config.trained
     return RunFacts(
@@ -331,5 +361,5 @@ def run_facts(
         ),
         model_state_bytes=training.optimizer.model_state_bytes(),
         predicted=predicted or {},
-        planned=planned_step(config, training.device.type),
+        planned=planned,
     )

@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data.index_cache import checksum
 from data.loader import Datasets
 from data.sample_order import parse_split
-from paro.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from paro.config.run import RunConfig
 
 Record = Mapping[str, Any]
 

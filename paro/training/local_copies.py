@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,15 @@ from paro.checkpoint.directory import common_of, newest_whole
 from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
 from paro.checkpoint.local.generation import NUM_SLOTS, GenerationWriter
 from paro.checkpoint.local.recovery import recover
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.errors import StorageError
 from paro.report.log import Log
 from paro.text import size_text
 from paro.training.resume import Resumed, check_schedule, common_record, state_of
 from paro.training.step import Training, TrainState
+
+if TYPE_CHECKING:
+    from paro.config.run import RunConfig
 
 # What may differ after a restart: the launcher's ranks, and what changes no state.
 _FREE_GROUPS = ("dry run", "logging", "profiling")

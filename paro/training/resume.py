@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data.hub import how_to_fetch
 from data.loader import Datasets
@@ -16,7 +16,6 @@ from paro.checkpoint.config import CheckpointConfig, saved_fields
 from paro.checkpoint.directory import Base, TokenIds, find_checkpoint, read_common
 from paro.checkpoint.local.recovery import Recovered
 from paro.config.record import recorded_arguments
-from paro.config.run import RunConfig
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
 from paro.errors import UserError, reading
@@ -27,6 +26,9 @@ from paro.text import count_text
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform
+
+if TYPE_CHECKING:
+    from paro.config.run import RunConfig
 
 
 def common_record(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
@@ -14,7 +14,6 @@ from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.claim import Claim, claimed
 from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
 from paro.checkpoint.lease import LeaseLostError
-from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
@@ -27,6 +26,9 @@ from paro.report.record import RunFacts
 from paro.report.watchdog import Watchdog
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
+
+if TYPE_CHECKING:
+    from paro.config.run import RunConfig
 
 
 class Saver:

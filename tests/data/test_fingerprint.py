@@ -23,8 +23,8 @@ from data.indexed_dataset import bin_path
 from data.loader import SplitCounts, build_datasets
 from data.tokenizer_json import write_tokenizer_json
 from paro.config.run import RunConfig
+from paro.launch.dry_run import run_dry
 from paro.training.assembly import build_data
-from paro.training.dry_run import run_dry
 from tests.data.test_hugging_face_tokenizer import byte_level, write
 from tests.data.test_tokenizer import TEXT, config_of, train_sentencepiece
 from tests.helpers.corpora import write_corpus

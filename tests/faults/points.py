@@ -9,7 +9,7 @@ class Point(StrEnum):
     """A function as `package.module:Class.function`, in the module where its callers look it up."""
 
     RENDEZVOUS = "paro.distributed.process_group:open_store"
-    BUILDING = "paro.training.setup:check_memory"
+    BUILDING = "paro.launch.setup:check_memory"
     READ_SAMPLE = "data.gpt_dataset:GPTDataset.__getitem__"
     READ_MOCK_SAMPLE = "data.mock:MockDataset.__getitem__"
     BUILD_INDEX = "data.index_cache:build_order"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from paro.training.dry_run import PlannedRun, plan_run
+from paro.launch.dry_run import PlannedRun, plan_run
 from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 
 from tests.helpers.house import PRODUCT, Source, imports_of, sources
@@ -34,6 +35,35 @@ def modules_named(source: Source, modules: Iterable[str]) -> set[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= known & {node.value}
     return found - {"", source.module}
+
+
+@cache
+def module_graph() -> Graph:
+    """The modules that each file of the product imports when it runs."""
+    files = list(sources(*PRODUCT))
+    names = {source.module for source in files}
+    return {source.module: run_imports(source, names) for source in files}
+
+
+def run_imports(source: Source, modules: Iterable[str]) -> frozenset[str]:
+    """The modules that a file imports when it runs: without those of `if TYPE_CHECKING`."""
+    kept = [
+        node
+        for node in source.tree.body
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    return frozenset(modules_named(replace(source, tree=ast.Module(kept, [])), modules))
+
+
+def chains(graph: Graph, start: str) -> dict[str, tuple[str, ...]]:
+    """The modules that a module imports, also through others; with each the way to it."""
+    found: dict[str, tuple[str, ...]] = {start: (start,)}
+    to_visit = [start]
+    for module in to_visit:
+        for imported in sorted(graph[module] - found.keys()):
+            found[imported] = (*found[module], imported)
+            to_visit.append(imported)
+    return found
 
 
 def package_graph(files: Iterable[Source]) -> Graph:

@@ -19,12 +19,12 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
+from paro.launch.placement import check_placement
 from paro.layout import rectangles
 from paro.report.log import Log
 from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
 from paro.training.assembly import build_data, build_sources, build_training, start_state
-from paro.training.placement import check_placement
 from paro.training.resume import FROM_NOTHING, Resumed
 from paro.training.saving import Saver
 from paro.training.step import StepResult, Training, TrainState, train_step

@@ -14,10 +14,10 @@ from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
+from paro.launch.dry_run import run_dry
 from paro.planning.search.search_space import micro_batch_sizes
 from paro.report.record import RunFacts, summarize
 from paro.training.assembly import build_training, run_facts
-from paro.training.dry_run import run_dry
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY

@@ -16,7 +16,7 @@ from paro.planning.cost_model import UnitSize
 from paro.planning.search.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.strategy import legal_letters
-from paro.training.memory_check import plan_of
+from paro.training.assembly import plan_of
 from tests.helpers.comparison import (
     ADAM_EPS,
     BF16,

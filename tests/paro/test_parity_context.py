@@ -13,8 +13,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.search.run_memory import RunMemory
 from paro.strategy import legal_letters
-from paro.training.assembly import build_data, build_sources, start_state
-from paro.training.memory_check import plan_of
+from paro.training.assembly import build_data, build_sources, plan_of, start_state
 from paro.training.step import Evaluation, Training, evaluate
 from tests.helpers.comparison import ADAM_EPS, FP32, assert_same
 from tests.helpers.flags import configured

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from data.loader import Datasets
 from paro.checkpoint.convert.native import open_native
+from paro.launch.setup import open_data
 from paro.report.log import Log
 from paro.training.assembly import start_state
 from paro.training.resume import load_run
-from paro.training.setup import open_data
 from tests.data.test_hugging_face_tokenizer import byte_level
 from tests.helpers.commands import output_of
 from tests.helpers.corpora import write_corpus

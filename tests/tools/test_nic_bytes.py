@@ -11,7 +11,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.search.run_memory import RunMemory
 from paro.strategy import legal_letters
-from paro.training.memory_check import plan_of
+from paro.training.assembly import plan_of
 from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 from tests.tools.cluster.nic_bytes import FLAGS, STEPS, WAYS

@@ -29,6 +29,8 @@ from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import check_least
+from paro.launch.placement import placement_lines
+from paro.launch.prediction import bytes_by_part, predict_memory
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.live_view import LiveView
 from paro.report.log import Log
@@ -37,8 +39,6 @@ from paro.report.record import IterationRecord
 from paro.report.report import Records, Report
 from paro.training.assembly import build_data, build_sources, build_training, run_facts, start_state
 from paro.training.loop import Loop
-from paro.training.memory_check import bytes_by_part, predict_memory
-from paro.training.placement import placement_lines
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
 from tools.shared.output import write_json

@@ -39,9 +39,9 @@ from paro.config.run import RunConfig
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, about, check_least
+from paro.launch.prediction import planned_step
 from paro.report.record import PlannedStep
 from paro.text import ranks_text
-from paro.training.planned_time import planned_step
 from tools.bench.peers import figures
 from tools.bench.peers.deepspeed_zero import MODES as DEEPSPEED_MODES
 from tools.bench.peers.deepspeed_zero import import_deepspeed, lacks_deepspeed

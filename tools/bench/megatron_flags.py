@@ -31,7 +31,7 @@ from paro.arguments.words import by_flag
 from paro.config.run import RunConfig, take_world
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
-from paro.training.dry_run import run_dry
+from paro.launch.dry_run import run_dry
 from tools.shared.command_line import Parser
 from tools.shared.output import markdown_table, write_text
 

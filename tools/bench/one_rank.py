@@ -42,13 +42,13 @@ from paro.distributed.timers import synchronize
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, check_least
+from paro.launch.prediction import planned_step
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
 from paro.measuring.race import MOST_REPEATS, Race
 from paro.measuring.trial import moves_of, zero_trial
 from paro.report.log import print_line
 from paro.topology import make_topology
-from paro.training.planned_time import planned_step
 from tools.bench import compare_peers
 from tools.bench.link_model.links import Links
 from tools.bench.link_model.process_group import alone

@@ -15,9 +15,9 @@ from paro.config.run import RunConfig
 from paro.config.settings import settings_of
 from paro.context_parallel.layout import ContextLayout
 from paro.distributed.world import World
+from paro.launch.prediction import workload_of
 from paro.machine.files import machine_to_json
 from paro.planning.search.estimator import Estimate, Estimator
-from paro.training.planned_time import workload_of
 from tests.helpers.flags import configured as configured_on
 from tests.paro.planning.cases import DEVICE, machine
 

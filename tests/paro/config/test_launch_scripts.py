@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.training.dry_run import run_dry
+from paro.launch.dry_run import run_dry
 from tests.fixtures.write import write_words
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused

@@ -15,9 +15,9 @@ from paro.config.run import RunConfig, take_world
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.launch.prediction import predict_memory
 from paro.machine.files import machine_to_json
 from paro.planning.survival import survival
-from paro.training.memory_check import predict_memory
 from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from paro.launch.placement import describe_placement
 from paro.planning.cost_model import (
     ModelStateBytes,
     UnitSize,
@@ -15,7 +16,6 @@ from paro.planning.cost_model import (
 from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
 from paro.step.actions import Move, Verb
-from paro.training.placement import describe_placement
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
 

@@ -18,9 +18,9 @@ from paro.planning.search.run_memory import RunMemory
 from paro.planning.sending import Collective, Sender
 from paro.text import size_text
 from paro.topology import Axes, Use, make_topology
-from paro.training.memory_check import plan_of
+from paro.training.assembly import plan_of
+from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import silence
-from tests.paro.training.test_dry_run import MOCK, planned, printed
 
 WAYS = [("nccl", name) for name in NCCL_COLLECTIVES] + [("gloo", name) for name in COLLECTIVES]
 # Ranks, ranks of a group, degrees, and where the span begins and ends.

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import pretrain_llama
+from paro.launch import setup
 from paro.report.report import Report
 from paro.report.watchdog import WatchConfig, Watchdog
-from paro.training import loop, saving, setup
+from paro.training import loop, saving
 from tests.end_to_end.test_training import RUN, run_main
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused

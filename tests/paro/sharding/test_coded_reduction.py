@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
+from paro.launch.dry_run import plan_run
 from paro.precision import PrecisionConfig
-from paro.training.dry_run import plan_run
 from paro.training.step import FORGOTTEN_AFTER, Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused

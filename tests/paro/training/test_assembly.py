@@ -15,9 +15,10 @@ from paro.distributed.control import PlannedControl
 from paro.distributed.groups import GroupConfig, bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
+from paro.launch.prediction import predict_memory
 from paro.planning.search.run_memory import RunMemory
 from paro.training import assembly
-from paro.training.memory_check import plan_of, predict_memory
+from paro.training.assembly import plan_of
 from paro.training.step import Training
 from tests.helpers.fake_nccl import FakeNccl
 from tests.helpers.flags import configured

@@ -19,10 +19,10 @@ from paro.checkpoint.directory import find_checkpoint, read_common
 from paro.checkpoint.metadata import read_metadata
 from paro.config.record import trained_lines
 from paro.config.run import RunConfig
+from paro.launch.dry_run import run_dry
+from paro.launch.prediction import checkpoint_bytes
 from paro.precision import BYTES_OF
 from paro.report.log import Log
-from paro.training.dry_run import run_dry
-from paro.training.memory_check import checkpoint_bytes
 from paro.training.resume import FROM_NOTHING, Resumed, load_run
 from paro.training.step import Training
 from tests.helpers.flags import configured

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from paro.launch.dry_run import PlannedRun, plan_run
 from paro.machine.files import find_machine
 from paro.machine.machine import Nic
-from paro.training.dry_run import PlannedRun, plan_run
 from tests.helpers.commands import measured
 from tests.helpers.flags import configured
 from tests.tools.test_plan import planned

@@ -213,7 +213,7 @@ def _speed_line(row: Mapping[str, Any]) -> str:
 
 def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
     """Blocks, at most the shape's, with which the trainer fits a GPU by its memory prediction."""
-    from paro.training.memory_check import predict_memory  # with torch, which starts
+    from paro.launch.prediction import predict_memory  # with torch, which starts
     from tools.bench.bench_model import make_parser, task_of
 
     for number in range(shape.blocks, 1, -1):

@@ -10,8 +10,8 @@ from torch import Tensor
 from data.loader import Batch
 from paro.distributed.control import Control
 from paro.errors import UserError
+from paro.launch.placement import check_placement
 from paro.training.assembly import build_training, start_state
-from paro.training.placement import check_placement
 from paro.training.step import train_step
 from tools.bench.peers.task import Outcome, Task
 

@@ -19,6 +19,8 @@ from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.rendezvous import by_value
 from paro.errors import UserError
+from paro.launch.placement import check_placement, placement_lines
+from paro.launch.prediction import check_memory
 from paro.optim.adamw import choose_adamw
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.quantization.blocks import choose_kernels
@@ -26,8 +28,6 @@ from paro.report.log import Log
 from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_data, build_training, initializer_of
 from paro.training.local_copies import LocalCopies
-from paro.training.memory_check import check_memory
-from paro.training.placement import check_placement, placement_lines
 from paro.training.resume import FROM_NOTHING, Resumed, load_run, tell_order
 from paro.training.step import Training, TrainState
 

@@ -13,8 +13,8 @@ from paro.planning.search.estimator import Estimator
 from paro.planning.sending import Sender
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT
+from tests.paro.launch.test_dry_run import planned, printed
 from tests.paro.planning.cases import ORDERS, order_case, plan_of
-from tests.paro.training.test_dry_run import planned, printed
 
 SIZES = (
     "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8000 --mock-data "

@@ -12,16 +12,15 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.launch.dry_run import PlannedRun, plan_run, run_dry
+from paro.launch.placement import placement_lines
+from paro.launch.prediction import planned_step, predict_memory
 from paro.machine.files import machine_to_json, shipped_machines
 from paro.machine.machine import Machine
 from paro.planning.search.estimator import Estimator
 from paro.text import size_text
 from paro.training.assembly import build_training
-from paro.training.dry_run import PlannedRun, plan_run, run_dry
 from paro.training.local_copies import local_copies_bytes
-from paro.training.memory_check import predict_memory
-from paro.training.placement import placement_lines
-from paro.training.planned_time import planned_step
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
+from paro.launch.setup import agree_on_kernels
 from paro.training.assembly import build_training
 from paro.training.replicas import check_replicas
-from paro.training.setup import agree_on_kernels
 from tests.helpers.flags import configured
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, run_steps

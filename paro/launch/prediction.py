@@ -1,4 +1,4 @@
-"""Predicts a rank's memory, and compares it with what host and device have."""
+"""Predicts a rank's memory and the time of a step, and compares memory with what there is."""
 
 from __future__ import annotations
 
@@ -11,46 +11,25 @@ import torch
 
 from model.config import RecomputeConfig
 from model.units import parameter_shapes
+from paro.config.plan import RankDevice, Task, case_of
 from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.layout import Shape
 from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
-from paro.planning.run_plan import Materialize, RunPlan
+from paro.planning.run_plan import RunPlan
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.recomputation import least_recomputation, of_first, recompute_flags
 from paro.planning.search.remedies import fewest_ranks, fewest_sharing
 from paro.planning.search.run_memory import RunMemory
+from paro.planning.search.search_space import Workload
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
+from paro.report.record import PlannedStep
 from paro.strategy import Strategy
 from paro.text import count_text, size_text
-
-
-def plan_of(config: RunConfig, device_type: str) -> RunPlan:
-    """What decides the memory of a rank."""
-    batches, sharding, trained = config.batches, config.sharding, config.trained
-    return RunPlan(
-        model=config.model,
-        trained=trained,
-        recompute=config.model.recompute,
-        world_size=config.world.size,
-        group_size=config.world.group_size,
-        strategy=config.strategy,
-        materialize=Materialize.of_flags(sharding.materialize, sharding.rotate_in_place),
-        collective=sharding.collective,
-        prefetch_units=sharding.prefetch_units,
-        updated_ahead=sharding.updated_ahead,
-        precision=config.precision,
-        muon=config.muon,
-        device_type=device_type,
-        seq_length=config.data.seq_length,
-        micro_batch_size=batches.micro_batch_size if trained else batches.eval_micro_batch,
-        num_micro_batches=batches.most_micro_batches,
-        eval_micro_batch_size=batches.eval_micro_batch if config.train.eval_iters else 0,
-        context=config.context.layout,
-        copy_engine=config.runtime.paro_nccl_copy_engine,
-    )
+from paro.training.assembly import plan_of
 
 
 def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
@@ -201,3 +180,42 @@ def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
     parts = {name: size for name, size in memory.parts().items() if name in always or size}
     named = {name.replace(" ", "-"): size for name, size in parts.items()}
     return {**named, "total": memory.allocated}
+
+
+def workload_of(config: RunConfig, device_type: str) -> Workload | None:
+    """The planner's workload; None unless --paro-machine names a device."""
+    machine = config.sharding.machine
+    if machine is None or machine.device is None:
+        return None
+    task = Task(
+        config.model,
+        config.trainable,
+        config.precision,
+        config.muon,
+        config.data.seq_length,
+        RankDevice(device_type, config.launch.device_memory_gb),
+        config.data.reset_attention_mask,
+    )
+    return case_of(task, config.batches, config.sharding)
+
+
+def planned_step(config: RunConfig, device_type: str) -> PlannedStep | None:
+    """What a step of the largest global batch takes; None where the planner cannot say."""
+    workload = workload_of(config, device_type)
+    if workload is None or not config.trained or config.train.skip_train:
+        return None
+    timeline = Estimator(workload).estimate(workload.candidate(config.strategy)).timeline
+    waits = timeline.exposed
+    context = {"context": waits["context"]} if workload.context.size > 1 else {}
+    return PlannedStep(
+        machine=workload.machine.name,
+        global_batch_size=workload.global_batch_size,
+        seconds={
+            "step": timeline.seconds,
+            "computing": timeline.compute_seconds + waits["agree"],
+            "gather": waits["gather"],
+            "reduce": waits["reduce"] + waits["finish"],
+            "publish": waits["publish"],
+            **context,
+        },
+    )

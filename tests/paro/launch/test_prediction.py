@@ -10,7 +10,7 @@ import torch
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.errors import UserError
-from paro.training.memory_check import check_memory, predict_memory
+from paro.launch.prediction import check_memory, predict_memory
 from tests.end_to_end.test_training import RUN, launch
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused, says
@@ -26,7 +26,7 @@ def config_of(words: str, world: World = WORLD) -> RunConfig:
 def refusal(words: str, left: int | None, device: torch.device = CPU, world: World = WORLD) -> str:
     """What is said where a host has so many bytes left; empty if the run may begin."""
     config = config_of(words, world)
-    with mock.patch("paro.training.memory_check.available_host_bytes", return_value=left):
+    with mock.patch("paro.launch.prediction.available_host_bytes", return_value=left):
         try:
             check_memory(config, device)
         except UserError as error:
@@ -121,7 +121,7 @@ def test_estimates_of_the_rest_only_warn(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nothing_is_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "paro.training.setup.build_training", mock.Mock(side_effect=AssertionError("built"))
+        "paro.launch.setup.build_training", mock.Mock(side_effect=AssertionError("built"))
     )
-    monkeypatch.setattr("paro.training.memory_check.available_host_bytes", lambda: 1)
+    monkeypatch.setattr("paro.launch.prediction.available_host_bytes", lambda: 1)
     refused(lambda: launch("--mock-data --train-iters 2"), "1 rank of this host needs")

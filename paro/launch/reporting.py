@@ -16,6 +16,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import World, world_or_alone
 from paro.errors import RunError, UserError
+from paro.launch.prediction import bytes_by_part, planned_step, predict_memory
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
@@ -25,7 +26,6 @@ from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.watchdog import WatchConfig, Watchdog
 from paro.training.assembly import run_facts
-from paro.training.memory_check import bytes_by_part, predict_memory
 from paro.training.step import Training, TrainState
 
 
@@ -66,7 +66,8 @@ def start_report(
 ) -> tuple[Report, RunFacts]:
     """Opens the report and logs what its numbers depend on; collective."""
     memory = predict_memory(config, training.device.type)
-    facts = run_facts(config, training, bytes_by_part(memory), state=state)
+    planned = planned_step(config, training.device.type)
+    facts = run_facts(config, training, bytes_by_part(memory), planned, state=state)
     with training.control.raise_on_all_ranks():
         report = open_report(
             report_config(config),

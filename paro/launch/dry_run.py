@@ -19,6 +19,8 @@ from paro.config.run import RunConfig
 from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError
+from paro.launch.placement import placement_lines
+from paro.launch.prediction import checkpoint_bytes, remedy_of, workload_of
 from paro.planning.cost_model import UnitSize, model_state_bytes
 from paro.planning.listing import step_lines
 from paro.planning.memory.device import DeviceMemory
@@ -32,11 +34,8 @@ from paro.planning.search.search_space import MEMORY_MARGIN, Workload
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
 from paro.text import align, count_text, size_text
-from paro.training.assembly import build_training
+from paro.training.assembly import build_training, plan_of
 from paro.training.local_copies import every_text, local_copies_bytes
-from paro.training.memory_check import checkpoint_bytes, plan_of, remedy_of
-from paro.training.placement import placement_lines
-from paro.training.planned_time import workload_of
 from paro.training.resume import base_of
 from paro.training.step import Training, samples_without_codes
 

@@ -7,6 +7,7 @@ from collections import Counter
 from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
+from paro.launch.prediction import workload_of
 from paro.optim.deal import muon_places, newton_schulz_flops
 from paro.planning.cost_model import ModelStateBytes, UnitSize, model_state_bytes
 from paro.planning.survival import Survival, survival
@@ -16,7 +17,6 @@ from paro.sharding.shards import UnitShards
 from paro.strategy import FLAG, Strategy, effective_letters, replicated
 from paro.text import align, count_text, ranks_text, size_text
 from paro.topology import Topology
-from paro.training.planned_time import workload_of
 from paro.training.step import Training
 
 

@@ -10,7 +10,7 @@ from data.fingerprint import Fingerprint
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
 from tests.helpers.corpora import write_corpus
 from tests.helpers.refusals import refused
-from tests.paro.training.test_dry_run import MOCK, SMALL, printed, run
+from tests.paro.launch.test_dry_run import MOCK, SMALL, printed, run
 
 
 def test_a_corpus_that_is_here_is_opened(
