@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paro.optim.adamw import AdamW, Update
-from paro.optim.muon_config import MuonConfig
+from paro.optim.muon_kernels import MomentumUpdate
 from paro.optim.rounding import Rounding
 
 _BLOCK = 1024  # elements of a program
@@ -121,17 +121,9 @@ def _square(
     tl.store(out + c[:, None] * rows + r[None, :], tl.trans(rounded), mask=inside)
 
 
-def momentum(
-    kept: Tensor,
-    grad: Tensor,
-    config: MuonConfig,
-    *,
-    factor: float,
-    read_as: torch.dtype,
-    rounding: Rounding | None,
-    step: int,
-) -> Tensor:
+def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
     """Computes what `momentum_by_torch` of muon_kernels.py does, in one pass."""
+    config, factor, read_as, rounding, step = update
     read, numel = torch.empty_like(kept, dtype=read_as), kept.numel()
     args = kept, grad, read, numel, factor, config.muon_momentum, *_places(rounding, step)
     _momentum[(triton.cdiv(numel, _BLOCK),)](

@@ -14,7 +14,7 @@ from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.optim.deal import Dealt, Matrix, Places, Round, deal, muon_places
 from paro.optim.muon_config import Coefficients, MuonConfig
-from paro.optim.muon_kernels import MuonKernels, Square, square_by_torch
+from paro.optim.muon_kernels import MomentumUpdate, MuonKernels, Square, square_by_torch
 from paro.optim.rounding import Rounding
 from paro.sharding.shards import UnitShards
 
@@ -124,8 +124,8 @@ class MuonStep:
         if kept.dtype != torch.float32:
             (piece,) = held.unit.layout.pieces(start + part.start, start + part.stop)
             rounding = Rounding.of(piece, held.seed)
-        how = {"factor": factor, "read_as": self._wire, "rounding": rounding, "step": step}
-        return self._kernels.momentum(kept, held.unit.optim_grad[part], self._config, **how)
+        update = MomentumUpdate(self._config, factor, self._wire, rounding, step)
+        return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 
     def _scatter(self, moving: _Moving) -> _Moving:
         """Waits for a round's matrix, and queues the all-to-all of its update."""

@@ -17,7 +17,20 @@ Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
 _WITHIN = 2.0**-7  # of the largest element, in bf16
 
 
-Momentum = Callable[..., Tensor]  # of the arguments of `momentum_by_torch`
+class MomentumUpdate(NamedTuple):
+    """An update of a range of momentum by a gradient times `factor`, in numbered steps.
+
+    Momentum in bf16 needs a `rounding`.
+    """
+
+    config: MuonConfig
+    factor: float
+    read_as: torch.dtype  # by Newton-Schulz
+    rounding: Rounding | None
+    step: int
+
+
+Momentum = Callable[[Tensor, Tensor, MomentumUpdate], Tensor]
 
 
 class MuonKernels(NamedTuple):
@@ -28,20 +41,9 @@ class MuonKernels(NamedTuple):
     line: str = ""
 
 
-def momentum_by_torch(
-    kept: Tensor,
-    grad: Tensor,
-    config: MuonConfig,
-    *,
-    factor: float,
-    read_as: torch.dtype,
-    rounding: Rounding | None,
-    step: int,
-) -> Tensor:
-    """Updates momentum in place by a gradient times `factor`; returns what Newton-Schulz reads.
-
-    Momentum in bf16 needs a `rounding`.
-    """
+def momentum_by_torch(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
+    """Updates momentum in place; returns what Newton-Schulz reads."""
+    config, factor, read_as, rounding, step = update
     grad = grad.float() * factor
     momentum = kept.float().lerp_(grad, 1.0 - config.muon_momentum)
     read = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
@@ -83,13 +85,12 @@ def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
 def _compare(kernels: MuonKernels, device: torch.device) -> None:
     """Raises `RuntimeError` unless results are torch's to rounding, and products symmetric."""
     x = torch.linspace(-3.0, 3.0, 130 * 70, device=device).sin_().view(130, 70).bfloat16()
-    how = {"factor": 0.5, "read_as": torch.bfloat16, "step": 1}
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2)
     found = []
     for one in (BY_TORCH, kernels):
         kept = [x.flatten().clone(), x.flatten().float()]
         read = [
-            one.momentum(each, x.flatten(), MuonConfig(), rounding=at, **how)
+            one.momentum(each, x.flatten(), MomentumUpdate(MuonConfig(), 0.5, x.dtype, at, step=1))
             for each, at in zip(kept, (rounding, None), strict=True)
         ]
         symmetric = x[:70] + x[:70].mT

@@ -26,6 +26,7 @@ from paro.optim.matrices import newton_schulz, orthogonal
 from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
 from paro.optim.muon_kernels import (
     BY_TORCH,
+    MomentumUpdate,
     choose_muon_kernels,
     momentum_by_torch,
     square_by_torch,
@@ -226,7 +227,7 @@ ROUNDING = Rounding(seed=3, name="w", low=5, width=7, stride=9, start=2)
 @pytest.mark.parametrize("rounding", [None, ROUNDING, replace(ROUNDING, stride=7)])
 def test_momentum_in_one_pass_is_torchs(nesterov: bool, rounding: Rounding | None) -> None:
     config = MuonConfig(muon_momentum=0.9, muon_nesterov=nesterov)
-    how = {"factor": 0.3, "read_as": torch.float32, "rounding": rounding, "step": 4}
+    update = MomentumUpdate(config, 0.3, torch.float32, rounding, step=4)
     found = []
     with interpreter():
         from paro.optim.kernels import momentum
@@ -235,7 +236,7 @@ def test_momentum_in_one_pass_is_torchs(nesterov: bool, rounding: Rounding | Non
             kept = gradient("kept", torch.Size((2500,)), 0)
             kept = kept if rounding is None else kept.bfloat16()
             grad = gradient("grad", kept.shape, 1)
-            found.append((by(kept, grad, config, **how), kept))
+            found.append((by(kept, grad, update), kept))
     (read, kept), (read_too, kept_too) = found
     assert_near(read_too, read, within=1e-6)
     assert kept_too.dtype == kept.dtype
