@@ -35,12 +35,6 @@ class RecomputeConfig:
     keeps_core: bool = False
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("full", "selective"):
-            raise UserError(
-                f"--recompute-granularity {self.granularity} is neither full nor selective"
-            )
-        if self.method not in ("uniform", "block"):
-            raise UserError(f"--recompute-method {self.method} is neither uniform nor block")
         check_least(1, recompute_num_layers=self.num_layers)
         assert not (self.keeps_core and self.core_attention), "core attention is recomputed"
 

@@ -56,15 +56,6 @@ class ScheduleConfig:
             raise UserError(
                 f"--lr-warmup-init {self.lr_warmup_init} must be between 0 and --lr {self.lr}"
             )
-        if self.lr_decay_style not in DECAY_STYLES:
-            raise UserError(
-                f"--lr-decay-style {self.lr_decay_style} is none of {', '.join(DECAY_STYLES)}"
-            )
-        if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
-            raise UserError(
-                f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is none of "
-                f"{', '.join(WSD_DECAY_STYLES)}"
-            )
 
     def _check_lengths(self) -> None:
         if self.lr_decay_samples <= 0:
@@ -96,11 +87,6 @@ class ScheduleConfig:
                 f"weight decay goes from {self.start_weight_decay} to {self.end_weight_decay}: "
                 "--weight-decay must be at least 0, and --start-weight-decay not above "
                 "--end-weight-decay"
-            )
-        if self.weight_decay_incr_style not in WEIGHT_DECAY_STYLES:
-            raise UserError(
-                f"--weight-decay-incr-style {self.weight_decay_incr_style} is none of "
-                f"{', '.join(WEIGHT_DECAY_STYLES)}"
             )
         constant = self.weight_decay_incr_style == "constant"
         if constant and self.start_weight_decay != self.end_weight_decay:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 import pytest
 import torch
@@ -149,13 +150,6 @@ def test_a_mistake_names_its_flag_and_what_it_contradicts(
     refused(lambda: replace(SMALL, **{name: value}), flag, *told)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "flag"),
-    [
-        ("granularity", "some", "--recompute-granularity"),
-        ("method", "most", "--recompute-method"),
-        ("num_layers", 0, "--recompute-num-layers"),
-    ],
-)
-def test_recomputation_mistakes_name_their_flags(field: str, value: object, flag: str) -> None:
-    refused(lambda: RecomputeConfig(**{"granularity": "full", field: value}), f"{flag} {value}")
+def test_a_number_of_blocks_to_recompute_is_positive() -> None:
+    wrong = partial(RecomputeConfig, granularity="full", num_layers=0)
+    refused(wrong, "--recompute-num-layers 0")

@@ -84,7 +84,6 @@ def test_rates_and_weight_decays_are_megatrons() -> None:
         ({"lr_decay_samples": 0}, "--lr-decay-iters"),
         ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_samples": 1200}, "1200 ... --lr-wsd-decay-iters"),
-        ({"lr_decay_style": "step"}, "--lr-decay-style step"),
         ({"start_weight_decay": 0.2, "end_weight_decay": 0.1}, "--start-weight-decay"),
         ({"start_weight_decay": 0.0, "end_weight_decay": 0.1}, "--weight-decay-incr-style"),
     ],
