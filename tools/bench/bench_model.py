@@ -27,7 +27,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +53,15 @@ from tools.bench.model_speed.contenders import (
     SEED,
     Task,
 )
-from tools.bench.model_speed.race import Result, race, race_in_own_processes
+from tools.bench.model_speed.race import (
+    Measured,
+    Race,
+    Results,
+    in_own_processes,
+    race,
+    results_of,
+)
+from tools.bench.shared.clocks import clock_of, clock_text, clocks_of
 from tools.bench.shared.turns import training_flags
 from tools.shared.command_line import Parser, add_trainer_flags
 from tools.shared.device import device_of, peak_flops
@@ -71,7 +81,7 @@ SAME_IN_TRAINER = {
 }
 OPTIONAL_IN_TRAINER = ("exp_avg_dtype", "exp_avg_sq_dtype", "paro_recompute_keep")
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -94,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="with --own-process: stop a contender so long after its start",
     )
-    add("--paced", action="store_true", help=argparse.SUPPRESS)  # a round per line of stdin
+    add("--clocks", type=Path, help=argparse.SUPPRESS)  # recorded already, by check_gpu.py
     tied = "tie_embeddings_and_output_weights"
     add_trainer_flags(parser, tied, *OPTIONAL_IN_TRAINER, **SAME_IN_TRAINER)
     add("--num-query-groups", type=int, help="default: as many as --num-attention-heads")
@@ -141,47 +151,58 @@ def task_of(args: argparse.Namespace) -> Task:
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
     """Raises `RuntimeError` unless all agree: a faster model must be the same one."""
-    first, *others = losses.values()
-    if not all(abs(loss - first) <= tolerance * first for loss in (first, *others)):
+    found = [*losses.values()]
+    if not all(abs(loss - found[0]) <= tolerance * found[0] for loss in found):
         raise RuntimeError(f"the first losses differ: {losses}")
 
 
-def report(task: Task, result: Result, peak: float | None) -> list[tuple[Row, str]]:
-    """A row per contender, and the same as a line."""
+def start_race(args: argparse.Namespace, names: Sequence[str]) -> Race:
+    """Begins a race in this process."""
+    torch.set_num_threads(args.threads)
+    return race(task_of(args), names, steps=args.steps, clock=args.clock)
+
+
+def report(task: Task, results: Results, peak: float | None, clocks: Path | None) -> list[Row]:
+    """A row per contender, with itself as a line; those that failed come last."""
     seq_length = task.batch.tokens_BS.shape[1]
     flops = flops_per_token(task.run.model, seq_length, causal=False)
     causal = flops_per_token(task.run.model, seq_length, causal=True)
-    references = [name for name in result.seconds if name in REFERENCES]
-    rows: list[tuple[Row, str]] = []
-    for name, seconds in result.seconds.items():
-        speed = result.tokens_per_second(name)
+    measured = {name: one for name, one in results.items() if isinstance(one, Measured)}
+    rows: list[Row] = []
+    for name, one in measured.items():
+        others = [other for other in measured if other in REFERENCES and other != name]
+        speed = one.tokens_per_second
         row: Row = {
             "contender": name,
-            "first_loss": result.first_losses[name],
+            "first_loss": one.first_loss,
             "tokens_per_second": speed,
             "tflops": speed * flops / 1e12,
-            "ratios": {other: result.ratio(name, other) for other in references if other != name},
-            "seconds": seconds,
+            "ratios": {other: one.ratio(measured[other]) for other in others},
+            "seconds": one.seconds,
+            "turns": one.turns,
         }
-        line = f"{name:22s}{speed:10.0f} tokens/s, {speed * flops / 1e12:.3f} TFLOP/s"
+        line = f"{name:22s}{speed:10.0f} tokens/s, {row['tflops']:.3f} TFLOP/s"
         if peak is not None:
             row |= {"mfu": speed * flops / peak, "mfu_causal": speed * causal / peak}
             line += f", MFU {row['mfu']:.1%} ({row['mfu_causal']:.1%} with attention halved)"
-        if name in result.peak_bytes:
-            row["peak_bytes"] = result.peak_bytes[name]
-            line += f", {result.peak_bytes[name] / 1e9:.2f} GB at most"
-        for other in references:
-            if other != name:
-                line += f", {result.ratio(name, other):.3f} of {other}"
-        rows.append((row, line))
-    for name, failure in result.failures.items():
-        rows.append(({"contender": name, "failure": failure}, f"{name:22s} failed: {failure}"))
+        if clocks is not None:
+            row |= clock_of(clocks, one.turns)
+            line += clock_text(row)
+        if one.peak_bytes is not None:
+            row["peak_bytes"] = one.peak_bytes
+            line += f", {one.peak_bytes / 1e9:.2f} GB at most"
+        for other, ratio in row["ratios"].items():
+            line += f", {ratio:.3f} of {other}"
+        rows.append({**row, "line": line})
+    for name, failure in results.items():
+        if isinstance(failure, str):
+            line = f"{name:22s} failed: {failure}"
+            rows.append({"contender": name, "failure": failure, "line": line})
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = make_parser().parse_args(words)
+    args = make_parser().parse_args(argv)
     counts = ("rounds", "steps", "threads", "micro_batch_size", "num_micro_batches")
     check_least(1, **{flag: getattr(args, flag) for flag in (*counts, "seq_length", "vocab_size")})
     if not args.clip_grad >= 0.0:
@@ -191,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         raise UserError(f"--contenders knows {', '.join(CONTENDERS)}, not {', '.join(unknown)}")
     check_outputs(args, "--json")
-    torch.set_num_threads(args.threads)
     task = task_of(args)
     batch_size, seq_length = task.batch.tokens_BS.shape
     title = (
@@ -200,30 +220,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     print_line(title)
     peak = peak_flops(task.device, args.dtype, args.peak_tflops)
+    tolerance = LOSS_TOLERANCE[args.dtype]
     shape = {"task": title, "clock": args.clock, "parameters": num_parameters(task.run.model)}
-
-    def write(result: Result) -> None:
-        rows = [row for row, _ in report(task, result, peak)]
-        write_json(args.json, {**shape, "rows": rows})
-
-    if args.own_process:
-        result = race_in_own_processes(
-            task,
-            names,
-            words,
-            rounds=args.rounds,
-            steps=args.steps,
-            ended=write,
-            most_seconds=args.most_seconds,
-        )
-    else:
-        go = sys.stdin.readline if args.paced else lambda: ""
-        result = race(task, names, rounds=args.rounds, steps=args.steps, clock=args.clock, go=go)
-    check_losses(result.first_losses, LOSS_TOLERANCE[args.dtype])
-    for _, line in report(task, result, peak):
-        print_line(line)
-    write(result)
-    if result.failures:
+    start = partial(start_race, args)
+    groups = (
+        in_own_processes(start, names, task.device, args.most_seconds)
+        if args.own_process
+        else [[start(names)]]
+    )
+    with clocks_of(task.device, args.clocks) as clocks:
+        for number, results in enumerate(results_of(groups, args.rounds)):
+            rows = report(task, results, peak, clocks)
+            write_json(args.json, {**shape, "rows": rows}, is_update=number > 0)
+    measured = [row for row in rows if "failure" not in row]
+    check_losses({row["contender"]: row["first_loss"] for row in measured}, tolerance)
+    print_line(*(row["line"] for row in rows))
+    if len(measured) < len(rows):
         raise SystemExit(1)
 
 

@@ -25,9 +25,10 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least, describe
 from paro.report.log import print_line
 from paro.text import count_text
-from tools.bench.gpu_check import measures, quick, running, suites
+from tools.bench.gpu_check import measures, quick, suites
 from tools.bench.gpu_check.page import PAGE, archive, read_results, write_results
 from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner
+from tools.bench.shared.clocks import CLOCKS, recorded, working_clock
 from tools.bench.shared.turns import ROOT
 from tools.shared.command_line import Parser
 
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
     if args.quick:
         stages = quick.stages_of(args.quick, results, facts)
         print_line(f"have not passed here: {', '.join(s.letters for s in stages) or 'none'}")
-    with running.recorded(args.out / running.CLOCKS, rehearse=args.rehearse):
+    with recorded(args.out / CLOCKS, rehearse=args.rehearse):
         for stage, seconds in quick.course(stages, lambda: end - time.monotonic()):
             begin = time.monotonic()
             for letter, outcome in run_stage(stage, seconds, args, found):
@@ -193,14 +194,13 @@ def run_stage(
 
 def _attempt(letter: str, runner: Runner) -> Outcome:
     """Runs a part; an error of this program is its outcome, and later parts run."""
-    clocks = runner.folder / running.CLOCKS
-    place = clocks.stat().st_size
+    begin = time.time()
     try:
         outcome = PARTS[letter][1](runner)
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(passed=False, lines=(f"{type(error).__name__}: {describe(error)}",))
-    lines = (*outcome.lines, running.clocks_after(place, clocks))
+    lines = (*outcome.lines, working_clock(runner.folder / CLOCKS, begin))
     told = (*lines, "passed" if outcome.passed else "FAILED")
     print_line(*(f"   {letter}: {line}" for line in told))
     return replace(outcome, lines=lines)

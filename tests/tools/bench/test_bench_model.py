@@ -4,7 +4,6 @@ import json
 import math
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ import torch
 from tests.helpers.commands import measured
 from tests.helpers.margins import assert_near
 from tests.helpers.warm_python import run_python
-from tools.bench.bench_model import (
-    Result,
-    check_losses,
-    main,
-    make_parser,
-    race_in_own_processes,
-    task_of,
-)
+from tests.tools.bench.shared.clock_files import BEGIN, write_clocks
+from tools.bench.bench_model import check_losses, main, make_parser, report, task_of
 from tools.bench.model_speed.contenders import CONTENDERS, DEFAULT
+from tools.bench.model_speed.race import Measured, Race, Results, in_own_processes, results_of
+from tools.bench.shared.clocks import CLOCKS
 
 SCRIPT = "tools/bench/bench_model.py"
 VOCAB_SIZE = 64
@@ -119,9 +114,10 @@ def test_contenders_alone_in_their_processes(tmp_path: Path) -> None:
     ours, other = json.loads(file.read_text())["rows"]
     assert ours["peak_bytes"] > 10**8  # of the process, torch included
     assert len(ours["seconds"]) == 2
-    message = "bench_model.py: error: the comparison needs transformers: pip install transformers"
-    assert other == {"contender": "transformers", "failure": message}
-    assert f"transformers           failed: {message}" in done.stdout
+    message = "the comparison needs transformers: pip install transformers"
+    line = f"transformers           failed: {message}"
+    assert other == {"contender": "transformers", "failure": message, "line": line}
+    assert line in done.stdout
 
 
 @pytest.mark.process
@@ -131,53 +127,64 @@ def test_a_contender_is_stopped_at_its_limit(tmp_path: Path) -> None:
     done = run_python([SCRIPT, *words, "--steps", 10**6])
     assert done.returncode == 1
     (row,) = json.loads(file.read_text())["rows"]
-    assert row == {"contender": "ours", "failure": "stopped after 0.1 s"}
+    assert row["failure"] == "stopped after 0.1 s"
 
 
 @pytest.mark.parametrize(
-    ("device", "stops_at", "done", "num_ended"),
+    ("device", "stops_at", "done", "kept"),
     [
-        ("cpu", "", ["a", "b", "c", "b", "c", "a", "a ends", "b ends", "c ends"], 3),
-        ("cuda", "c", ["a", "a", "a ends", "b", "b", "b ends", "c"], 2),  # one is there at a time
+        ("cpu", "", ["a", "b", "c", "b", "c", "a"], ["abc"]),
+        ("cuda", "c", ["a", "a", "a ends", "b", "b", "b ends", "c"], ["a", "ab"]),
     ],
 )
 def test_processes_take_turns_on_a_cpu_and_a_race_that_is_stopped_keeps_what_has_ended(
-    device: str, stops_at: str, done: list[str], num_ended: int, monkeypatch: pytest.MonkeyPatch
+    device: str, stops_at: str, done: list[str], kept: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
-    found: list[list[str]] = []
+    found: list[str] = []
 
-    class Contender:
+    def alone(_start: object, name: str, _most_seconds: object) -> Race:
         """Stands for a contender's process; notes what is done to it."""
+        try:
+            while True:
+                log.append(name)
+                if name == stops_at:
+                    raise KeyboardInterrupt
+                yield {name: "no model"}
+        finally:
+            log.append(f"{name} ends")
 
-        def __init__(self, name: str, *_: object) -> None:
-            self.name = name
-
-        def run_round(self) -> None:
-            log.append(self.name)
-            if self.name == stops_at:
-                raise KeyboardInterrupt
-
-        def end(self, result: Result) -> None:
-            log.append(f"{self.name} ends")
-            result.seconds[self.name] = [1.0, 2.0]
-
-        def stop(self) -> None:
-            log.append(f"{self.name} stops")
-
-    monkeypatch.setattr("tools.bench.model_speed.race._OwnProcess", Contender)
-    task, names = task_of(make_parser().parse_args(TINY)), ["a", "b", "c"]
-    task = replace(task, device=torch.device(device))
+    monkeypatch.setattr("tools.bench.model_speed.race._alone", alone)
+    groups = in_own_processes(lambda _names: alone(0, "", 0), "abc", torch.device(device), None)
     with pytest.raises(KeyboardInterrupt) if stops_at else nullcontext():
-        race_in_own_processes(
-            *(task, names, []), rounds=2, steps=1, ended=lambda got: found.append([*got.seconds])
-        )
+        for results in results_of(groups, 2):
+            found.append("".join(results))
     assert log[: len(done)] == done
-    assert "c stops" in log
-    assert found == [names[:count] for count in range(1, num_ended + 1)]
+    assert found == kept
+    assert "c ends" in log
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_row_with_an_mfu_has_the_clock_and_power_of_its_own_turns(
+    tmp_path: Path, is_recorded: bool
+) -> None:
+    samples = "900, 90.0, 50", "1700, 600.0, 60", "1800, 700.0, 60", "300, 70.0, 60", ""
+    clocks = write_clocks(tmp_path / CLOCKS, *samples)
+    task = task_of(make_parser().parse_args(TINY))
+    results: Results = {"ours": "no memory"}
+    for number, name in enumerate(("trainer", "trainer-fp8"), start=1):  # one a second
+        turns = [(BEGIN + number - 0.1, BEGIN + number + 0.1)]
+        results[name] = Measured(tokens_per_turn=16, first_loss=4.0, seconds=[0.2], turns=turns)
+    *rows, failed = report(task, results, 1e9, clocks if is_recorded else None)
+    told = [re.search(r"MFU .* attention halved\)(.*)", row["line"])[1] for row in rows]
+    expected = [", SM clock 1700 MHz, 600 W", ", SM clock 1800 MHz, 700 W"]
+    assert told == (expected if is_recorded else ["", ""])
+    assert [row.get("watts") for row in rows] == ([600, 700] if is_recorded else [None, None])
+    assert failed["failure"] == "no memory"
 
 
 def test_models_that_differ_are_no_race() -> None:
+    check_losses({}, tolerance=1e-4)
     check_losses({"one": 4.0, "other": 4.0003}, tolerance=1e-4)
     for wrong in (4.1, math.nan):
         with pytest.raises(RuntimeError, match="first losses differ"):

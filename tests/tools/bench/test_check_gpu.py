@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tarfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from tools.bench.gpu_check import running, suites
 from tools.bench.gpu_check.measures import SHAPES, memory_failure, num_layers_that_fit
 from tools.bench.gpu_check.page import ARCHIVE, PAGE, RESULTS, read_results, write_results
 from tools.bench.gpu_check.quick import COMMAND_SECONDS, NOT_REACHED, QUICK, course, stages_of
-from tools.bench.gpu_check.running import GRACE_SECONDS, Ended, Outcome, Runner, clocks_after
+from tools.bench.gpu_check.running import GRACE_SECONDS, Ended, Outcome, Runner
 
 H200 = 150_754_820_096  # bytes that torch reports
 
@@ -52,6 +51,8 @@ def test_a_rehearsal_runs_parts_and_keeps_earlier_results(tmp_path: Path, letter
     for letter in contenders.keys() & {*letters}:
         (row,) = results[letter]["figures"]["rows"]
         assert row["contender"] == contenders[letter]
+        assert (row["sm_clock_mhz"], row["watts"]) == (1000.0, 100.0)
+        assert ", SM clock 1000 MHz, 100 W" in "".join(results[letter]["lines"][:-1])
     if "r" in letters:
         recomputed, kept = (row["flags"] for row in results["r"]["figures"]["rows"])
         assert kept == f"{recomputed} --paro-recompute-keep core_attn"
@@ -110,10 +111,11 @@ def test_the_page_begins_with_what_matters(tmp_path: Path) -> None:
         {"contender": name, "tokens_per_second": speed, "mfu": speed / 200}
         for name, speed in speeds.items()
     ]
+    rows[1] |= {"sm_clock_mhz": 1755.4, "watts": 698.7}
     rows.append({"contender": "trainer-fp8-compiled", "failure": "stopped after 90 s"})
     write_results(tmp_path, {"e": {**EARLIER, "figures": {"rows": rows}}}, rehearsal=False)
     assert (tmp_path / PAGE).read_text().splitlines()[2:5] == [
-        "- MFU of the trainer in bf16: 55.0% (goal 65%)",
+        "- MFU of the trainer in bf16: 55.0%, SM clock 1755 MHz, 699 W (goal 65%)",
         "- fp8 beside bf16, tokens/s: 1.10 (goal 1.45)",
         "- time of the engine beside a plain loop: +1.0% (goal at most +2%)",
     ]
@@ -214,17 +216,6 @@ def test_a_command_over_its_limit_is_ended_with_its_children(
     assert not (tmp_path / "logs" / "next.log").exists()
 
 
-@pytest.mark.process
-def test_a_machine_without_nvidia_smi_records_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sh").symlink_to(shutil.which("sh") or "/bin/sh")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with running.recorded(tmp_path / "clocks.csv", rehearse=False):
-        pass
-    assert clocks_after(0, tmp_path / "clocks.csv") == "SM clock and power were not recorded"
-
-
 def course_of(number: int, now: float, are_ended: Sequence[bool]) -> tuple[int, float]:
     """How many stages of a command begin, and when it ends: each at once or when it is killed."""
     reached, clock = 0, [now]
@@ -276,16 +267,6 @@ def test_what_is_unmeasured_comes_first_and_what_passed_is_left_out() -> None:
     }
     assert letters[1] == ["bc", "q", "r", "p"]  # c has never run
     assert letters[2] == ["s", "t", "m", *letters[1]]
-
-
-def test_clocks_are_means_of_a_part_s_own_lines_while_the_gpu_works(tmp_path: Path) -> None:
-    file = tmp_path / "clocks.csv"
-    earlier = "t, 5, 900.0, 90\n"
-    own = "t, 300, 70.0, 40\nt, 1900, 600.0, 60\nt, 1700, 700.0, 64\nt, [N/A], 9, 9\nt, 17"
-    file.write_text(earlier + own)
-    assert clocks_after(len(earlier), file).startswith("SM clock 1800 MHz, 650 W, 62 C: ")
-    assert "2 of 3 samples" in clocks_after(len(earlier), file)
-    assert "not recorded" in clocks_after(file.stat().st_size, file)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from paro.text import count_text
 from tools.bench.gpu_check.running import Outcome, Runner
+from tools.bench.shared.clocks import CLOCKS
 
 _MB = 2**20
 _DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --eval-iters 0 --lr 1e-4"
@@ -186,9 +187,10 @@ def _speed(runner: Runner, title: str, shape: Shape, seconds: float) -> Outcome:
     left_out = [name for name in names if "fp8" in name and not runner.has_fp8]
     names = [name for name in names if name not in left_out]
     words = f"--own-process --contenders {','.join(names)} {shape.flags}"
+    words += f" --clocks {runner.folder / CLOCKS}"
     if runner.rehearse:
         words += f" {_SMALL_SIZES} --num-query-groups 4 --vocab-size 512 --num-micro-batches 2"
-        words += " --rounds 2 --steps 1 --peak-tflops 0.1"
+        words += " --rounds 2 --steps 10 --peak-tflops 0.1"  # as long as some samples of clocks
     else:
         words += f" --num-layers {num_layers_that_fit(shape, runner.device_bytes)} --dtype bf16"
         words += f" --device cuda --rounds {shape.rounds} --steps 1"
@@ -196,19 +198,11 @@ def _speed(runner: Runner, title: str, shape: Shape, seconds: float) -> Outcome:
     ended = runner.measured(title, ["tools/bench/bench_model.py", *words.split()], alone=True)
     if ended.figures is None:
         return ended.outcome("")
-    lines = (f"{ended.figures['task']}: {shape.flags}", *map(_speed_line, ended.figures["rows"]))
+    rows = ended.figures["rows"]
+    lines = (f"{ended.figures['task']}: {shape.flags}", *(row["line"] for row in rows))
     if left_out:
         lines += (f"{' and '.join(left_out)}: left out, it needs compute capability 8.9",)
     return Outcome(passed=ended.status == 0, lines=lines, figures=ended.figures)
-
-
-def _speed_line(row: Mapping[str, Any]) -> str:
-    if "failure" in row:
-        return f"{row['contender']}: failed: {row['failure']}"
-    return (
-        f"{row['contender']}: {row['tokens_per_second']:.0f} tokens/s, MFU {row['mfu']:.1%} "
-        f"({row['mfu_causal']:.1%} with attention halved), {row['peak_bytes'] / 1e9:.2f} GB"
-    )
 
 
 def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:

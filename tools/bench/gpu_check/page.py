@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from paro.errors import about
 from paro.untrusted.schema import Figure, read_json
+from tools.bench.shared.clocks import clock_text
 from tools.shared.output import markdown_table, write_json, write_text
 
 RESULTS = "results.json"
@@ -64,17 +65,22 @@ def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
             if "failure" not in row
         }
 
-    def best(found: Mapping[str, Any], figure: str, *names: str) -> float:
-        return max((found[name][figure] for name in names if name in found), default=0.0)
+    def best(found: Mapping[str, Any], figure: str, *names: str) -> Any:
+        there = (found[name] for name in names if name in found)
+        return max(there, key=lambda row: row[figure], default={figure: 0.0})
+
+    def speed_of(found: Mapping[str, Any], *names: str) -> float:
+        speed: float = best(found, "tokens_per_second", *names)["tokens_per_second"]
+        return speed
 
     bf16, own = ("trainer", "trainer-compiled"), rows("ej")
-    mfu = best(own or rows("k"), "mfu", *bf16)
+    fastest = best(own or rows("k"), "mfu", *bf16)
+    mfu = f"{fastest['mfu']:.1%}{clock_text(fastest)}" if fastest["mfu"] else UNMEASURED
     both = own if any("fp8" in name for name in own) else rows("p")  # of the same sequences
-    speed = best(both, "tokens_per_second", *bf16)
-    fp8 = best(both, "tokens_per_second", "trainer-fp8", "trainer-fp8-compiled")
-    engine, plain = (best(own, "tokens_per_second", name) for name in ("trainer", "ours"))
+    speed, fp8 = speed_of(both, *bf16), speed_of(both, "trainer-fp8", "trainer-fp8-compiled")
+    engine, plain = (speed_of(own, name) for name in ("trainer", "ours"))
     return (
-        f"- MFU of the trainer in bf16: {f'{mfu:.1%}' if mfu else UNMEASURED} (goal 65%)",
+        f"- MFU of the trainer in bf16: {mfu} (goal 65%)",
         f"- fp8 beside bf16, tokens/s: {f'{fp8 / speed:.2f}' if fp8 and speed else UNMEASURED} "
         "(goal 1.45)",
         "- time of the engine beside a plain loop: "

@@ -1,4 +1,4 @@
-"""Commands of a part: their time limit and log, their end, and the GPU's clocks meanwhile."""
+"""Commands of a part: their time limit, log and end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from tools.bench.shared.turns import ROOT, torchrun
@@ -24,13 +23,6 @@ GRACE_SECONDS = 4.0  # between asking a command to stop and killing it
 _GRACE_OF_TORCHRUN = 40.0  # it asks its ranks, and kills them itself after 30 s
 _ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in the launch scripts
 _TRACEBACK = re.compile(r"^\S*(?:Error|Exception|Interrupt)\b.*", re.MULTILINE)
-
-CLOCKS = "clocks.csv"
-_ASK = (
-    "nvidia-smi --query-gpu=timestamp,clocks.sm,power.draw,temperature.gpu "
-    "--format=csv,noheader,nounits -lms 250 -i"
-)
-_STAND_IN = "while sleep 0.25; do echo now, 1000, 100.0, 40; done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,33 +155,3 @@ def _end(process: subprocess.Popen[bytes], grace: float) -> None:
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
             process.wait(timeout=grace)
-
-
-@contextmanager
-def recorded(file: Path, *, rehearse: bool) -> Iterator[None]:
-    """While entered, a process adds a line to the file every 250 ms; none without nvidia-smi."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    argv = ["sh", "-c", _STAND_IN if rehearse else f"exec {_ASK} {gpu}"]
-    with (
-        file.open("ab") as stream,
-        subprocess.Popen(argv, stdout=stream, stderr=subprocess.DEVNULL) as process,
-    ):
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def clocks_after(place: int, file: Path) -> str:
-    """Means of what the file has after this byte, where the GPU works: takes half its power."""
-    found: list[list[float]] = []
-    for line in file.read_text()[place:].splitlines(keepends=True):
-        with suppress(ValueError):  # a driver may answer [N/A], and be about to end the line
-            found.append([*map(float, line[: line.index("\n")].split(",")[1:])])
-    if not found:
-        return "SM clock and power were not recorded"
-    most = max(watts for _, watts, _ in found)
-    working = [values for values in found if values[1] >= most / 2]
-    clock, watts, degrees = map(fmean, zip(*working, strict=True))
-    share = f"{len(working)} of {len(found)} samples, those of half the power or more"
-    return f"SM clock {clock:.0f} MHz, {watts:.0f} W, {degrees:.0f} C: means of {share}"

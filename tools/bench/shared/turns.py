@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
+Item = TypeVar("Item")
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -65,10 +66,10 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def order_of_round(names: Sequence[str], index: int) -> list[str]:
-    """Every name once, with another one first in every round."""
-    start = index % len(names)
-    return [*names[start:], *names[:start]]
+def order_of_round(contenders: Sequence[Item], index: int) -> list[Item]:
+    """Every contender once, with another one first in every round."""
+    start = index % len(contenders)
+    return [*contenders[start:], *contenders[:start]]
 
 
 def median_known(values: Iterable[float | None]) -> float | None:
