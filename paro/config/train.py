@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 
 from paro.errors import UserError
@@ -35,8 +34,6 @@ class TrainConfig:
     inter_bits_warmup_samples: int | None = None
 
     def __post_init__(self) -> None:
-        if not hasattr(signal, self.exit_signal):
-            raise UserError(f"--exit-signal {self.exit_signal} is no signal of this system")
         for flag, count in (("--train-iters", self.train_iters), ("--eval-iters", self.eval_iters)):
             if count > MOST_ITERATIONS:
                 raise UserError(f"{flag} {count} must be at most {MOST_ITERATIONS}")
