@@ -34,7 +34,7 @@ PAGES = {
 README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
 MEASURED = (ROOT / "examples" / "measured" / "README.md").read_text(encoding="utf-8")
-MOST_LINES, MOST_COLUMNS = 300, 100  # of the README; tables and links may be wider
+MOST_LINES, MOST_COLUMNS = 150, 100  # of the README; tables and links may be wider
 
 FENCED = r"^```\w*\n(.*?)^```$"
 
