@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 from paro.errors import UserError
 from paro.text import count_text
-from paro.topology import AxisSpan, Topology, Use, split_by_link
+from paro.topology import AxisSpan, Topology, split_by_link
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -180,38 +180,6 @@ def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
     )
 
 
-def spans_by_use(comm_plan: CommPlan, *, coded_gradients: bool) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans of a communication plan that need process groups.
-
-    Gradients that cross groups as codes are first summed inside the groups.
-    """
-    reduced = {comm_plan.reduce, comm_plan.step_reduce, comm_plan.replicas}
-    if coded_gradients:
-        reduced.add(split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))[0])
-    return {
-        Use.GATHER: frozenset({comm_plan.gather, comm_plan.gather_updated}),
-        Use.REDUCE: frozenset(reduced),
-    }
-
-
 def exchange_span(comm_plan: CommPlan) -> AxisSpan:
     """The axes between groups along which gradients are summed once a step."""
     return split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))[1]
-
-
-def exchange_groups(comm_plan: CommPlan) -> frozenset[AxisSpan]:
-    """The process groups of gradients that are sent as codes; none if none cross groups."""
-    inter = exchange_span(comm_plan)
-    return frozenset({inter, *((axis,) for axis in comm_plan.replicas)} if inter else ())
-
-
-def rotation_spans(strategy: Strategy, topology: Topology) -> dict[Use, frozenset[AxisSpan]]:
-    """The axis spans of the collectives of a rotated model: only those that run once a step."""
-    spans: dict[Use, frozenset[AxisSpan]] = {Use.GATHER: frozenset(), Use.REDUCE: frozenset()}
-    for comm_plan in (
-        make_comm_plan(strategy, topology),
-        make_comm_plan(replicated(strategy), topology),
-    ):
-        spans[Use.GATHER] |= {comm_plan.gather_updated}
-        spans[Use.REDUCE] |= {comm_plan.step_reduce, comm_plan.replicas}
-    return spans

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -61,6 +61,7 @@ class Use(Enum):
 
 
 COLLECTIVE_USES = (Use.GATHER, Use.REDUCE)  # of collectives on flat buffers
+Spans = Mapping[Use, frozenset[AxisSpan]]  # along which each use communicates
 
 
 @dataclass(frozen=True, slots=True)

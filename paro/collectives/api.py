@@ -10,27 +10,13 @@ from paro.collectives.flat import FlatCollectives
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
-from paro.collectives.spans import needed_groups
 from paro.distributed.comm_stream import Event
-from paro.distributed.groups import Groups, make_groups
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Topology, Use
 
 
-def make_collectives(
-    algorithm: str | AlgorithmChoice,
-    *,
-    topology: Topology,
-    rank: int,
-    spans: dict[Use, frozenset[AxisSpan]],
-    links: Links,
-) -> Collectives:
-    """Collectives along `spans`; every rank must call it with the same arguments."""
-    choice = (
-        algorithm if isinstance(algorithm, AlgorithmChoice) else AlgorithmChoice(names=(algorithm,))
-    )
-    needed = needed_groups(choice.names, spans, pipelined=choice.pipelines)
-    groups = make_groups(topology, rank, needed, links.group_config)
+def make_collectives(choice: AlgorithmChoice, groups: Groups, links: Links) -> Collectives:
+    """Collectives by a choice of algorithms, for which `groups` has been made."""
     ends = Ends()
 
     def make(name: str) -> Collectives:

@@ -21,13 +21,13 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import Event
-from paro.distributed.groups import make_groups
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.quantization.blocks import decode, encode, hadamard, split_encoded
 from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
-from paro.strategy import CommPlan, exchange_groups, exchange_span
-from paro.topology import Topology, Use, nested_range
+from paro.strategy import CommPlan, exchange_span
+from paro.topology import Use, nested_range
 
 FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
 
@@ -43,22 +43,12 @@ class Contribution:
 
 
 class CodedReduction(Endpoint):
-    """Reduces between groups to one piece a rank; replicas then gather the pieces of a range.
-
-    It has process groups of its own. Making one is collective over the world.
-    """
+    """Reduces between groups to one piece a rank; replicas then gather the pieces of a range."""
 
     def __init__(
-        self,
-        comm_plan: CommPlan,
-        topology: Topology,
-        rank: int,
-        links: Links,
-        *,
-        uncoded_dtype: torch.dtype,
+        self, comm_plan: CommPlan, groups: Groups, links: Links, *, uncoded_dtype: torch.dtype
     ) -> None:
-        spans = {Use.EXCHANGE: exchange_groups(comm_plan)}
-        super().__init__(make_groups(topology, rank, spans, links.group_config), links)
+        super().__init__(groups, links)
         self._inter = exchange_span(comm_plan)
         self._replicas = comm_plan.replicas
         self._uncoded_dtype = uncoded_dtype  # of elements that have no code

@@ -54,7 +54,7 @@ class Request(NamedTuple):
 
 
 class Endpoint:
-    """This rank's end of collectives and messages along axis spans, in groups of its own."""
+    """This rank's end of collectives and messages along axis spans, in the groups of a run."""
 
     def __init__(self, groups: Groups, links: Links) -> None:
         self._groups = groups
@@ -65,10 +65,6 @@ class Endpoint:
     def _submit(self, use: Use, span: AxisSpan, job: Job, *, after: Event | None = None) -> Event:
         """Queues a job on the comm stream of the process group for `use` along `span`."""
         return self._streams.submit((use, *span), job, after=after)
-
-    def close(self) -> None:
-        """Closes the process groups; the comm streams are closed with those of `Collectives`."""
-        self._groups.close()
 
 
 class Collectives(Endpoint, ABC):
@@ -135,4 +131,4 @@ class Collectives(Endpoint, ABC):
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""
         self._streams.close()
-        super().close()
+        self._groups.close()

@@ -8,21 +8,18 @@ from torch import Tensor
 
 from paro.collectives.interface import Endpoint
 from paro.distributed.comm_stream import DONE, Event
-from paro.distributed.groups import make_groups
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import AxisSpan, Use
 
 
 class MatrixExchange(Endpoint):
     """All-to-alls of parts of any size between the places of a span (Note: places and rounds).
 
-    The span is that of an optimizer shard; if it has ranks, it gets a process group. Making an
-    exchange is collective over the world.
+    The span is that of an optimizer shard.
     """
 
-    def __init__(self, span: AxisSpan, topology: Topology, rank: int, links: Links) -> None:
-        spans = {Use.EXCHANGE: frozenset({span} if span else ())}
-        groups = make_groups(topology, rank, spans, links.group_config)
+    def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
         super().__init__(groups, links)
         self._span = span
         self._ranks = groups.topology.in_order_of_shards(span, groups.rank)

@@ -21,10 +21,10 @@ from torch import Tensor
 from paro.collectives.interface import Endpoint
 from paro.collectives.wire import Pending
 from paro.distributed.comm_stream import Event, Stage
-from paro.distributed.groups import Groups, make_groups
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.layout import chunk_numel
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import AxisSpan, Use
 
 
 class Turn(Enum):
@@ -52,7 +52,7 @@ class _Underway:
 
 
 class Ring(Endpoint):
-    """This rank's end of the ring along `span`, with its own comm stream and process group.
+    """This rank's end of the ring along `span`, with its own comm stream.
 
     An empty span is a ring of one rank, which never shifts.
 
@@ -155,14 +155,6 @@ class Ring(Endpoint):
         first = self._next_tag
         self._next_tag += number
         return first
-
-
-def make_ring(degree: int, topology: Topology, rank: int, links: Links) -> Ring:
-    """The ring of the ranks that hold one full copy at `degree`; collective over the world."""
-    span = topology.axes_between(1, degree)
-    assert len(span) == 1, f"{degree} ranks are no axis of {topology}"
-    groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, links.group_config)
-    return Ring(Use.ROTATE, span, groups, links)
 
 
 def scratch_numel(numel: int, dtype: torch.dtype, *, device_type: str) -> int:

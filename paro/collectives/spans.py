@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from paro.collectives.choice import AlgorithmChoice
+from paro.topology import Axes, AxisSpan, Link, Spans, axes_of
 
-from paro.topology import Axes, AxisSpan, Link, Use, axes_of
 
-
-def needed_groups(
-    names: Iterable[str], spans: Mapping[Use, frozenset[AxisSpan]], *, pipelined: bool
-) -> dict[Use, frozenset[AxisSpan]]:
-    """The groups of a rank for collectives along `spans` by any of these algorithms.
-
-    `pipelined`: ho-ring is a pipeline of the backend's own collectives, as under NCCL.
-    """
+def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
+    """The groups of a rank for collectives along `spans` by any algorithm of a choice."""
     return {
         use: frozenset(
             part
             for span in of_use
-            for name in names
-            for part in group_spans(name, span, pipelined=pipelined)
+            for name in choice.names
+            for part in group_spans(name, span, pipelined=choice.pipelines)
         )
         for use, of_use in spans.items()
     }

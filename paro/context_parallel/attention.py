@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,13 +14,14 @@ from model.attention import Core, Documents
 from model.block_attention import attend_keeping
 from model.config import AttentionBackend
 from model.kept import KeptAttention
+from paro.collectives.choice import AlgorithmChoice
 from paro.context_parallel.exchange import Exchange, Trip
+from paro.context_parallel.gather import make_gather
 from paro.context_parallel.layout import ContextLayout, num_pieces
-from paro.context_parallel.partwise import Travel, partwise
-from paro.distributed.groups import make_groups
+from paro.context_parallel.partwise import partwise
+from paro.context_parallel.ring import make_rings
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.distributed.world import World
-from paro.topology import Use
 
 
 class ContextAttention:
@@ -32,17 +32,10 @@ class ContextAttention:
     exchanged: to all tokens of a sample, or along the ring of the ranks that share it.
     """
 
-    def __init__(
-        self,
-        layout: ContextLayout,
-        exchange: Exchange | None,
-        within: Core,
-        closes: Sequence[Callable[[], None]] = (),
-    ) -> None:
+    def __init__(self, layout: ContextLayout, exchange: Exchange | None, within: Core) -> None:
         self._layout = layout
         self._exchange = exchange
         self._within = within
-        self._closes = closes
         self._abandoned: list[Trip] = []
 
     def __call__(
@@ -89,11 +82,6 @@ class ContextAttention:
         outs = [trip.finish(token)[0].unflatten(2, (num_ranks, -1)) for trip, token in coming]
         return torch.cat(outs, dim=3).flatten(2, 3)
 
-    def close(self) -> None:
-        """Destroys the process groups; comm streams are closed with the engine's."""
-        for close in self._closes:
-            close()
-
 
 def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
     """Of every rank's heads, which are neighbours, the first ones, the next, and so on."""
@@ -103,22 +91,16 @@ def _by_piece(x_BTNH: Tensor, num_ranks: int, pieces: int) -> list[Tensor]:
 
 def make_context_attention(
     layout: ContextLayout,
-    world: World,
+    groups: Groups,
     links: Links,
-    travel: Travel | None,
+    choice: AlgorithmChoice,
     backend: AttentionBackend,
 ) -> ContextAttention:
-    """The attention of a `layout`, whose keys and values `travel` unless each rank has them all.
-
-    Collective over the world.
-    """
-    topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    span = layout.heads_span(topology)
-    exchange, closes = None, [travel.close] if travel is not None else []
-    if span:
-        spans = {Use.CONTEXT: frozenset({span})}
-        groups = make_groups(topology, world.rank, spans, links.group_config)
-        exchange = Exchange(span, groups, links)
-        closes.append(groups.close)
-    within = partial(attend_keeping, backend) if travel is None else partwise(travel, backend)
-    return ContextAttention(layout, exchange, within, closes)
+    """The attention of a `layout`; its keys and values travel unless each rank has them all."""
+    within: Core = partial(attend_keeping, backend)
+    if layout.gathers:
+        within = partwise(make_gather(layout, groups, links, choice), backend)
+    elif layout.ring > 1:
+        within = partwise(make_rings(layout, groups, links), backend)
+    span = layout.heads_span(groups.topology)
+    return ContextAttention(layout, Exchange(span, groups, links) if span else None, within)

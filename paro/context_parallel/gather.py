@@ -15,9 +15,9 @@ from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See, in_two
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.distributed.world import World
-from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, Use, nested_range
+from paro.topology import AxisSpan, Use, nested_range
 
 
 class GatherTravel:
@@ -27,19 +27,15 @@ class GatherTravel:
         self,
         collectives: Collectives,
         span: AxisSpan,
-        topology: Topology,
-        rank: int,
+        groups: Groups,
         exposure: Exposure,
     ) -> None:
         self._collectives = collectives
         self._span = span
-        self._members = topology.members(span, rank)
+        self._members = groups.topology.members(span, groups.rank)
         self._exposure = exposure
-        self.place = self._members.index(rank)
+        self.place = self._members.index(groups.rank)
         self.num_places = len(self._members)
-
-    def close(self) -> None:
-        self._collectives.close()
 
     def visit(self, own_2BTKH: Tensor, see: See) -> None:
         whole, event = self._gather(own_2BTKH)
@@ -94,18 +90,9 @@ class ContextStreams:
 
 
 def make_gather(
-    layout: ContextLayout, world: World, links: Links, algorithm: AlgorithmChoice
+    layout: ContextLayout, groups: Groups, links: Links, choice: AlgorithmChoice
 ) -> GatherTravel:
-    """The gathers of a `layout`; collective over the world."""
-    topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    span = layout.ring_span(topology)
-    # Keys and values are not in registered memory.
-    config = links.group_config and replace(links.group_config, copy_engine=False)
-    collectives = make_collectives(
-        algorithm,
-        topology=topology,
-        rank=world.rank,
-        spans=dict.fromkeys(COLLECTIVE_USES, frozenset({span})),
-        links=replace(links, streams=ContextStreams(links.streams), group_config=config),
-    )
-    return GatherTravel(collectives, span, topology, world.rank, links.exposure)
+    """The gathers of a `layout`."""
+    apart = replace(links, streams=ContextStreams(links.streams))
+    span = layout.ring_span(groups.topology)
+    return GatherTravel(make_collectives(choice, groups, apart), span, groups, links.exposure)

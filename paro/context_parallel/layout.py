@@ -11,12 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.spans import needed_groups
-from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, make_topology
+from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Topology, Use, make_topology
 
 _MOST_PIECES = 4
 
@@ -89,12 +89,13 @@ class ContextLayout:
         )
         return (inner, outer) if inner else (outer, inner)
 
-    def num_groups(self, topology: Topology, names: Iterable[str]) -> int:
-        """The process groups that a rank has for it under NCCL; it gathers by these algorithms."""
+    def groups(self, topology: Topology, choice: AlgorithmChoice) -> Spans:
+        """The spans of a rank's process groups, where it gathers by the `choice`."""
         if self.gathers:
             spans = dict.fromkeys(COLLECTIVE_USES, frozenset({self.ring_span(topology)}))
-            return sum(map(len, needed_groups(names, spans, pipelined=True).values()))
-        return (self.heads > 1) + sum(map(bool, self.rings(topology)))
+            return needed_groups(choice, spans)
+        spans_of_messages = self.heads_span(topology), *self.rings(topology)
+        return {Use.CONTEXT: frozenset(filter(None, spans_of_messages))}
 
 
 ALONE = ContextLayout()  # no rank shares its samples

@@ -47,9 +47,6 @@ class Travel(Protocol):
         This rank's own share comes in two parts, the second while the last sums travel.
         """
 
-    def close(self) -> None:
-        """Destroys the process groups; comm streams are closed with the engine's."""
-
 
 def partwise(travel: Travel, backend: AttentionBackend = "auto") -> Core:
     """Causal attention of this rank's tokens, which are two chunks of a sample, within documents.

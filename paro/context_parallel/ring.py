@@ -34,9 +34,8 @@ from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See, Share, in_two
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.distributed.groups import make_groups
+from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.distributed.world import World
 from paro.topology import Use
 
 
@@ -49,10 +48,6 @@ class RingTravel:
         self._exposure = exposure
         self.place = inner.position + inner.size * outer.position
         self.num_places = inner.size * outer.size
-
-    def close(self) -> None:
-        self._inner.close()
-        self._outer.close()
 
     def visit(self, own_2BTKH: Tensor, see: See) -> None:
         for _, source, kv_2BTKH in self._steps(self._held(self._outer, own_2BTKH)):
@@ -141,12 +136,9 @@ class RingTravel:
         yield held
 
 
-def make_rings(layout: ContextLayout, world: World, links: Links) -> RingTravel:
-    """The rings of a `layout`; collective over the world."""
-    topology = layout.topology(world_size=world.size, group_size=world.group_size)
-    spans = layout.rings(topology)
-    of_use = {Use.CONTEXT: frozenset(span for span in spans if span)}
-    groups = make_groups(topology, world.rank, of_use, links.group_config)
+def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingTravel:
+    """The rings of a `layout`."""
+    spans = layout.rings(groups.topology)
     inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
     return RingTravel(inner, outer, links.exposure)
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
-from paro.topology import AxisSpan, Link, Topology, Use
+from paro.topology import AxisSpan, Link, Spans, Topology, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,7 @@ def make_save_groups(
     return world, near
 
 
-def make_groups(
-    topology: Topology, rank: int, spans: dict[Use, frozenset[AxisSpan]], config: GroupConfig | None
-) -> Groups:
+def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig | None) -> Groups:
     """Creates the groups for `spans`, in the same order on all ranks; collective over the world.
 
     With `config` None none is created: for planning a rank that never runs.

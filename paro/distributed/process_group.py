@@ -45,6 +45,11 @@ class RuntimeConfig:
         """The timeout of a collective."""
         return timedelta(minutes=self.distributed_timeout_minutes)
 
+    @property
+    def by_nccl(self) -> bool:
+        """Whether ranks have GPUs, and NCCL sends between them."""
+        return self.distributed_backend == "nccl"
+
     def groups_on(self, device: torch.device, communicators: int = 0) -> GroupConfig:
         """How process groups of model states are made on a rank's device, and how many in all."""
         return GroupConfig(

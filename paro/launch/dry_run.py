@@ -74,7 +74,7 @@ def plan_run(config: RunConfig) -> PlannedRun:
     """Builds one rank on the meta device; `UserError` for what cannot be built."""
     control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
-    device = "cpu" if config.runtime.distributed_backend == "gloo" else "cuda"
+    device = "cuda" if config.runtime.by_nccl else "cpu"
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
     memory, run = RunMemory(config.sharding.machine), plan_of(config, device)
     peak = memory.of(run)

@@ -88,7 +88,7 @@ def algorithms_of(config: RunConfig) -> tuple[str, ...]:
     chosen = config.sharding.collective
     if chosen != AUTO:
         return tuple(dict.fromkeys(("native", chosen)))  # native also where parts of others are
-    return NCCL_COLLECTIVES if config.runtime.distributed_backend == "nccl" else COLLECTIVES
+    return NCCL_COLLECTIVES if config.runtime.by_nccl else COLLECTIVES
 
 
 def spans_of(config: RunConfig) -> list[AxisSpan]:

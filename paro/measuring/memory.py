@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from paro.collectives.api import make_collectives
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
 from paro.distributed.control import Control
-from paro.distributed.groups import GroupConfig
+from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
 from paro.machine.machine import Device
 from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, Use
@@ -79,14 +80,9 @@ def _make_and_use(
     control: Control, topology: Topology, config: GroupConfig, use: Use, span: AxisSpan
 ) -> Collectives:
     """Collectives with a single process group, after their first one."""
-    device = control.device
-    collectives = make_collectives(
-        "flat",  # one group for the whole span
-        topology=topology,
-        rank=control.world.rank,
-        spans={use: frozenset({span})},
-        links=make_links(device, config),
-    )
+    device, flat = control.device, AlgorithmChoice(names=("flat",))
+    groups = make_groups(topology, control.world.rank, {use: frozenset({span})}, config)
+    collectives = make_collectives(flat, groups, make_links(device, config.backend))
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)
     if use is Use.GATHER:

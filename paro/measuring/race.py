@@ -24,7 +24,9 @@ from torch import Tensor
 from paro.collectives.api import Collectives, make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Request
+from paro.collectives.spans import needed_groups
 from paro.distributed.control import Control
+from paro.distributed.groups import make_groups
 from paro.distributed.links import make_links
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.timers import synchronize, time_of
@@ -166,13 +168,10 @@ class Race:
         """Collectives by an algorithm, whose process groups exist in the block."""
         config = self.runtime.groups_on(self.control.device)
         pieces = pieces_by(self.machine) if config.backend == "nccl" else None
-        made = make_collectives(
-            AlgorithmChoice(names=(name,), pieces=pieces),
-            topology=self.topology,
-            rank=self.control.world.rank,
-            spans=dict.fromkeys(COLLECTIVE_USES, spans),
-            links=make_links(self.control.device, config),
-        )
+        choice = AlgorithmChoice(names=(name,), pieces=pieces)
+        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_USES, spans))
+        groups = make_groups(self.topology, self.control.world.rank, needed, config)
+        made = make_collectives(choice, groups, make_links(self.control.device, config.backend))
         yield made
         made.close()  # not after an exception: with a dead peer this would hang
 

@@ -29,6 +29,7 @@ from paro.layout import PlacedBox, UnitLayout
 from paro.optim.states import is_for_muon
 from paro.precision import PrecisionConfig
 from paro.strategy import Strategy
+from paro.topology import AxisSpan, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,10 @@ class Places:
     @property
     def spread(self) -> bool:
         return self.degree > 1
+
+    def span(self, topology: Topology) -> AxisSpan:
+        """The axes along which the places are."""
+        return topology.axes_between(1, self.number)
 
     def parts(self, matrix: Matrix) -> Iterator[tuple[int, int, int]]:
         """The places that hold a part of a matrix, each with the elements [low, high) it holds."""

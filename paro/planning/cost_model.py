@@ -200,7 +200,7 @@ def exchanged(
     size = topology.group_size
     for places, rounds in muon_rounds(units, strategy, precision, size).items():
         sent = dict.fromkeys(Link, 0)
-        ranks = topology.in_order_of_shards(topology.axes_between(1, places.number), rank or 0)
+        ranks = topology.in_order_of_shards(places.span(topology), rank or 0)
         for (sender, receiver), numel in sent_numels(rounds, places).items():
             inside = ranks[sender] // size == ranks[receiver] // size
             if rank in (None, ranks[sender]):

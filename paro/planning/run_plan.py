@@ -127,6 +127,11 @@ class RunPlan(RunFlags):
         )
 
     @property
+    def context_topology(self) -> Topology:
+        """The axes of ranks that share samples."""
+        return self.context.topology(world_size=self.world_size, group_size=self.group_size)
+
+    @property
     def batch(self) -> MicroBatch:
         return MicroBatch(
             size=self.micro_batch_size,

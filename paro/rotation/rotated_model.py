@@ -8,7 +8,6 @@ from functools import partial
 from torch import Tensor, nn
 
 from model.matmul import GradSink
-from paro.collectives.shifts import Ring
 from paro.distributed.timers import Timers
 from paro.rotation.partition import Parts
 from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
@@ -27,7 +26,6 @@ class RotatedModel(DistributedModel):
         self,
         model: nn.Module,
         parts: Parts,
-        ring: Ring,
         timers: Timers,
         *,
         updated_ahead: int | None = None,
@@ -43,7 +41,6 @@ class RotatedModel(DistributedModel):
         for index, part in enumerate(parts.parts):
             part.before_first_slice = partial(self._before_forward, index)
         self._replicated = parts.replicated
-        self._ring = ring
         parameters = dict(model.named_parameters())
         for unit in parts.replicated:
             for placed in unit.layout.boxes if unit.trainable else ():
@@ -53,7 +50,6 @@ class RotatedModel(DistributedModel):
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""
         super().close()
-        self._ring.close()
         for part in self._parts:
             part.close()
 

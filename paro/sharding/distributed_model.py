@@ -131,9 +131,6 @@ class DistributedModel:
         Also removes the model's hooks: autograd keeps them alive, and they reference this object.
         """
         self.context.collectives.close()
-        for more in (self.context.coded_reduction, *self.context.matrix_exchanges.values()):
-            if more is not None:
-                more.close()
         while self._removals:
             self._removals.pop()()
 

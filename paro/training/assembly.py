@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,24 +20,21 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.coded import CodedReduction
 from paro.collectives.matrices import MatrixExchange
-from paro.collectives.shifts import make_ring
+from paro.collectives.shifts import Ring
 from paro.context_parallel.attention import ContextAttention, make_context_attention
-from paro.context_parallel.gather import make_gather
-from paro.context_parallel.partwise import Travel
 from paro.context_parallel.probe import check_core
-from paro.context_parallel.ring import make_rings
 from paro.distributed.control import Control
+from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links, make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.machine.choice import choice_of
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
-from paro.planning.cost_model import UnitSize, in_buckets, muon_rounds
-from paro.planning.memory.device import num_groups
+from paro.planning.cost_model import UnitSize, muon_rounds
+from paro.planning.memory.device import Communication
 from paro.planning.run_plan import Materialize, RunPlan
 from paro.planning.search.run_memory import RunMemory
-from paro.planning.units import units_of
 from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
@@ -48,13 +45,8 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_unit_modules
-from paro.strategy import (
-    exchange_span,
-    make_comm_plan,
-    rotation_spans,
-    spans_by_use,
-)
-from paro.topology import Topology
+from paro.strategy import exchange_span, make_comm_plan
+from paro.topology import Use
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
@@ -78,12 +70,14 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
-    planned, plan = RunMemory(config.sharding.machine), plan_of(config, device.type)
-    communicators = num_groups(plan, planned.units(plan), _algorithm(config).names)
-    links = make_links(device, config.runtime.groups_on(device, communicators), overlap=overlap)
-    sharded = _spread(model, config, control, links, timers)
-    sharded.context.collectives.registered.reserve(planned.tally(plan).registered, control)
-    model.core = attention = _context_attention(config, control, links)
+    planned, by_nccl = RunMemory(config.sharding.machine), config.runtime.by_nccl
+    plan = plan_of(config, "cuda" if by_nccl else "cpu")
+    links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
+    groups, context_groups = _make_groups(config, control, plan, planned.communication(plan))
+    sharded = _spread(model, config, control, planned.units(plan), groups, links, timers)
+    groups.registered.reserve(planned.tally(plan).registered, control)
+    if sharing > 1:
+        model.core = _context_attention(config, control, context_groups, links)
     optimizer = ParoOptimizer(
         sharded, config.optim, config.precision, config.train.seed, config.muon
     )
@@ -101,7 +95,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
         device=device,
         checks=config.checks,
         timers=timers,
-        context_attention=attention,
+        context_groups=context_groups,
     )
 
 
@@ -136,93 +130,83 @@ def start_state(config: RunConfig) -> TrainState:
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
 
 
+def _make_groups(
+    config: RunConfig, control: Control, plan: RunPlan, communication: Communication
+) -> tuple[Groups, Groups]:
+    """The process groups of model states, and of ranks that share samples: all that a run has."""
+    rank, device = control.world.rank, control.device
+    settings = of_context = None
+    if device.type != "meta":
+        settings = config.runtime.groups_on(device, communication.num_groups)
+        of_context = replace(settings, copy_engine=False)  # registered memory is for parameters
+    return (
+        make_groups(plan.topology, rank, communication.groups, settings),
+        make_groups(plan.context_topology, rank, communication.context_groups, of_context),
+    )
+
+
 def _spread(
-    model: Llama, config: RunConfig, control: Control, links: Links, timers: Timers
+    model: Llama,
+    config: RunConfig,
+    control: Control,
+    units: Sequence[UnitSize],
+    groups: Groups,
+    links: Links,
+    timers: Timers,
 ) -> DistributedModel:
     """Shards the model's states over the ranks; its parameters are gathered or rotated."""
-    sharding, context = config.sharding, _sharding_context(config, control, links)
-    units, ahead = sharding.prefetch_units, sharding.updated_ahead
+    sharding, context = config.sharding, _sharding_context(config, control, units, groups, links)
+    prefetched, ahead = sharding.prefetch_units, sharding.updated_ahead
     if sharding.materialize != "rotate":
-        dealt = {unit.name: unit.dealt for unit in _units_of(config)}
+        dealt = {unit.name: unit.dealt for unit in units}
         nodes = make_unit_modules(model, model.units(), context, dealt)
-        return ShardedModel(model, nodes, timers, prefetch_units=units, updated_ahead=ahead)
-    ring = make_ring(config.strategy.params, context.topology, context.rank, links)
+        return ShardedModel(model, nodes, timers, prefetch_units=prefetched, updated_ahead=ahead)
+    ring = Ring(Use.ROTATE, context.comm_plan.gather, groups, links)
     parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
-    return RotatedModel(model, parts, ring, timers, updated_ahead=ahead)
+    return RotatedModel(model, parts, timers, updated_ahead=ahead)
 
 
-def _sharding_context(config: RunConfig, control: Control, links: Links) -> ShardingContext:
-    strategy, rank, device = config.strategy, control.world.rank, control.device
-    topology = config.world.topology(*strategy.degrees)
+def _sharding_context(
+    config: RunConfig, control: Control, units: Sequence[UnitSize], groups: Groups, links: Links
+) -> ShardingContext:
+    strategy, precision, topology = config.strategy, config.precision, groups.topology
     comm_plan = make_comm_plan(strategy, topology)
-    has_codes = config.precision.inter_grad_bits != FULL_BITS
-    spans = spans_by_use(comm_plan, coded_gradients=has_codes)
-    if config.sharding.materialize == "rotate":
-        spans = rotation_spans(strategy, topology)
-    collectives = make_collectives(
-        _algorithm(config), topology=topology, rank=rank, spans=spans, links=links
-    )
     coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
-    if has_codes and exchange_span(comm_plan):
-        wire = TORCH_TYPES[config.precision.wire]
-        coded = CodedReduction(comm_plan, topology, rank, links, uncoded_dtype=wire)
+    if precision.inter_grad_bits != FULL_BITS and exchange_span(comm_plan):
+        wire = TORCH_TYPES[precision.wire]
+        coded = CodedReduction(comm_plan, groups, links, uncoded_dtype=wire)
     return ShardingContext(
         topology=topology,
-        rank=rank,
+        rank=groups.rank,
         strategy=strategy,
         comm_plan=comm_plan,
-        collectives=collectives,
-        device=device,
-        precision=config.precision,
+        collectives=make_collectives(_algorithm(config), groups, links),
+        device=control.device,
+        precision=precision,
         coded_reduction=coded,
-        matrix_exchanges=_matrix_exchanges(config, topology, rank, links),
+        matrix_exchanges={
+            places.degree: MatrixExchange(places.span(topology), groups, links)
+            for places in muon_rounds(units, strategy, precision, topology.group_size)
+        },
         ledger=Ledger(),
         exposure=links.exposure,
     )
 
 
 def _context_attention(
-    config: RunConfig, control: Control, links: Links
-) -> ContextAttention | None:
-    """The model's attention where ranks share samples; None where none do."""
-    if config.context.context_parallel_size == 1:
-        return None
-    layout, world = config.context.layout, config.world
-    travel: Travel | None = None
-    if layout.gathers:
-        travel = make_gather(layout, world, links, _algorithm(config))
-    elif layout.ring > 1:
-        travel = make_rings(layout, world, links)
-    backend = config.model.attention_backend
-    attention = make_context_attention(layout, world, links, travel, backend)
+    config: RunConfig, control: Control, groups: Groups, links: Links
+) -> ContextAttention:
+    """The model's attention where ranks share samples."""
+    layout, backend = config.context.layout, config.model.attention_backend
+    attention = make_context_attention(layout, groups, links, _algorithm(config), backend)
     if control.device.type != "meta":
         dtype = TORCH_TYPES[config.precision.compute]
         head = torch.empty(config.model.kv_channels, dtype=dtype, device=control.device)
         apart = config.data.reset_attention_mask
         with links.traffic.paused(), control.raise_on_all_ranks():
-            check_core(attention, layout, world.rank, head, backend, apart=apart)
+            check_core(attention, layout, groups.rank, head, backend, apart=apart)
         links.exposure.take()
     return attention
-
-
-def _units_of(config: RunConfig) -> tuple[UnitSize, ...]:
-    """The units of a model that is not rotated."""
-    trains, world_size = config.trained.__contains__, config.world.size
-    units = units_of(config.model, world_size=world_size, is_trained=trains)
-    return in_buckets(units, config.strategy, config.precision, config.world.group_size)
-
-
-def _matrix_exchanges(
-    config: RunConfig, topology: Topology, rank: int, links: Links
-) -> dict[int, MatrixExchange]:
-    """What makes matrices whole for Muon, if it updates them, by over how many ranks."""
-    size = topology.group_size
-    return {
-        places.degree: MatrixExchange(
-            topology.axes_between(1, places.number), topology, rank, links
-        )
-        for places in muon_rounds(_units_of(config), config.strategy, config.precision, size)
-    }
 
 
 def _algorithm(config: RunConfig) -> AlgorithmChoice:
@@ -230,7 +214,7 @@ def _algorithm(config: RunConfig) -> AlgorithmChoice:
 
     Ranks that chose by different machines would deadlock: they compare them when they meet.
     """
-    sharding, by_nccl = config.sharding, config.runtime.distributed_backend == "nccl"
+    sharding, by_nccl = config.sharding, config.runtime.by_nccl
     return choice_of(sharding.collective, sharding.machine, by_nccl=by_nccl)
 
 

@@ -16,10 +16,10 @@ from model.lora import drops_of
 from paro.collectives.coded import FORGOTTEN_AFTER
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
-from paro.context_parallel.attention import ContextAttention
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
 from paro.distributed.exposed_time import Exposed, Exposure
+from paro.distributed.groups import Groups
 from paro.distributed.timers import Timers
 from paro.errors import UserError
 from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
@@ -106,7 +106,7 @@ class Training:
     device: torch.device
     checks: StepChecksConfig = field(default_factory=StepChecksConfig)
     timers: Timers = field(default_factory=Timers)
-    context_attention: ContextAttention | None = None  # None: no ranks share a sample
+    context_groups: Groups | None = None  # of ranks that share a sample, if any do
 
     @property
     def exposure(self) -> Exposure:
@@ -116,8 +116,8 @@ class Training:
         """Waits for queued communication and ends it; collective, after the last step."""
         self.model.wait_for_updated_params()
         self.model.close()
-        if self.context_attention is not None:
-            self.context_attention.close()
+        if self.context_groups is not None:
+            self.context_groups.close()
 
 
 class _Sums(NamedTuple):

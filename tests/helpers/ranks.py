@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from paro.context_parallel.attention import ContextAttention
+from paro.distributed.groups import Groups
 from paro.sharding.distributed_model import DistributedModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +251,7 @@ def _close_trainings() -> None:
     hundred trainings took a third of a core.
     """
     for value in gc.get_objects():
-        if issubclass(type(value), (DistributedModel, ContextAttention)):
+        if issubclass(type(value), (DistributedModel, Groups)):
             value.close()
 
 

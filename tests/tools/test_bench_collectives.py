@@ -300,8 +300,8 @@ def test_the_command_line_on_four_ranks(tmp_path: Path) -> None:
 def bench_with_a_wrong_collective(folder: str) -> object:
     """The exit status of a run whose last rank gets a wrong element in every ring's all-reduce."""
 
-    def make(choice: AlgorithmChoice, **given: Any) -> Any:
-        made = make_collectives(choice, **given)
+    def make(choice: AlgorithmChoice, *given: Any) -> Any:
+        made = make_collectives(choice, *given)
         run = made.run
 
         def off(request: Request) -> Event:

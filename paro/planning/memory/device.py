@@ -24,11 +24,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 
-from paro.collectives.choice import Pieces
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
@@ -37,16 +39,12 @@ from paro.machine.machine import Device
 from paro.planning.cost_model import UnitSize, codes_of, muon_rounds, strategy_of, unit_collectives
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan
+from paro.planning.sending import Collective
+from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
-from paro.step.actions import Verb
-from paro.strategy import (
-    exchange_groups,
-    exchange_span,
-    make_comm_plan,
-    rotation_spans,
-    spans_by_use,
-)
-from paro.topology import AxisSpan, Use
+from paro.step.actions import PASS_OF
+from paro.strategy import exchange_span, make_comm_plan
+from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use
 
 CONTEXT_BYTES = 667 * 10**6
 COMMUNICATOR_BYTES = 688 << 20
@@ -109,14 +107,20 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Of one strategy and algorithms: the process groups of a rank, and their buffers.
+    """The process groups of a run, which every rank makes, and the buffers of a rank.
 
     Those of collectives, and those of updates that are sent as codes.
     """
 
-    num_groups: int = 0
+    groups: Spans = field(default_factory=dict)  # on the topology of the model states
+    context_groups: Spans = field(default_factory=dict)  # on that of ranks that share samples
     buffer_bytes: int = 0
     code_bytes: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        """The number of process groups that have a rank."""
+        return sum(map(len, chain(self.groups.values(), self.context_groups.values())))
 
 
 def device_memory(
@@ -147,56 +151,68 @@ def device_memory(
 
 
 def communication_of(
-    run: RunPlan, units: Sequence[UnitSize], names: Sequence[str], pieces: Pieces
+    run: RunPlan, units: Sequence[UnitSize], choice: AlgorithmChoice
 ) -> Communication:
-    """The groups and buffers of a rank with these algorithms; under gloo those of codes alone."""
-    codes = _code_bytes(run, units)
-    if run.device_type != "cuda":
-        return Communication(code_bytes=codes)
-    rotates, given = run.materialize.rotates, (run.strategy, run.topology, run.precision)
+    """What a run with these units communicates in, with collectives by the `choice`."""
+    return Communication(
+        groups=_groups_of(run, units, choice),
+        context_groups=run.context.groups(run.context_topology, choice),
+        buffer_bytes=_buffer_bytes(run, units, choice),
+        code_bytes=_code_bytes(run, units),
+    )
+
+
+def _sent(
+    run: RunPlan, units: Iterable[UnitSize], precision: PrecisionConfig
+) -> Iterator[tuple[UnitSize, Collective]]:
+    """The collectives of one unit of each kind; those that are a pass round a ring rotate."""
+    passes = PASS_OF.values() if run.materialize.rotates else ()
+    for unit in {unit.traffic_kind: unit for unit in units}.values():
+        sent = unit_collectives(unit, run.strategy, run.topology, precision)
+        for (verb, _), collectives in sent.items():
+            for one in collectives:
+                yield unit, one._replace(use=Use.ROTATE) if verb in passes else one
+
+
+def _groups_of(run: RunPlan, units: Sequence[UnitSize], choice: AlgorithmChoice) -> Spans:
+    """The process groups of model states: of all that a step sends, with codes and without.
+
+    Where there are codes, the first steps of a run send none.
+    """
+    spans: defaultdict[Use, set[AxisSpan]] = defaultdict(set)
+    for precision in {run.precision, run.precision.with_inter_bits(FULL_BITS)}:
+        for _, one in _sent(run, units, precision):
+            by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
+            spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
+    dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
+    spans[Use.EXCHANGE].update(places.span(run.topology) for places in dealt)
+    along = {use: frozenset(filter(None, of_use)) for use, of_use in spans.items()}
+    by_algorithms = {use: along.pop(use) for use in COLLECTIVE_USES}
+    return {**along, **needed_groups(choice, by_algorithms)}
+
+
+def _buffer_bytes(run: RunPlan, units: Sequence[UnitSize], choice: AlgorithmChoice) -> int:
+    """Bytes of a rank's buffers of collectives; under gloo they are not counted."""
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
-    for one, dealt_units in (
-        (one, unit.dealt)
-        for unit in {unit.traffic_kind: unit for unit in units}.values()
-        for (verb, _), collectives in unit_collectives(unit, *given).items()
-        for one in collectives
-        if one.use is not Use.EXCHANGE and not (rotates and verb in (Verb.GATHER, Verb.REDUCE))
-    ):
+    names, pieces = choice.names, choice.pieces
+    if pieces is None:
+        return 0
+    for unit, one in _sent(run, units, run.precision):
+        if one.use not in COLLECTIVE_USES:
+            continue
         taken = {}
         if "ho-ring" in names and has_both_links(one.span):
             count = pieces(one.op, one.span, one.num_bytes)
             taken["ho-ring"] = pipeline_bytes(one.span, one.num_bytes, one.itemsize, count)
         if "flat" in names and one.op is not Op.ALL_REDUCE:
             taken["flat"] = one.num_bytes
-        by_units = dealt_units > 1 and len(one.span) > 1
+        by_units = unit.dealt > 1 and len(one.span) > 1
         if "native" in names and one.op is Op.ALL_GATHER and by_units:
             taken["native"] = one.whole_bytes // one.span[-1].inner  # parts of all units
         for name, size in taken.items():
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
-    return Communication(
-        num_groups=num_groups(run, units, names),
-        buffer_bytes=sum(largest.values()),
-        code_bytes=codes,
-    )
-
-
-def num_groups(run: RunPlan, units: Sequence[UnitSize], names: Sequence[str]) -> int:
-    """The process groups that a rank makes under NCCL, with collectives by these algorithms."""
-    plan = make_comm_plan(run.strategy, run.topology)
-    has_codes = run.precision.inter_grad_bits != FULL_BITS
-    spans = spans_by_use(plan, coded_gradients=has_codes)
-    if run.materialize.rotates:
-        spans = rotation_spans(run.strategy, run.topology)
-    dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
-    axes = run.context.topology(world_size=run.world_size, group_size=run.group_size)
-    return (
-        sum(map(len, needed_groups(names, spans, pipelined=True).values()))
-        + len(exchange_groups(plan) if has_codes else ())
-        + run.materialize.rotates
-        + sum(one.number > 1 for one in dealt)
-        + run.context.num_groups(axes, names)
-    )
+    return sum(largest.values())
 
 
 def _code_bytes(run: RunPlan, units: Iterable[UnitSize]) -> int:

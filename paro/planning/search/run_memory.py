@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paro.collectives.choice import AlgorithmChoice
 from paro.distributed.byte_counter import Sent
 from paro.machine.caching import cached_by
 from paro.machine.choice import choice_of, pieces_by
@@ -117,7 +118,7 @@ class RunMemory:
             evaluation = forward._replace(name=name, states=snapshot.states)
             snapshot = max(snapshot, evaluation, key=lambda one: one.total)
         device = None if machine is None else machine.device
-        return device_memory(snapshot, self._communication_of(plan), device, plan.device_type)
+        return device_memory(snapshot, self.communication(plan), device, plan.device_type)
 
     def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
         points = (now.with_copies(plan, self.units(plan)) for now in self._points(plan))
@@ -149,8 +150,11 @@ class RunMemory:
             plan.materialize,
         )
     )
-    def _communication_of(self, plan: RunPlan) -> Communication:
+    def communication(self, plan: RunPlan) -> Communication:
+        """The process groups and buffers of a plan."""
+        by_nccl = plan.device_type == "cuda"
         names: tuple[str, ...] = (plan.collective,)
         if plan.collective == "auto":
-            names = algorithms_of(self._machine, by_nccl=True)
-        return communication_of(plan, self.units(plan), names, self._pieces)
+            names = algorithms_of(self._machine, by_nccl=by_nccl)
+        choice = AlgorithmChoice(names=names, pieces=self._pieces if by_nccl else None)
+        return communication_of(plan, self.units(plan), choice)

@@ -15,10 +15,18 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives
 from paro.collectives.schedule import COLLECTIVES
+from paro.collectives.spans import needed_groups
 from paro.distributed.byte_counter import ByteCounter, Sent
-from paro.distributed.groups import GroupConfig
+from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
-from paro.topology import AxisSpan, Topology, Use, by_units, make_topology, nested_range
+from paro.topology import (
+    COLLECTIVE_USES,
+    AxisSpan,
+    Topology,
+    by_units,
+    make_topology,
+    nested_range,
+)
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -57,15 +65,13 @@ def make(
     seconds: float = 30.0,
 ) -> tuple[Collectives, ByteCounter]:
     """This rank's collectives over the given runs, or over all axes."""
-    links = make_links(CPU, GroupConfig(timeout=timedelta(seconds=seconds)), overlap=overlap)
-    collectives = make_collectives(
-        algorithm,
-        topology=topology,
-        rank=dist.get_rank(),
-        spans=dict.fromkeys((Use.GATHER, Use.REDUCE), frozenset(spans or {topology.axes})),
-        links=links,
-    )
-    return collectives, links.traffic
+    links, choice = make_links(CPU, "gloo", overlap=overlap), algorithm
+    if isinstance(choice, str):
+        choice = AlgorithmChoice(names=(choice,))
+    along = dict.fromkeys(COLLECTIVE_USES, frozenset(spans or {topology.axes}))
+    config = GroupConfig(timeout=timedelta(seconds=seconds))
+    groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config)
+    return make_collectives(choice, groups, links), links.traffic
 
 
 def check_all(group_size: int, degrees: tuple[int, ...], overlap: bool) -> list[str]:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives.shifts import Ring, Turn, make_ring, scratch_numel
+from paro.collectives.shifts import Ring, Turn, scratch_numel
 from paro.distributed.byte_counter import Sent
-from paro.distributed.groups import GroupConfig
+from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
-from paro.topology import make_topology
+from paro.topology import Use, make_topology
 from tests.helpers.ranks import run_ranks
 
 NUMEL = 1003  # several chunks, the last one shorter
@@ -48,8 +48,10 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = make_topology(world_size=size, group_size=degree, degrees=(degree,))
     config = GroupConfig(timeout=timedelta(seconds=30))
-    links = make_links(torch.device("cpu"), config, overlap=overlap)
-    ring = make_ring(degree, topology, rank, links)
+    links = make_links(torch.device("cpu"), "gloo", overlap=overlap)
+    span = topology.axes_between(1, degree)
+    groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, config)
+    ring = Ring(Use.ROTATE, span, groups, links)
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):
@@ -71,7 +73,7 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     if not torch.equal(gradient.values, total):
         wrong.append("a gradient came home without every rank's part")
     links.streams.close()
-    ring.close()
+    groups.close()
     return wrong, links.traffic.take()
 
 

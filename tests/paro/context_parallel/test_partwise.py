@@ -15,7 +15,9 @@ from torch import Tensor
 from model.attention import documents_of
 from model.kept import KeptAttention, checkpointed
 from paro.collectives.api import make_collectives
+from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.shifts import Ring
+from paro.collectives.spans import needed_groups
 from paro.context_parallel.attention import ContextAttention
 from paro.context_parallel.exchange import Exchange
 from paro.context_parallel.gather import ContextStreams, GatherTravel
@@ -27,7 +29,7 @@ from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStrea
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import Links
-from paro.topology import Use, make_topology
+from paro.topology import COLLECTIVE_USES, Use, make_topology
 from tests.helpers.hopper import hopper
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
@@ -102,7 +104,7 @@ class Ways:
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
     def links(self, streams: CommStreams) -> Links:
-        return Links(streams, self.traffic, self.exposure, CONFIG)
+        return Links(streams, self.traffic, self.exposure)
 
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingTravel:
         links = self.links(streams)
@@ -116,16 +118,13 @@ class Ways:
             yield self.ring(self.whole[:1], self.whole[1:], streams=streams)
 
     def gather(self, algorithm: str, streams: CommStreams) -> GatherTravel:
-        spans = frozenset({self.whole})
-        collectives = make_collectives(
-            algorithm,
-            topology=self.topology,
-            rank=self.rank,
-            spans={Use.GATHER: spans, Use.REDUCE: spans},
-            links=self.links(ContextStreams(streams)),
-        )
+        choice = AlgorithmChoice(names=(algorithm,))
+        along = dict.fromkeys(COLLECTIVE_USES, frozenset({self.whole}))
+        needed = needed_groups(choice, along)
+        groups = make_groups(self.topology, self.rank, needed, CONFIG)
+        collectives = make_collectives(choice, groups, self.links(ContextStreams(streams)))
         self._closes.append(collectives.close)
-        return GatherTravel(collectives, self.whole, self.topology, self.rank, self.exposure)
+        return GatherTravel(collectives, self.whole, groups, self.exposure)
 
     def close(self) -> None:
         for close in reversed(self._closes):

@@ -125,7 +125,8 @@ def timed(
         seconds = LATENCY + per_byte * trial.move.num_bytes
         return Turn(disturbed * seconds, correct=True, cpu_seconds=1e-4)
 
-    monkeypatch.setattr(racing, "make_collectives", lambda *_, **__: Still())
+    monkeypatch.setattr(racing, "make_groups", lambda *_: None)
+    monkeypatch.setattr(racing, "make_collectives", lambda *_: Still())
     monkeypatch.setattr(Race, "turn", turn)
     race = raced(3)
     said: list[str] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
 from paro.distributed.world import World
 from paro.measuring import memory
-from paro.topology import make_topology
+from paro.topology import Spans, make_topology
 from tests.paro.planning.cases import DEVICE
 from tools.collective_timing.results import memory_line
 
@@ -30,12 +29,10 @@ class SimulatedDevice:
         self.kernels = kernels
         self.closed = 0
 
-    def make(self, algorithm: str, **given: Any) -> SimulatedDevice:
-        ((_, spans),) = given["spans"].items()
-        (span,) = spans
+    def make(self, _topology: object, _rank: int, spans: Spans, _config: object) -> None:
+        (((span,)),) = spans.values()
         self.free -= 10 * MB * len(span) + self.kernels
         self.kernels = 0
-        return self
 
     def all_gather(self, *_: object) -> SimulatedDevice:
         self.free -= 3 * MB
@@ -56,7 +53,8 @@ def test_the_largest_group_counts_and_the_first_loads_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SimulatedDevice(kernels=50 * MB)
-    monkeypatch.setattr(memory, "make_collectives", device.make)
+    monkeypatch.setattr(memory, "make_groups", device.make)
+    monkeypatch.setattr(memory, "make_collectives", lambda *_: device)
     control = Control(World(), torch.device("cpu"))
     found = memory.measure_communicators(control, TOPOLOGY, CONFIG, free=lambda: device.free)
     assert found == memory.CommunicatorMemory(communicator=24 * MB, loaded=50 * MB)

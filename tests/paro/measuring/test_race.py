@@ -56,7 +56,8 @@ class Still:
 def test_the_last_rounds_are_timed_while_computing_too(
     monkeypatch: pytest.MonkeyPatch, while_computing: bool
 ) -> None:
-    monkeypatch.setattr(race, "make_collectives", lambda *_, **__: Still())
+    monkeypatch.setattr(race, "make_groups", lambda *_: None)
+    monkeypatch.setattr(race, "make_collectives", lambda *_: Still())
     busy: list[bool] = []
     visit = Race._visit
 

@@ -22,19 +22,17 @@ from paro.collectives import wire
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
-from paro.context_parallel.gather import make_gather
 from paro.context_parallel.layout import ContextLayout
-from paro.context_parallel.partwise import Travel
-from paro.context_parallel.ring import make_rings
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import Groups
+from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
+from paro.planning.search.run_memory import RunMemory
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
@@ -42,6 +40,7 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.strategy import Strategy
 from paro.topology import Topology
 from paro.training import assembly
+from paro.training.assembly import plan_of
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY
 
@@ -92,12 +91,19 @@ class LoneRank:
         links = Links(InlineStreams(), self.traffic, context.exposure)
         self.model.model.core = attention_of(layout, world, links)
 
-    def step(self, num_micro_batches: int, *, size: int = 1, seq_length: int = 16) -> Sent:
+    def step(
+        self,
+        num_micro_batches: int,
+        *,
+        size: int = 1,
+        seq_length: int = 16,
+        full_precision: bool = False,
+    ) -> Sent:
         """Trains one step on made-up tokens; returns the bytes that the rank would have sent."""
         device = self.model.units[0].param_shard.device
         tokens_BS = torch.zeros(size, seq_length, dtype=torch.int64, device=device)
         weights_BS = torch.ones(size, seq_length, device=device)
-        self.model.begin_step(num_micro_batches)
+        self.model.begin_step(num_micro_batches, full_precision=full_precision)
         for index in range(num_micro_batches):
             last = index + 1 == num_micro_batches
             self.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
@@ -109,12 +115,9 @@ class LoneRank:
 
 def attention_of(layout: ContextLayout, world: World, links: Links) -> ContextAttention:
     """Attention of a rank that shares samples."""
-    travel: Travel | None = None
-    if layout.gathers:
-        travel = make_gather(layout, world, links, NATIVE)
-    elif layout.ring > 1:
-        travel = make_rings(layout, world, links)
-    return make_context_attention(layout, world, links, travel, "auto")
+    topology = layout.topology(world_size=world.size, group_size=world.group_size)
+    groups = make_groups(topology, world.rank, {}, None)
+    return make_context_attention(layout, groups, links, NATIVE, "auto")
 
 
 @cache
@@ -151,7 +154,9 @@ def lone_rank(
     )
     links = Links(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    model = assembly._spread(llama, run, control, links, Timers())
+    units = RunMemory(None).units(plan_of(run, "cpu"))
+    groups = make_groups(topology, world.rank, {}, None)
+    model = assembly._spread(llama, run, control, units, groups, links, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 

@@ -13,6 +13,7 @@ from paro.collectives.interface import Request
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES, Op
 from paro.distributed.byte_counter import Sent
 from paro.distributed.comm_stream import InlineStreams
+from paro.distributed.groups import make_groups
 from paro.distributed.links import Links
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.sending import Collective, Sender
@@ -51,9 +52,8 @@ def test_ranks_count_what_a_sender_sends(
         total = Sent()
         for rank in range(world_size):
             links, whole = Links(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
-            collectives = make_collectives(
-                choice, topology=topology, rank=rank, spans={}, links=links
-            )
+            groups = make_groups(topology, rank, {}, None)
+            collectives = make_collectives(choice, groups, links)
             collectives.run(Request(op, whole, span, whole.dtype))
             counted = links.traffic.take()
             sender = Sender(group_size=group_size, rank=rank, choice=choice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -12,11 +12,14 @@ import torch
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
-from paro.distributed.groups import GroupConfig, bounded_ctas
+from paro.distributed.groups import bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.launch.prediction import predict_memory
+from paro.planning.memory.device import COMMUNICATOR_BYTES, Communication
+from paro.planning.run_plan import RunPlan
 from paro.planning.search.run_memory import RunMemory
+from paro.topology import Use
 from paro.training import assembly
 from paro.training.assembly import plan_of
 from paro.training.step import Training
@@ -40,24 +43,17 @@ class Built:
     nccl: FakeNccl
     config: RunConfig
     training: Training
-    groups: GroupConfig
 
 
 def built(monkeypatch: pytest.MonkeyPatch, flags: str) -> Built:
     nccl = FakeNccl(monkeypatch)
-    made: list[GroupConfig] = []
-
-    def links(_device: torch.device, config: GroupConfig, *, overlap: bool) -> Links:
-        made.append(config)
-        return Links(InlineStreams(), group_config=config)
-
-    monkeypatch.setattr(assembly, "make_links", links)
+    monkeypatch.setattr(assembly, "make_links", lambda *_, **__: Links(InlineStreams()))
     monkeypatch.setattr(assembly, "check_core", lambda *_, **__: None)  # it sends messages
     world = World(rank=RANK, size=WORLD_SIZE, ranks_per_node=4)
     config = configured(f"{MODEL} {flags}", world)
     control = PlannedControl(config.world, torch.device("cpu"))
     training = assembly.build_training(config, control, initialized=False)
-    return Built(nccl, config, training, *made)
+    return Built(nccl, config, training)
 
 
 WAYS = (
@@ -88,12 +84,33 @@ def test_all_communicators_of_a_rank_fit_on_its_gpu(
         flags = f"--paro-strategy {strategy} {way}"
         run = built(monkeypatch, flags)
         own = [call["pg_options"].config for call in run.nccl.calls if RANK in call["ranks"]]
-        assert run.groups.communicators == len(own), flags
+        plan = plan_of(run.config, "cuda")
+        assert RunMemory(None).communication(plan).num_groups == len(own), flags
         assert {config.max_ctas for config in own} == {bounded_ctas(132, len(own))}, flags
         for multiprocessors in (132, 108, 58):
             blocks = bounded_ctas(multiprocessors, len(own))
             assert blocks.bit_count() == 1  # NCCL rounds others up
             assert blocks * len(own) <= multiprocessors, flags
+
+
+def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    described = RunMemory.communication
+
+    def without_gathers(memory: RunMemory, plan: RunPlan) -> Communication:
+        found = described(memory, plan)
+        return replace(found, groups={**found.groups, Use.GATHER: frozenset()})
+
+    made, predicted = [], []
+    for _ in range(2):
+        run = built(monkeypatch, "--paro-strategy IIG")
+        made.append(sum(RANK in call["ranks"] for call in run.nccl.calls))
+        predicted.append(predict_memory(run.config, "cuda").communicators // COMMUNICATOR_BYTES)
+        monkeypatch.setattr(RunMemory, "communication", without_gathers)
+    assert made == predicted == [4, 2]
+    with pytest.raises(KeyError):
+        run.training.model.units[0].gather()  # type: ignore[attr-defined]
 
 
 COPIED = [

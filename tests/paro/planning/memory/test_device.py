@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from unittest import mock
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.native import NativeCollectives
-from paro.collectives.shifts import make_ring
 from paro.collectives.wire import Wire
-from paro.distributed.comm_stream import InlineStreams
-from paro.distributed.groups import GroupConfig
-from paro.distributed.links import Links
-from paro.machine.choice import pieces_by
+from paro.distributed.groups import Groups
 from paro.machine.collective_time import algorithms_of
 from paro.planning.memory.device import (
     COMMUNICATOR_BYTES,
@@ -34,34 +28,19 @@ from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.strategy import legal_letters, make_comm_plan, rotation_spans, spans_by_use
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, Spans, Use, make_topology
 from paro.training import assembly
 from tests.paro.planning.cases import DEVICE, machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.memory.test_gathering import SMALL
-from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.on_ranks import on_ranks, run_of
 
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 TINY = replace(SMALL, num_layers=3, vocab_size=192)
+AXES = make_topology(world_size=8, group_size=4, degrees=(2,)).axes
+TWO = {Use.GATHER: frozenset({AXES[:1]}), Use.REDUCE: frozenset({AXES[:1]})}
+THREE = TWO | {Use.REDUCE: frozenset({AXES[:1], AXES})}
 SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
-
-
-def num_made(text: str, names: Sequence[str], *, rotates: bool) -> int:
-    """The groups with rank 0 in them that training on 8 ranks makes."""
-    strategy, topology = on_ranks(text, world_size=8, group_size=4)
-    spans = (
-        rotation_spans(strategy, topology)
-        if rotates
-        else spans_by_use(make_comm_plan(strategy, topology), coded_gradients=False)
-    )
-    choice = AlgorithmChoice(names=tuple(names), best=lambda *_: names[0], pieces=pieces_by(None))
-    links = Links(InlineStreams(), group_config=GroupConfig(timeout=timedelta(seconds=1)))
-    with mock.patch("paro.distributed.groups.dist.new_group") as made:
-        make_collectives(choice, topology=topology, rank=0, spans=spans, links=links)
-        if rotates:
-            make_ring(strategy.params, topology, 0, links)
-    return sum(0 in call.args[0] for call in made.call_args_list)
 
 
 def communication(
@@ -82,17 +61,46 @@ def communication(
     )
     run = Estimator(given).plan_of(given.candidate(given.strategy(text)))
     run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
-    return communication_of(run, RunMemory(None).units(run), names, lambda *_: 3)
+    choice = AlgorithmChoice(names=tuple(names), pieces=lambda *_: 3)
+    return communication_of(run, RunMemory(None).units(run), choice)
 
 
-@pytest.mark.parametrize("names", [("native",), ("ho-ring",), ("flat",), ("native", "ho-ring")])
-@pytest.mark.parametrize("rotates", [False, True])
-def test_groups_are_counted_as_they_are_made(names: Sequence[str], *, rotates: bool) -> None:
-    strategies = ("III", "IIG") if rotates else (*legal_letters(), "2,4,8")
-    counted = {text: communication(text, names, rotates=rotates).num_groups for text in strategies}
-    made = {text: num_made(text, names, rotates=rotates) for text in strategies}
-    assert counted == made
-    assert max(made.values()) > min(made.values()) > 0 or rotates
+def groups_in(by_use: Spans) -> set[tuple[Use, AxisSpan]]:
+    return {(use, span) for use, spans in by_use.items() for span in spans}
+
+
+@pytest.mark.parametrize("collective", ["native", "ho-ring", "flat", "ring"])
+@pytest.mark.parametrize(
+    ("ways", "changes", "strategies"),
+    [
+        ({}, {}, ("NNN", "NNI", "NIG", "IIG", "III", "GGG", "2,4,8", "1,2,8")),
+        ({"materialize": "rotate"}, {}, ("III", "IIG")),
+        ({}, {"optimizer": "muon"}, ("NNG", "IIG", "GGG")),
+        ({}, {"inter_grad_bits": 8, "inter_param_bits": 4}, ("NNG", "III", "NIG")),
+    ],
+)
+def test_a_step_uses_all_groups_of_its_description_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    collective: str,
+    ways: dict[str, Any],
+    changes: dict[str, Any],
+    strategies: Sequence[str],
+) -> None:
+    silence(monkeypatch)
+    used: set[tuple[Use, AxisSpan]] = set()
+    monkeypatch.setattr(Groups, "of", lambda _groups, use, span: used.add((use, span)))
+    precision = replace(BF16, **changes)
+    materialize = Materialize.of_flags(ways.get("materialize", "gather"), rotate_in_place=False)
+    for text in strategies:
+        used.clear()
+        strategy, topology = on_ranks(text, world_size=8, group_size=4)
+        rank = lone_rank(TINY, strategy, topology, precision, collective=collective, **ways)
+        for full_precision in (False, True):
+            rank.step(2, full_precision=full_precision)
+        rank.model.wait_for_updated_params()
+        run = run_of(TINY, text, precision, collective=collective, materialize=materialize)
+        run = replace(run, device_type="cpu")
+        assert groups_in(RunMemory(None).communication(run).groups) == used, text
 
 
 @pytest.mark.parametrize(
@@ -184,7 +192,7 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
 
 
 def test_figures_are_the_machine_file_s_or_published_ones() -> None:
-    communication = Communication(num_groups=3, buffer_bytes=10**9)
+    communication = Communication(groups=THREE, buffer_bytes=10**9)
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
     for device, context, communicator, fragmentation in (
         (None, CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION),
@@ -198,7 +206,7 @@ def test_figures_are_the_machine_file_s_or_published_ones() -> None:
 
 
 def test_cpu_ranks_have_only_what_their_process_takes() -> None:
-    groups, allocated = Communication(num_groups=3), DeviceMemory(allocations=SNAPSHOT)
+    groups, allocated = Communication(groups=THREE), DeviceMemory(allocations=SNAPSHOT)
     assert device_memory(SNAPSHOT, groups, None, "cpu") == allocated
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
     assert device_memory(SNAPSHOT, groups, typed, "cpu") == replace(allocated, context=5)
@@ -208,7 +216,7 @@ def test_cpu_ranks_have_only_what_their_process_takes() -> None:
 
 
 def test_the_parts_in_words() -> None:
-    memory = device_memory(SNAPSHOT, Communication(num_groups=2), None, "cuda")
+    memory = device_memory(SNAPSHOT, Communication(context_groups=TWO), None, "cuda")
     assert memory.describe() == (
         "12.6 GB at the update: model states 8.0, transient 2.0, fragmentation 0.5, "
         "communicators 1.4, context 0.7"
