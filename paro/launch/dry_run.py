@@ -21,7 +21,7 @@ from paro.distributed.control import PlannedControl
 from paro.errors import UserError
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of, workload_of
-from paro.planning.cost_model import UnitSize, model_state_bytes
+from paro.planning.cost_model import model_state_bytes
 from paro.planning.listing import step_lines
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
@@ -46,7 +46,6 @@ class PlannedRun:
 
     config: RunConfig
     training: Training
-    units: tuple[UnitSize, ...]  # for the cost model
     memory: DeviceMemory
     workload: Workload | None  # None unless --paro-machine names a device
     launch: Estimate | None  # on that device; None with --skip-train
@@ -90,7 +89,6 @@ def plan_run(config: RunConfig) -> PlannedRun:
     return PlannedRun(
         config=config,
         training=training,
-        units=memory.units(run),
         memory=peak,
         workload=workload,
         launch=launch,
@@ -262,7 +260,8 @@ def _model(plan: PlannedRun) -> Iterator[str]:
 
 def _placement(plan: PlannedRun) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    states = model_state_bytes(plan.config.strategy, plan.units, plan.config.precision)
+    specs = plan.training.model.specs
+    states = model_state_bytes(plan.config.strategy, specs, plan.config.precision)
     held = plan.training.optimizer.model_state_bytes()
     assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
     yield f"> precision: {precision_line(plan.config)}"

@@ -8,13 +8,11 @@ from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.launch.prediction import workload_of
-from paro.optim.deal import muon_places, newton_schulz_flops
-from paro.planning.cost_model import ModelStateBytes, UnitSize, model_state_bytes
+from paro.optim.deal import newton_schulz_flops
+from paro.planning.cost_model import ModelStateBytes, model_state_bytes, strategy_of
 from paro.planning.survival import Survival, survival
-from paro.rotation.rotated_model import RotatedModel
-from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
-from paro.strategy import FLAG, Strategy, effective_letters, replicated
+from paro.strategy import FLAG, Strategy, effective_letters
 from paro.text import align, count_text, ranks_text, size_text
 from paro.topology import Topology
 from paro.training.step import Training
@@ -24,7 +22,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     """The placement table that is logged at the start: which ranks hold which state."""
     context = training.model.context
     strategy, topology = context.strategy, context.topology
-    states = model_state_bytes(strategy, measured_units(training), config.precision)
+    states = model_state_bytes(strategy, training.model.specs, config.precision)
     ranks = ranks_text(topology.world_size, topology.group_size)
     title = f"> strategy: {strategy.name}, {ranks}, collectives {config.sharding.collective}"
     if config.sharding.materialize == "rotate":
@@ -147,34 +145,15 @@ def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
     return [line]
 
 
-def measured_units(training: Training) -> tuple[UnitSize, ...]:
-    """The unit sizes of the model as built."""
-    return tuple(
-        UnitSize(
-            name=unit.name,
-            trainable_numel=unit.layout.numel if unit.trainable else 0,
-            frozen_numel=0 if unit.trainable else unit.layout.numel,
-            replicated=isinstance(training.model, RotatedModel) and isinstance(unit, ShardedUnit),
-            num_slices=unit.layout.num_slices,
-            matrix_stop=unit.layout.decayed_stop,
-            matrices=muon_places(unit.layout) if unit.trainable else (),
-            dealt=unit.dealt,
-        )
-        for unit in training.model.units
-    )
-
-
 def check_placement(config: RunConfig, training: Training) -> None:
     """Asserts that every rank holds exactly the shards that the strategy assigns to it.
 
     Collective. Every rank reports the range of each state that it allocated; a state of sharding
     degree d must be in d ranges that tile the unit, each on n / d of n ranks.
     """
-    sizes = measured_units(training)
     everywhere = training.control.gather([_held(unit) for unit in training.model.units])
     for number, unit in enumerate(training.model.units):
-        replicates = sizes[number].replicated
-        strategy = replicated(config.strategy) if replicates else config.strategy
+        strategy = strategy_of(unit.spec, config.strategy)
         degrees = {"params": strategy.params}
         if unit.trainable:
             degrees |= {"grads": strategy.grads, "optimizer": unit.optim_degree}
@@ -186,7 +165,8 @@ def check_placement(config: RunConfig, training: Training) -> None:
             )
             wanted = {(index * size, size): copies for index in range(degree)}
             assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
-    total = model_state_bytes(config.strategy, sizes, config.precision).total
+    specs = training.model.specs
+    total = model_state_bytes(config.strategy, specs, config.precision).total
     held_bytes = training.optimizer.model_state_bytes()
     assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
@@ -26,69 +25,10 @@ from paro.optim.states import master_is_param, optimizer_bytes
 from paro.planning.sending import Collective, Sender
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
-from paro.step.actions import PASS_OF, Move, UnitKind, Verb
+from paro.step.actions import PASS_OF, Move, Verb
+from paro.step.units import EMPTY, UnitSize, buffers_of
 from paro.strategy import Strategy, make_comm_plan, replicated
 from paro.topology import Link, Topology, Use, split_by_link
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSize:
-    """Elements of a unit's two flat buffers, with padding, and what decides how they are sent."""
-
-    name: str
-    part: str = ""  # where weights rotate: the part of the model that reads these
-    trainable_numel: int
-    frozen_numel: int
-    borrows: tuple[str, ...] = ()
-    backward_needs_weight: bool = True
-    replicated: bool = False  # params and grads are whole on every rank, under any strategy
-    # Of the trainable buffer: its equal slices, and matrices are before this element of each.
-    num_slices: int = 1
-    matrix_stop: int = 0
-    matrices: tuple[tuple[int, int, int], ...] = ()  # that Muon would update: offset, rows, columns
-    dealt: int = 1  # of a bucket: its number of units if it is the first of them, else 0
-
-    @property
-    def numel(self) -> int:
-        return self.trainable_numel + self.frozen_numel
-
-    @property
-    def traffic_kind(self) -> tuple[int, ...]:
-        """The same collectives of units of equal kind send the same."""
-        numels = self.trainable_numel, self.frozen_numel, self.matrix_stop
-        return *numels, self.replicated, self.dealt
-
-    @property
-    def kind(self) -> UnitKind:
-        """The unit as a step sees it: it has a buffer for trainable parameters, one for frozen."""
-        return UnitKind(
-            name=self.name,
-            trains=(True,) * bool(self.trainable_numel) + (False,) * bool(self.frozen_numel),
-            borrows=self.borrows,
-            backward_needs_weight=self.backward_needs_weight,
-            dealt=self.dealt,
-        )
-
-
-class Buffer(NamedTuple):
-    """One of the flat buffers of a unit: that of the parameters that train, or of the others."""
-
-    unit: UnitSize
-    trains: bool
-    unit_index: int
-
-    @property
-    def numel(self) -> int:
-        return self.unit.trainable_numel if self.trains else self.unit.frozen_numel
-
-
-def buffers_of(units: Iterable[UnitSize]) -> list[Buffer]:
-    """All buffers, by their numbers."""
-    return [
-        Buffer(unit, trains, index)
-        for index, unit in enumerate(units)
-        for trains in unit.kind.trains
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +50,11 @@ def unit_size(
     layout: Callable[[Mapping[str, Shape]], UnitLayout],
     is_trained: Callable[[str], bool],
 ) -> UnitSize:
-    """The size of a unit, whose trained and frozen parameters have layouts of their own."""
+    """A unit, whose trained and frozen parameters have layouts of their own."""
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
-    empty = UnitLayout((), 0, 0)
-    trainable, frozen = (layout(own) if own else empty for own in (of_trained, of_frozen))
-    return UnitSize(
-        name=name,
-        trainable_numel=trainable.numel,
-        frozen_numel=frozen.numel,
-        num_slices=trainable.num_slices,
-        matrix_stop=trainable.decayed_stop,
-        matrices=muon_places(trainable),
-    )
+    trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
+    return UnitSize(name=name, trainable=trainable, frozen=frozen, matrices=muon_places(trainable))
 
 
 def traffic_of(

@@ -201,7 +201,7 @@ class _Follower:
         if verb in _OF_BUCKET and unit.dealt > 1:
             last = self._trained[self._trained.index(buffer) + unit.dealt - 1]
             return index, f"{unit.name} to {last.unit.name}", trains
-        return index, unit.name + ("" if trains else " (frozen)"), trains
+        return index, buffer.name, trains
 
     def _rows(self, action: Move, index: int, alive_before: int) -> Iterator[_Row]:
         verb, number = action[0], action[1]

@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import chain
 
 from paro.machine.caching import cached_by
-from paro.planning.cost_model import Buffer, UnitSize, buffers_of
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
 from paro.step.plan import StepPlan
 from paro.step.rotation_plan import RotationShape, plan_of
+from paro.step.units import Buffer, UnitSize, buffers_of
 
 Counts = Mapping[Move, int]
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))

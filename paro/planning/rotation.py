@@ -17,10 +17,11 @@ from itertools import accumulate
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import halves_of, make_sliced_layout, make_whole_layout
-from paro.planning.cost_model import UnitSize, unit_size
+from paro.planning.cost_model import unit_size
 from paro.step.actions import number_buffers
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import PartShape, RotationShape
+from paro.step.units import UnitSize
 from paro.strategy import FLAG, Strategy
 
 MUON_ROTATES = (
@@ -120,7 +121,7 @@ def rotation_shape(
     config: LlamaConfig, units: tuple[UnitSize, ...], ring: RingShape, trained: frozenset[str]
 ) -> RotationShape:
     """What the actions of a step depend on; `units` are those of `rotating_units_of`."""
-    numbers = number_buffers([unit.kind for unit in units])
+    numbers = number_buffers(units)
     halves: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for unit, numbered in zip(units, numbers, strict=True):
         halves[unit.part].append(numbered.needed)

@@ -35,11 +35,12 @@ from model.config import LlamaConfig
 from model.units import recomputed_groups, unit_specs
 from paro.layout import make_whole_layout
 from paro.planning.context_parallel import travelling_bytes
-from paro.planning.cost_model import UnitSize, unit_size
+from paro.planning.cost_model import unit_size
 from paro.planning.passes import StepCounts
 from paro.planning.rotation import rotating_units_of
 from paro.planning.run_plan import MicroBatch
 from paro.step.actions import StepShape, number_buffers
+from paro.step.units import UnitSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def shape_of(
     # The loss writes gradients of the output weight in forward, if no other unit has it too.
     writes = units[-1].trainable_numel and not config.tie_embeddings_and_output_weights
     shape = StepShape(
-        units=number_buffers([unit.kind for unit in units]),
+        units=number_buffers(units),
         gathers=gathers,
         reduces=reduces,
         prefetch_units=prefetch_units,

@@ -11,11 +11,11 @@ from model.matmul import store_grad
 from paro.collectives.shifts import Ring, Turn, scratch_numel
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
-from paro.layout import UnitLayout
 from paro.sharding.buffers import ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.step.actions import Move, SliceMove, Verb
 from paro.step.rotating import RingShape, SlicePolicy, Slot
+from paro.step.units import Buffer
 
 
 class RotatingUnit(UnitShards):
@@ -27,18 +27,11 @@ class RotatingUnit(UnitShards):
     """
 
     def __init__(
-        self,
-        name: str,
-        layout: UnitLayout,
-        context: ShardingContext,
-        ring: Ring,
-        *,
-        trainable: bool,
-        in_place: bool,
+        self, buffer: Buffer, context: ShardingContext, ring: Ring, *, in_place: bool
     ) -> None:
-        super().__init__(name, layout, context, trainable=trainable)
+        super().__init__(buffer, context)
         self._ring = ring
-        self.num_steps = ring.size
+        self.num_steps, layout = ring.size, buffer.layout
         numel = layout.numel // ring.size
         self._pieces = [
             tuple(layout.pieces(index * numel, (index + 1) * numel)) for index in range(ring.size)
@@ -60,7 +53,7 @@ class RotatingUnit(UnitShards):
                 in_place=in_place,
                 shares_scratch=self.param_shard.dtype == context.reduce_dtype,
             ),
-            trainable=trainable,
+            trainable=self.trainable,
         )
         self.number = 0
         self.record: list[Move] | None = None

@@ -13,8 +13,7 @@ from paro.distributed.profile_range import profile_range
 from paro.distributed.timers import Timers
 from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.sharding.wrap import UnitModule
-from paro.step.actions import Buckets, StepShape, Verb, number_buffers
+from paro.step.actions import Buckets, StepShape, Verb
 from paro.step.gathering import GatheringPolicy
 from paro.step.updating import UpdatingPolicy
 
@@ -28,28 +27,16 @@ class ShardedModel(DistributedModel):
     def __init__(
         self,
         model: nn.Module,
-        modules: Sequence[UnitModule],
+        units: Sequence[ShardedUnit],
+        shape: StepShape,
         timers: Timers,
         *,
-        prefetch_units: int,
         updated_ahead: int | None = None,
     ) -> None:
-        units = [unit for module in modules for unit in module.own]
-        kinds = [module.kind for module in modules]
-        numbered = number_buffers(kinds)
-        needed = [unit.needed for unit in numbered]
-        updating = UpdatingPolicy(needed, updated_ahead, Buckets(numbered))
+        needed = [unit.needed for unit in shape.units]
+        updating = UpdatingPolicy(needed, updated_ahead, Buckets(shape.units))
         super().__init__(model, units, MicroBatchState(), timers, updating)
-        strategy = self.context.strategy
-        self._policy = GatheringPolicy(
-            StepShape(
-                units=numbered,
-                gathers=strategy.params > 1,
-                reduces=strategy.grads > 1,
-                prefetch_units=prefetch_units,
-            ),
-            updating,
-        )
+        self._policy = GatheringPolicy(shape, updating)
         self._carried_out |= {
             Verb.GATHER: _gather,
             Verb.WAIT: ShardedUnit.use,
@@ -63,13 +50,13 @@ class ShardedModel(DistributedModel):
             Verb.WAIT_REDUCED: ShardedUnit.wait_reduced,
         }
         parameters = dict(model.named_parameters())
-        borrowed = {name for kind in kinds for name in kind.borrows}
-        for index, module in enumerate(modules):
-            self._hook(index, module.wrapped)
-            for unit in module.own:
-                if unit.trainable:
-                    has_one_part = module.kind.name not in borrowed
-                    self._make_sinks(unit, parameters, by_matmuls=has_one_part)
+        for index, spec in enumerate(self.specs):
+            self._hook(index, model.get_submodule(spec.name))
+        borrowed = {name for spec in self.specs for name in spec.borrows}
+        for unit in units:
+            if unit.trainable:
+                has_one_part = unit.spec.name not in borrowed
+                self._make_sinks(unit, parameters, by_matmuls=has_one_part)
 
     # Called by the training loop #
 

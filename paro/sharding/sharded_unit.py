@@ -25,9 +25,9 @@ from model.matmul import store_grad
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
-from paro.layout import UnitLayout
 from paro.sharding.buffers import ElasticBuffer, box_views
 from paro.sharding.shards import ShardingContext, UnitShards
+from paro.step.units import Buffer
 
 
 class UnitState(Enum):
@@ -47,11 +47,9 @@ class ShardedUnit(UnitShards):
     ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """
 
-    def __init__(
-        self, name: str, layout: UnitLayout, context: ShardingContext, *, trainable: bool
-    ) -> None:
-        super().__init__(name, layout, context, trainable=trainable)
-        strategy = context.strategy
+    def __init__(self, buffer: Buffer, context: ShardingContext) -> None:
+        super().__init__(buffer, context)
+        strategy, layout = context.strategy, buffer.layout
         self._gather_span = context.comm_plan.gather
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
@@ -60,11 +58,11 @@ class ShardedUnit(UnitShards):
         self._param_U: ElasticBuffer | None = None
         if strategy.params > 1:
             dtype = self.param_shard.dtype
-            resize = partial(registered.resize, trains=trainable)
+            resize = partial(registered.resize, trains=self.trainable)
             self._param_U = whole(dtype=dtype, tally=ledger.whole_params, resize=resize)
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self._grad_U: ElasticBuffer | None = None
-        if strategy.grads > 1 and trainable:
+        if strategy.grads > 1 and self.trainable:
             self._grad_U = whole(dtype=context.reduce_dtype, tally=ledger.whole_grads)
         self._casts = [Casts() for _ in layout.boxes]
         self._grad_boxes: dict[str, Tensor] = {}

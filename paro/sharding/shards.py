@@ -19,6 +19,7 @@ from paro.precision import PrecisionConfig
 from paro.quantization.blocks import decode, encode, split_encoded
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
 from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
+from paro.step.units import Buffer
 from paro.strategy import CommPlan, Strategy
 from paro.topology import AxisSpan, Topology, by_units, nested_range, split_by_link
 
@@ -52,27 +53,24 @@ class UnitShards:
     use and how gradients get into `grad_shard`. After an exception the unit is unusable.
     """
 
-    def __init__(
-        self, name: str, layout: UnitLayout, context: ShardingContext, *, trainable: bool
-    ) -> None:
-        self.name = name
-        self.layout = layout
+    def __init__(self, buffer: Buffer, context: ShardingContext) -> None:
+        self.spec = buffer.unit
+        self.name, self.layout, self.trainable = buffer.name, buffer.layout, buffer.trains
         self.context = context
-        self.trainable = trainable
-        strategy, numel, device = context.strategy, layout.numel, context.device
+        strategy, numel, device = context.strategy, buffer.numel, context.device
         self.param_shard = torch.zeros(
-            numel // strategy.params, dtype=param_dtype(context, trainable), device=device
+            numel // strategy.params, dtype=param_dtype(context, self.trainable), device=device
         )
         self.grad_shard = torch.zeros(
-            numel // strategy.grads if trainable else 0,
+            numel // strategy.grads if self.trainable else 0,
             dtype=TORCH_TYPES[context.precision.accumulate],
             device=device,
         )
         # Units with one step reduce-scatter and all-gather of updated parameters, and their shards.
         self.bucket: tuple[UnitShards, ...] = (self,)
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
-        self.coded_update = self._coded_update() if trainable else None
-        self._grad_codes = self._codes_of_gradients() if trainable else None
+        self.coded_update = self._coded_update() if self.trainable else None
+        self._grad_codes = self._codes_of_gradients() if self.trainable else None
         self.grad_errors = self._grad_errors()
         self.full_precision = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
@@ -176,11 +174,6 @@ class UnitShards:
         own = nested_range(order, self.context.rank, size * len(self.bucket))
         begin, end = (min(max(0, at - number * size), size) for at in own)
         return begin, end
-
-    @property
-    def dealt(self) -> int:
-        """The number of units of its bucket if it is the first, else 0."""
-        return len(self.bucket) if self.bucket[0] is self else 0
 
     @property
     def optim_degree(self) -> int:

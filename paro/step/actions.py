@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 
+from paro.step.units import UnitSize
+
 
 class Verb(IntEnum):
     """What is done to a buffer; the last five compute, with a unit."""
@@ -60,17 +62,6 @@ SliceMove = tuple[Verb, *tuple[int, ...]]  # of a slice of some buffer, with slo
 Move = tuple[Verb, int, *tuple[int, ...]]  # either, with the number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitKind:
-    """What the policy must know of a unit; units are given in forward order."""
-
-    name: str
-    trains: tuple[bool, ...]  # of each of its buffers: whether its parameters train
-    borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
-    backward_needs_weight: bool = True
-    dealt: int = 1  # of its buffer that trains: see `Buckets`
-
-
 @dataclass(frozen=True, slots=True)
 class StepUnit:
     """A unit by the numbers of its buffers, which are numbered in forward order."""
@@ -87,19 +78,19 @@ class StepUnit:
         return (*self.trainable, *self.frozen, *self.borrowed)
 
 
-def number_buffers(kinds: Sequence[UnitKind]) -> tuple[StepUnit, ...]:
+def number_buffers(units: Sequence[UnitSize]) -> tuple[StepUnit, ...]:
     """The units with their buffers numbered."""
     numbers = count()
-    own = {kind.name: [(next(numbers), trains) for trains in kind.trains] for kind in kinds}
+    own = {unit.name: [(next(numbers), trains) for trains in unit.trains] for unit in units}
     return tuple(
         StepUnit(
-            trainable=tuple(buffer for buffer, trains in own[kind.name] if trains),
-            frozen=tuple(buffer for buffer, trains in own[kind.name] if not trains),
-            borrowed=tuple(buffer for name in kind.borrows for buffer, _ in own[name]),
-            backward_needs_weight=kind.backward_needs_weight,
-            dealt=kind.dealt,
+            trainable=tuple(buffer for buffer, trains in own[unit.name] if trains),
+            frozen=tuple(buffer for buffer, trains in own[unit.name] if not trains),
+            borrowed=tuple(buffer for name in unit.borrows for buffer, _ in own[name]),
+            backward_needs_weight=unit.backward_needs_weight,
+            dealt=unit.dealt,
         )
-        for kind in kinds
+        for unit in units
     )
 
 

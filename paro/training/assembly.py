@@ -31,8 +31,9 @@ from paro.machine.choice import choice_of
 from paro.optim.loss_scale import start_loss_scale
 from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
-from paro.planning.cost_model import UnitSize, muon_rounds
+from paro.planning.cost_model import muon_rounds
 from paro.planning.memory.device import Communication
+from paro.planning.passes import StepCounts
 from paro.planning.run_plan import Materialize, RunPlan
 from paro.planning.search.run_memory import RunMemory
 from paro.quantization.formats import FULL_BITS
@@ -44,7 +45,9 @@ from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
-from paro.sharding.wrap import make_unit_modules
+from paro.sharding.wrap import make_sharded_units
+from paro.step.actions import StepShape
+from paro.step.units import UnitSize
 from paro.strategy import exchange_span, make_comm_plan
 from paro.topology import Use
 from paro.training.loop import HeldOut, Sources
@@ -74,7 +77,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     plan = plan_of(config, "cuda" if by_nccl else "cpu")
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
     groups, context_groups = _make_groups(config, control, plan, planned.communication(plan))
-    sharded = _spread(model, config, control, planned.units(plan), groups, links, timers)
+    sharded = _spread(model, config, control, planned.step(plan), groups, links, timers)
     groups.registered.reserve(planned.tally(plan).registered, control)
     if sharing > 1:
         model.core = _context_attention(config, control, context_groups, links)
@@ -149,20 +152,19 @@ def _spread(
     model: Llama,
     config: RunConfig,
     control: Control,
-    units: Sequence[UnitSize],
+    step: StepCounts,
     groups: Groups,
     links: Links,
     timers: Timers,
 ) -> DistributedModel:
     """Shards the model's states over the ranks; its parameters are gathered or rotated."""
-    sharding, context = config.sharding, _sharding_context(config, control, units, groups, links)
-    prefetched, ahead = sharding.prefetch_units, sharding.updated_ahead
-    if sharding.materialize != "rotate":
-        dealt = {unit.name: unit.dealt for unit in units}
-        nodes = make_unit_modules(model, model.units(), context, dealt)
-        return ShardedModel(model, nodes, timers, prefetch_units=prefetched, updated_ahead=ahead)
-    ring = Ring(Use.ROTATE, context.comm_plan.gather, groups, links)
-    parts = cut_into_parts(model, model.units(), context, ring, in_place=sharding.rotate_in_place)
+    context = _sharding_context(config, control, step.units, groups, links)
+    shape, ahead = step.shape, step.updated_ahead
+    if isinstance(shape, StepShape):
+        sharded = make_sharded_units(model, step.units, context)
+        return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)
+    ring, in_place = Ring(Use.ROTATE, context.comm_plan.gather, groups, links), shape.ring.in_place
+    parts = cut_into_parts(model, model.units(), step.units, context, ring, in_place=in_place)
     return RotatedModel(model, parts, timers, updated_ahead=ahead)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.cost_model import UnitSize
 from paro.planning.search.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
+from paro.step.units import UnitSize
 from paro.strategy import legal_letters
 from paro.training.assembly import plan_of
 from tests.helpers.comparison import (

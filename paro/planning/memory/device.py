@@ -36,13 +36,14 @@ from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
 from paro.machine.machine import Device
-from paro.planning.cost_model import UnitSize, codes_of, muon_rounds, strategy_of, unit_collectives
+from paro.planning.cost_model import codes_of, muon_rounds, strategy_of, unit_collectives
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan
 from paro.planning.sending import Collective
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.step.actions import PASS_OF
+from paro.step.units import UnitSize
 from paro.strategy import exchange_span, make_comm_plan
 from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use
 

@@ -25,13 +25,14 @@ from typing import NamedTuple
 
 from paro.layout import chunk_numel
 from paro.optim.deal import most_bytes
-from paro.planning.cost_model import UnitSize, model_state_bytes, muon_rounds
+from paro.planning.cost_model import model_state_bytes, muon_rounds
 from paro.planning.passes import LISTED_MICRO_BATCHES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF
 from paro.step.actions import Move, Verb
 from paro.step.rotating import Slot
+from paro.step.units import UnitSize
 
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.GATHER: ("whole_params", 1),

@@ -11,13 +11,7 @@ from paro.machine.choice import choice_of, pieces_by
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
-from paro.planning.cost_model import (
-    ModelStateBytes,
-    UnitSize,
-    in_buckets,
-    model_state_bytes,
-    traffic_of,
-)
+from paro.planning.cost_model import ModelStateBytes, in_buckets, model_state_bytes, traffic_of
 from paro.planning.memory.device import (
     Communication,
     DeviceMemory,
@@ -35,6 +29,7 @@ from paro.precision import BYTES_OF
 from paro.step.actions import StepShape
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import RotationShape
+from paro.step.units import UnitSize
 
 
 class RunMemory:

@@ -13,7 +13,6 @@ from paro.context_parallel.layout import ContextLimits
 from paro.errors import check_least, check_multiple
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
-from paro.planning.cost_model import UnitSize
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
 from paro.planning.run_plan import Materialize, RunFlags
 from paro.planning.step.computing import device_of
@@ -21,6 +20,7 @@ from paro.planning.survival import Survival, check_nodes, survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.step.units import UnitSize
 from paro.strategy import Strategy, effective_letters, parse_strategy
 from paro.text import listed
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from paro.machine.collective_time import CollectiveTimes, TimedJob
 from paro.machine.machine import Device
-from paro.planning.cost_model import Buffer, UnitSize, strategy_of, unit_collectives
+from paro.planning.cost_model import strategy_of, unit_collectives
 from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.sending import Collective
@@ -19,6 +19,7 @@ from paro.planning.step.computing import coding_seconds, device_of
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, Verb
+from paro.step.units import Buffer, UnitSize
 
 # Memory traffic of an element's codes, counted in paro/quantization/blocks.py: what every operation
 # reads and writes.

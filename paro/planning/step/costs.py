@@ -16,7 +16,7 @@ from functools import cached_property
 from paro.machine.collective_time import TimedJob, scalar_seconds
 from paro.machine.machine import Device, Machine, Nic
 from paro.optim.deal import newton_schulz_flops
-from paro.planning.cost_model import UnitSize, exchanged, muon_rounds
+from paro.planning.cost_model import exchanged, muon_rounds
 from paro.planning.passes import QUEUES, Counts, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.step.comm_costs import THREAD, CommCosts
@@ -25,6 +25,7 @@ from paro.planning.step.context import ContextCosts
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait
 from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
+from paro.step.units import UnitSize
 
 # What an action queues comes after what another has queued for the same buffer.
 AFTER = {Verb.GATHER: Verb.GATHER_UPDATED, Verb.STEP_REDUCE: Verb.REDUCE}
@@ -131,10 +132,9 @@ class StepCosts:
             for cause in WAITED_BY.get(verb, ()):
                 yield Wait((cause, number))
             if verb in QUEUES:
-                unit, trains, _ = self.counts.buffers[number]
+                buffer = self.counts.buffers[number]
                 parts = self.comm_costs.of_buffers[number].queued.get(verb, ())
-                name = unit.name if trains else f"{unit.name} (frozen)"
-                yield Queue((verb, number), parts, name, (AFTER.get(verb), number))
+                yield Queue((verb, number), parts, buffer.name, (AFTER.get(verb), number))
                 if verb in at_once:
                     yield Wait((verb, number))
             elif verb is Verb.NORM:

@@ -154,9 +154,9 @@ def lone_rank(
     )
     links = Links(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    units = RunMemory(None).units(plan_of(run, "cpu"))
+    step = RunMemory(None).step(plan_of(run, "cpu"))
     groups = make_groups(topology, world.rank, {}, None)
-    model = assembly._spread(llama, run, control, units, groups, links, Timers())
+    model = assembly._spread(llama, run, control, step, groups, links, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 

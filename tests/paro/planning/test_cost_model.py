@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 
 from paro.launch.placement import describe_placement
-from paro.planning.cost_model import (
-    ModelStateBytes,
-    UnitSize,
-    model_state_bytes,
-    traffic_of,
-)
+from paro.layout import UnitLayout
+from paro.planning.cost_model import ModelStateBytes, model_state_bytes, traffic_of
 from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
 from paro.step.actions import Move, Verb
+from paro.step.units import UnitSize
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -42,7 +39,9 @@ PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
     """A model as the paper counts it: everything is gathered twice per micro-batch."""
-    return (UnitSize(name="all", trainable_numel=numel, frozen_numel=frozen),)
+    layouts = (UnitLayout((), decayed_stop=0, numel=each) for each in (numel, frozen))
+    trainable, rest = layouts
+    return (UnitSize(name="all", trainable=trainable, frozen=rest),)
 
 
 def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:

@@ -6,11 +6,13 @@ from itertools import combinations
 
 import pytest
 
-from paro.planning.cost_model import UnitSize, traffic_of
+from paro.layout import UnitLayout
+from paro.planning.cost_model import traffic_of
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.sending import Sender
 from paro.planning.survival import survival
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.step.units import UnitSize
 from paro.strategy import parse_strategy
 from paro.topology import make_topology
 from tests.paro.planning.test_cost_model import moves
@@ -72,7 +74,7 @@ def test_groups_need_not_be_nodes() -> None:
 )
 def test_copies_of_optimizer_shards_send_what_the_formula_says(precision: PrecisionConfig) -> None:
     numel, ranks, group = 64 * 48, 8, 2
-    unit = UnitSize(name="b", trainable_numel=numel, frozen_numel=0)
+    unit = UnitSize(name="b", trainable=UnitLayout((), decayed_stop=0, numel=numel))
     grads, params = numel * BYTES_OF[precision.wire], numel * BYTES_OF[precision.compute]
     sent, nodes = {}, {}
     for degree in (2, 4, 8):

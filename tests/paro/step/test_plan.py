@@ -10,11 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from paro.layout import UnitLayout
 from paro.planning.run_plan import Materialize
 from paro.planning.search.search_space import Workload
-from paro.step.actions import Move, StepShape, UnitKind, Verb, number_buffers
+from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.plan import StepPlan
+from paro.step.units import UnitSize
 from paro.step.updating import UpdatingPolicy
 from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, plan_of
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
@@ -22,6 +24,8 @@ from tests.paro.planning.on_ranks import on_ranks
 
 # What the optimizer and the training loop do, or the model computes.
 ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
+
+FLAT = UnitLayout((), decayed_stop=0, numel=8)
 
 
 def engine(given: Workload, strategy: str) -> LoneRank:
@@ -135,8 +139,8 @@ def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
     shape = StepShape(
         units=number_buffers(
             [
-                UnitKind(name="embedding", trains=(True,), backward_needs_weight=False),
-                UnitKind(name="head", trains=(True,), borrows=("embedding",)),
+                UnitSize(name="embedding", trainable=FLAT, backward_needs_weight=False),
+                UnitSize(name="head", trainable=FLAT, borrows=("embedding",)),
             ]
         ),
         gathers=True,

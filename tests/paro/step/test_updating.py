@@ -7,11 +7,15 @@ from functools import partial
 import pytest
 
 from paro.distributed.comm_stream import Event
+from paro.layout import UnitLayout
 from paro.planning.run_plan import Materialize
-from paro.step.actions import Buckets, UnitKind, Verb, number_buffers
+from paro.step.actions import Buckets, Verb, number_buffers
+from paro.step.units import UnitSize
 from paro.step.updating import UpdatingPolicy
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import costs, order_case, plan_of
+
+FLAT = UnitLayout((), decayed_stop=0, numel=8)
 
 
 def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: int) -> set[int]:
@@ -37,7 +41,7 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
 def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
     dealt = (1, 3, 0, 0, 3, 0, 0, 1)
     units = number_buffers(
-        [UnitKind(name=str(n), trains=(True,), dealt=each) for n, each in enumerate(dealt)]
+        [UnitSize(name=str(n), trainable=FLAT, dealt=each) for n, each in enumerate(dealt)]
     )
     policy = UpdatingPolicy([unit.needed for unit in units], 2, Buckets(units))
     at_once = [move for buffer in range(8) for move in policy.updated(buffer)]
