@@ -138,7 +138,7 @@ def test_out_of_place_a_slice_leaves_before_it_is_computed_with(
     silence(monkeypatch)
     rank = rotating_rank(SMALL, strategy, topology, FP32, in_place=in_place)
     model, notes = rank.model, list[str]()
-    model._ring._streams = Noted(notes)
+    model.units[-1]._ring._streams = Noted(notes)
     attention = next(part for part in model._parts if part.spec.method == "attention")
     computed = attention._of_slice
 
