@@ -8,7 +8,6 @@ from itertools import pairwise, product
 
 from paro.errors import UserError
 from paro.text import count_text
-from paro.topology import AxisSpan, Topology, split_by_link
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 
@@ -156,30 +155,3 @@ def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -
 
 def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommPlan:
-    """The axis spans of a strategy's collectives; a span is empty if its degrees are equal."""
-
-    gather: AxisSpan  # params: from their degree to 1, before every use
-    reduce: AxisSpan  # grads: reduce-scatter from 1 to their degree, every micro-batch
-    step_reduce: AxisSpan  # grads: reduce-scatter to the optimizer's degree, once a step
-    replicas: AxisSpan  # grads: all-reduce over ranks with the same optimizer range, once a step
-    gather_updated: AxisSpan  # params: from the optimizer's degree to theirs, once a step
-
-
-def make_comm_plan(strategy: Strategy, topology: Topology) -> CommPlan:
-    """The communication plan of a strategy on `topology`."""
-    return CommPlan(
-        gather=topology.axes_between(1, strategy.params),
-        reduce=topology.axes_between(1, strategy.grads),
-        step_reduce=topology.axes_between(strategy.grads, strategy.optim),
-        replicas=topology.axes_between(strategy.optim, topology.world_size),
-        gather_updated=topology.axes_between(strategy.params, strategy.optim),
-    )
-
-
-def exchange_span(comm_plan: CommPlan) -> AxisSpan:
-    """The axes between groups along which gradients are summed once a step."""
-    return split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))[1]

@@ -17,6 +17,7 @@ from paro.checkpoint.convert.conversion import SOURCES, TARGETS, Conversion
 from paro.checkpoint.convert.source import Source
 from paro.distributed.user_errors import run_script
 from paro.errors import writing
+from paro.precision import BYTES_OF
 from paro.report.log import print_line
 from paro.sharding.buffers import TORCH_TYPES
 from paro.text import size_text
@@ -56,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--output", required=True, type=Path, metavar="DIR", help="a folder that does not exist")
     add(
         "--dtype",
-        choices=list(TORCH_TYPES),
+        choices=list(BYTES_OF),
         help="type of the tensors; default: as they are stored",
     )
     add(

@@ -28,9 +28,9 @@ from paro.checkpoint.metadata import read_metadata
 from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
-from paro.optim.states import PARAM, STATE_NAMES
 from paro.report.log import print_line
 from paro.sharding.buffers import GRAD_ERRORS, SENT
+from paro.spec.states import PARAM, STATE_NAMES
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json
 

@@ -10,7 +10,7 @@ from model.lora_config import LoraConfig
 from paro.checkpoint.directory import COMMON, Base, find_checkpoint
 from paro.checkpoint.manifest import DamagedError, Manifest, read_manifest
 from paro.errors import UserError
-from paro.optim.states import PARAM
+from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from paro.layout import Shape, rectangles
-from paro.optim.states import PARAM
 from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
+from paro.spec.states import PARAM
 
 # Writing or reading needs twice this much memory in addition to a rank's shards.
 MAX_ITEM_BYTES = 2**24

@@ -26,8 +26,8 @@ from paro.checkpoint.planners import MISMATCH, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
-from paro.optim.states import PARAM
 from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
+from paro.spec.states import PARAM
 
 State = TypeVar("State")
 

@@ -25,7 +25,7 @@ from paro.checkpoint.boxes import BoxedState
 from paro.checkpoint.manifest import DamagedError
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
-from paro.optim.states import PARAM
+from paro.spec.states import PARAM
 
 MISMATCH = "the checkpoint does not match the model"
 

@@ -26,8 +26,7 @@ from paro.distributed.links import Links
 from paro.quantization.blocks import decode, encode, hadamard, split_encoded
 from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
-from paro.strategy import CommPlan, exchange_span
-from paro.topology import Use, nested_range
+from paro.topology import AxisSpan, Use, nested_range
 
 FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
 
@@ -39,53 +38,46 @@ class Contribution:
     values: Tensor
     start: int  # in the unit
     codes: RangeCodes
+    span: AxisSpan  # along which each rank gets a piece of the total
+    replicas: AxisSpan  # and along which the pieces of a range are gathered
     errors: Tensor | None = None  # a row for each owner: what codes have lost, added and renewed
 
 
 class CodedReduction(Endpoint):
     """Reduces between groups to one piece a rank; replicas then gather the pieces of a range."""
 
-    def __init__(
-        self, comm_plan: CommPlan, groups: Groups, links: Links, *, uncoded_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, groups: Groups, links: Links, *, uncoded_dtype: torch.dtype) -> None:
         super().__init__(groups, links)
-        self._inter = exchange_span(comm_plan)
-        self._replicas = comm_plan.replicas
         self._uncoded_dtype = uncoded_dtype  # of elements that have no code
-
-    def num_pieces(self) -> int:
-        """How many pieces, one for each owner, a rank encodes of its gradients."""
-        return len(self._groups.topology.members(self._inter, self._rank))
 
     def reduce(self, gradients: Contribution, result: Tensor, *, after: Event) -> Event:
         """Queues the sum of `gradients` over the ranks into `result`.
 
         `result` is this rank's optimizer range, a part of them or, with replicas, more.
         """
-        codes = gradients.codes
 
         def job() -> None:
             total, uncoded, place = self._exchange(gradients)
-            if self._replicas:
-                self._gather(total, uncoded, place, codes, result)
+            if gradients.replicas:
+                self._gather(total, uncoded, place, gradients, result)
             else:
                 _write(result, hadamard(total) / PAD, uncoded)
 
-        return self._submit(Use.EXCHANGE, self._inter, job, after=after)
+        return self._submit(Use.EXCHANGE, gradients.span, job, after=after)
 
     def _exchange(self, gradients: Contribution) -> tuple[Tensor, Tensor, int]:
         """The sum of this rank's piece, its transformed and its uncoded elements, and its start."""
         rank, whole, start = self._rank, gradients.values, gradients.start
-        codes, errors = gradients.codes, gradients.errors
-        members = self._groups.topology.members(self._inter, rank)
+        codes, errors, span = gradients.codes, gradients.errors, gradients.span
+        members = self._groups.topology.members(span, rank)
         sent = torch.zeros(len(members), codes.range_bytes, dtype=torch.uint8, device=whole.device)
         for index, member in enumerate(members):
-            begin, end = nested_range(self._inter, member, whole.numel())
+            begin, end = nested_range(span, member, whole.numel())
             error = None if errors is None else errors[index]
             self._encode(whole[begin:end], start + begin, codes, sent[index], error)
         received = torch.empty_like(sent)
-        self._wire.all_to_all(Use.EXCHANGE, self._inter, sent, received)
-        place = start + nested_range(self._inter, rank, whole.numel())[0]
+        self._wire.all_to_all(Use.EXCHANGE, span, sent, received)
+        place = start + nested_range(span, rank, whole.numel())[0]
         coded = codes.num_coded(place)
         total = torch.zeros(-(-coded // PAD) * PAD, device=whole.device)
         uncoded = torch.zeros(codes.numel - coded, device=whole.device)
@@ -105,10 +97,10 @@ class CodedReduction(Endpoint):
         uncoded.copy_(values[coded:])
 
     def _gather(
-        self, total: Tensor, uncoded: Tensor, start: int, codes: RangeCodes, result: Tensor
+        self, total: Tensor, uncoded: Tensor, start: int, gradients: Contribution, result: Tensor
     ) -> None:
         """Encodes a sum that is still transformed; all holders decode the same bytes."""
-        rank, span = self._rank, self._replicas
+        rank, span, codes = self._rank, gradients.replicas, gradients.codes
         ranges = result.view(-1, codes.numel)
         encoded = torch.zeros(
             len(ranges) * codes.range_bytes, dtype=torch.uint8, device=result.device

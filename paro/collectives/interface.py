@@ -19,7 +19,12 @@ from paro.topology import AxisSpan, Use, by_units, nested_range
 
 
 class Request(NamedTuple):
-    """One collective on `whole` along `span`, to run after an event."""
+    """One collective on `whole` along `span`, to run after an event.
+
+    An all-gather fills `whole` from the shards of the ranks along `span`. A reduce-scatter writes
+    their sum to this rank's shard of `whole`, and what it likes to the rest; an all-reduce writes
+    it to all of `whole`.
+    """
 
     op: Op
     whole: Tensor
@@ -79,44 +84,9 @@ class Collectives(Endpoint, ABC):
     _algorithm = "native"
     _pipelined = False  # whether ho-ring is a pipeline
 
-    def all_gather(
-        self,
-        whole: Tensor,
-        span: AxisSpan,
-        *,
-        shard: Tensor | None = None,
-        after: Event | None = None,
-        units: int = 1,
-    ) -> Event:
-        """Fills `whole` from the shards of the ranks along `span`.
-
-        This rank's shard is `shard`, or if that is None, already in its range of `whole`.
-        """
-        request = Request(Op.ALL_GATHER, whole, span, whole.dtype, shard, after=after, units=units)
-        return self.run(request)
-
-    def reduce_scatter(
-        self,
-        whole: Tensor,
-        span: AxisSpan,
-        comm_dtype: torch.dtype,
-        *,
-        after: Event | None = None,
-        units: int = 1,
-    ) -> Event:
-        """Writes the sum over `span` to this rank's shard of `whole`; the rest is undefined."""
-        request = Request(Op.REDUCE_SCATTER, whole, span, comm_dtype, after=after, units=units)
-        return self.run(request)
-
-    def all_reduce(
-        self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, *, after: Event | None = None
-    ) -> Event:
-        """Writes the sum over `span` to all of `whole`."""
-        return self.run(Request(Op.ALL_REDUCE, whole, span, comm_dtype, after=after))
-
     @abstractmethod
     def run(self, request: Request) -> Event:
-        """One of these three."""
+        """Queues a collective."""
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         """Queues local work after a collective over `span`, on a comm stream of reductions."""

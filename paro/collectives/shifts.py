@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from paro.collectives.interface import Endpoint
@@ -23,7 +22,6 @@ from paro.collectives.wire import Pending
 from paro.distributed.comm_stream import Event, Stage
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.layout import chunk_numel
 from paro.topology import AxisSpan, Use
 
 
@@ -155,8 +153,3 @@ class Ring(Endpoint):
         first = self._next_tag
         self._next_tag += number
         return first
-
-
-def scratch_numel(numel: int, dtype: torch.dtype, *, device_type: str) -> int:
-    """Elements of scratch for an in-place shift of a buffer of `numel` elements: two chunks."""
-    return 2 * chunk_numel(numel, dtype.itemsize, device_type=device_type)

@@ -26,7 +26,7 @@ from paro.planning.rotation import rotation_infeasible_reason
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
-from paro.strategy import Strategy, make_comm_plan
+from paro.strategy import Strategy
 from paro.text import count_text
 
 _MUON_LR = 0.005  # below it a learning rate is of AdamW's size
@@ -59,7 +59,7 @@ def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaCon
 def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
     """`UserError` if copy engines have nothing to gather inside a node."""
     world, way = sharding.world, (sharding.materialize, sharding.collective)
-    gather = make_comm_plan(strategy, world.topology(*strategy.degrees)).gather
+    gather = world.topology(*strategy.degrees).axes_between(1, strategy.params)
     inside = bool(gather) and gather[0].outer <= min(world.group_size, world.ranks_per_node)
     if runtime.paro_nccl_copy_engine and not (inside and way == ("gather", "native")):
         raise UserError(

@@ -26,7 +26,7 @@ from paro.machine.files import (
 )
 from paro.machine.machine import Machine
 from paro.optim.muon_config import MuonConfig
-from paro.planning.cost_model import in_buckets, model_state_bytes
+from paro.planning.cost_model import in_buckets
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.run_plan import Materialize
 from paro.planning.search.description import bits_text, describe
@@ -37,6 +37,7 @@ from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
+from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
 from paro.text import size_text
 
@@ -263,7 +264,7 @@ def nearest_surviving(
     world, rotates = sharding.world, sharding.materialize == "rotate"
     trained = trainable.names(model)
 
-    def state_bytes(strategy: Strategy) -> int:
+    def held_bytes(strategy: Strategy) -> int:
         degree = strategy.params if rotates else 1
         in_place = sharding.rotate_in_place
         units = units_of(
@@ -274,11 +275,12 @@ def nearest_surviving(
             in_place=in_place,
         )
         dealt = in_buckets(units, strategy, precision, world.group_size)
-        return model_state_bytes(strategy, dealt, precision).total
+        topology = world.topology(*strategy.degrees)
+        return state_bytes(specs_of(dealt, strategy, topology, precision)).total
 
     def distance(other: Strategy) -> tuple[float, int]:
         ratios = (other.params / strategy.params, other.grads / strategy.grads)
-        return sum(abs(math.log(ratio)) for ratio in ratios), state_bytes(other)
+        return sum(abs(math.log(ratio)) for ratio in ratios), held_bytes(other)
 
     def holds(other: Strategy) -> bool:
         node = world.ranks_per_node
@@ -292,5 +294,5 @@ def nearest_surviving(
     nearest = min(holding, key=distance, default=None)
     if nearest is None:
         return None
-    more = state_bytes(nearest) - state_bytes(strategy)
+    more = held_bytes(nearest) - held_bytes(strategy)
     return ",".join(map(str, nearest.degrees)), more

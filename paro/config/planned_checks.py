@@ -15,9 +15,9 @@ from paro.config.context_parallel import check_parts
 from paro.config.sharding import ShardingConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
-from paro.optim.states import is_for_muon
 from paro.planning.rotation import MUON_ROTATES
 from paro.precision import PrecisionConfig
+from paro.spec.states import is_for_muon
 
 
 def check_sequence(model: LlamaConfig, seq_length: int) -> None:

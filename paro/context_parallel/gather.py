@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
+from paro.collectives.schedule import Op
 from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See, in_two
 from paro.distributed.comm_stream import CommStreams, Event, Job
@@ -55,7 +56,8 @@ class GatherTravel:
             kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
             grads_of(source, kv_2BTKH, 0)(self._part(total, source).view_as(own_2BTKH))
         with self._exposure.submitting(WaitKind.CONTEXT):
-            event = self._collectives.reduce_scatter(total, self._span, torch.float32)
+            request = Request(Op.REDUCE_SCATTER, total, self._span, torch.float32)
+            event = self._collectives.run(request)
         share = grads_of(self.place, own_2BTKH[later], own_2BTKH[now].shape[3])
         self._exposure.wait(WaitKind.CONTEXT, event)
         share(home[later])
@@ -64,7 +66,9 @@ class GatherTravel:
     def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
         whole = own_2BTKH.new_empty(self.num_places * own_2BTKH.numel())
         with self._exposure.submitting(WaitKind.CONTEXT):
-            return whole, self._collectives.all_gather(whole, self._span, shard=own_2BTKH.view(-1))
+            own = own_2BTKH.view(-1)
+            request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=own)
+            return whole, self._collectives.run(request)
 
     def _others(self) -> list[int]:
         return [place for place in range(self.num_places) if place != self.place]

@@ -21,7 +21,6 @@ from paro.distributed.control import PlannedControl
 from paro.errors import UserError
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of, workload_of
-from paro.planning.cost_model import model_state_bytes
 from paro.planning.listing import step_lines
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
@@ -260,10 +259,6 @@ def _model(plan: PlannedRun) -> Iterator[str]:
 
 def _placement(plan: PlannedRun) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    specs = plan.training.model.specs
-    states = model_state_bytes(plan.config.strategy, specs, plan.config.precision)
-    held = plan.training.optimizer.model_state_bytes()
-    assert held == states.total, f"rank 0 holds {held} bytes, the formula says {states.total}"
     yield f"> precision: {precision_line(plan.config)}"
 
 

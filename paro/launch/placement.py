@@ -9,9 +9,9 @@ from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.launch.prediction import workload_of
 from paro.optim.deal import newton_schulz_flops
-from paro.planning.cost_model import ModelStateBytes, model_state_bytes, strategy_of
 from paro.planning.survival import Survival, survival
 from paro.sharding.shards import UnitShards
+from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.strategy import FLAG, Strategy, effective_letters
 from paro.text import align, count_text, ranks_text, size_text
 from paro.topology import Topology
@@ -22,7 +22,7 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
     """The placement table that is logged at the start: which ranks hold which state."""
     context = training.model.context
     strategy, topology = context.strategy, context.topology
-    states = model_state_bytes(strategy, training.model.specs, config.precision)
+    states = state_bytes(training.model.specs)
     ranks = ranks_text(topology.world_size, topology.group_size)
     title = f"> strategy: {strategy.name}, {ranks}, collectives {config.sharding.collective}"
     if config.sharding.materialize == "rotate":
@@ -153,7 +153,7 @@ def check_placement(config: RunConfig, training: Training) -> None:
     """
     everywhere = training.control.gather([_held(unit) for unit in training.model.units])
     for number, unit in enumerate(training.model.units):
-        strategy = strategy_of(unit.spec, config.strategy)
+        strategy = unit.spec.strategy
         degrees = {"params": strategy.params}
         if unit.trainable:
             degrees |= {"grads": strategy.grads, "optimizer": unit.optim_degree}
@@ -165,8 +165,7 @@ def check_placement(config: RunConfig, training: Training) -> None:
             )
             wanted = {(index * size, size): copies for index in range(degree)}
             assert ranges == wanted, f"{state} of {unit.name} lie at {ranges}, asked: {wanted}"
-    specs = training.model.specs
-    total = model_state_bytes(config.strategy, specs, config.precision).total
+    total = state_bytes(training.model.specs).total
     held_bytes = training.optimizer.model_state_bytes()
     assert held_bytes == total, f"model states take {held_bytes} bytes, the formula says {total}"
 

@@ -16,7 +16,6 @@ from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.layout import Shape
-from paro.optim.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.planning.memory.device import DeviceMemory
 from paro.planning.run_plan import RunPlan
 from paro.planning.search.estimator import Estimator
@@ -27,6 +26,7 @@ from paro.planning.search.search_space import Workload
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
+from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.strategy import Strategy
 from paro.text import count_text, size_text
 from paro.training.assembly import plan_of

@@ -28,10 +28,10 @@ from paro.measuring.links import time_links, with_measured
 from paro.measuring.memory import with_communicators
 from paro.measuring.race import Race
 from paro.optim.step_checks import StepChecksConfig
-from paro.planning.cost_model import model_state_bytes
 from paro.planning.units import units_of
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
+from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import parse_strategy
 from paro.text import size_text
 from paro.topology import AxisSpan
@@ -76,7 +76,7 @@ def measure_machine(
     seconds = control.gather(max(left, _LEAST_FOR_LINKS))[0]
     trains = config.trained.__contains__
     units = units_of(config.model, world_size=world.size, is_trained=trains)
-    largest = max(unit.trainable_numel + unit.frozen_numel for unit in units) * BYTES_OF["fp32"]
+    largest = max(unit.numel for unit in units) * BYTES_OF["fp32"]
     outcomes = time_links(race, spans_of(config), most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
     found: Machine = control.gather(with_measured(machine, outcomes, device, source=source))[0]
@@ -173,7 +173,9 @@ def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
     for layers in range(min(_MOST_LAYERS, config.model.num_layers), 0, -1):
         fewer = with_layers(config, layers)
         units = units_of(fewer.model, world_size=1, is_trained=fewer.trained.__contains__)
-        needed = model_state_bytes(config.strategy, units, config.precision).total
+        topology = config.world.topology(*config.strategy.degrees)
+        specs = specs_of(units, config.strategy, topology, config.precision)
+        needed = state_bytes(specs).total
         if needed <= _MOST_MEMORY * memory_bytes:
             return layers
     raise UserError(

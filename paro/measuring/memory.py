@@ -14,7 +14,8 @@ import torch
 
 from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
+from paro.collectives.schedule import Op
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
@@ -85,8 +86,6 @@ def _make_and_use(
     collectives = make_collectives(flat, groups, make_links(device, config.backend))
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)
-    if use is Use.GATHER:
-        collectives.all_gather(buffer, span).wait()
-    else:
-        collectives.reduce_scatter(buffer, span, buffer.dtype).wait()
+    op = Op.ALL_GATHER if use is Use.GATHER else Op.REDUCE_SCATTER
+    collectives.run(Request(op, buffer, span, buffer.dtype)).wait()
     return collectives

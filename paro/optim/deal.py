@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paro.layout import PlacedBox, UnitLayout
-from paro.optim.states import is_for_muon
 from paro.precision import PrecisionConfig
+from paro.spec.states import is_for_muon
 from paro.strategy import Strategy
 from paro.topology import AxisSpan, Topology
 

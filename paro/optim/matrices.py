@@ -12,7 +12,7 @@ from torch import Tensor
 from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.optim.deal import Dealt, Matrix, Places, Round, deal, muon_places
+from paro.optim.deal import Dealt, Matrix, Places, Round, deal
 from paro.optim.muon_config import Coefficients, MuonConfig
 from paro.optim.muon_kernels import MomentumUpdate, MuonKernels, Square, square_by_torch
 from paro.optim.rounding import Rounding
@@ -32,7 +32,7 @@ class MuonRange:
 
     def matrices(self, number: int) -> Iterator[Matrix]:
         """Those of the unit, which is given this number."""
-        for place in muon_places(self.unit.layout):
+        for place in self.unit.spec.unit.matrices:
             yield Matrix(number, self.unit.layout.numel, *place)
 
 

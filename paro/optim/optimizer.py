@@ -26,20 +26,11 @@ from paro.optim.matrices import MuonRange, MuonStep
 from paro.optim.muon_config import MuonConfig
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.optim.rounding import Rounding
-from paro.optim.states import (
-    MASTER,
-    MOMENTS,
-    MOMENTUM,
-    PARAM,
-    adamw_states,
-    kept_numels,
-    master_is_param,
-    muon_states,
-)
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
+from paro.spec.states import MOMENTS, MOMENTUM, PARAM, adamw_states
 
 # (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU
 Initializer = Callable[[str, int, int], Tensor]
@@ -77,25 +68,18 @@ class UnitOptimizer:
         self, unit: UnitShards, config: OptimConfig, precision: PrecisionConfig, seed: int
     ) -> None:
         self.unit, self.seed = unit, seed
-        grad = unit.optim_grad
-        strategy = unit.context.strategy
-        is_fp32 = unit.param_shard.dtype == torch.float32
-        self.master_is_param = master_is_param(strategy, is_fp32=is_fp32)
-        numel, layout = grad.numel(), unit.layout
-        self.muon_boxes = muon_boxes(layout) if precision.optimizer == "muon" else ()
-        muon_stop = layout.decayed_stop if self.muon_boxes else 0
-        by_muon, by_adamw = kept_numels(layout.numel, muon_stop, numel)
-        kept = {MASTER: 0 if self.master_is_param else numel}
-        kept |= dict.fromkeys(adamw_states(precision)[1:], by_adamw)
-        kept |= dict.fromkeys(muon_states(precision)[1:], by_muon)
+        grad, spec = unit.optim_grad, unit.spec
+        numel = grad.numel()
+        self.master_is_param = spec.master_is_param
+        self.muon_boxes = muon_boxes(unit.layout) if spec.muon_stop else ()
         self.states = {
             state.name: torch.zeros(length, dtype=TORCH_TYPES[state.dtype], device=grad.device)
-            for state, length in kept.items()
+            for state, length in spec.optimizer_numels(numel).items()
         }
         if self.master_is_param:
             self.states[PARAM] = unit.param_shard
         self.master = self.states[PARAM]
-        self.num_muon = max(0, min(numel, muon_stop - unit.optim_start))
+        self.num_muon = max(0, min(numel, spec.muon_stop - unit.optim_start))
         moments = [self.states[state.name] for state in adamw_states(precision)[1:]]
         rounds, begin = precision.rounds_moments, self.num_muon
         chosen = choose_adamw(config.adam_implementation, grad.device, rounds=rounds)
@@ -334,7 +318,7 @@ class ParoOptimizer:
 
         for part in self._parts:
             unit = part.unit
-            degree = unit.context.strategy.optim
+            degree = unit.spec.strategy.optim
             for state, layout, start, values in part.shards():
                 yield shard(layout, degree, start, values, state)
             if unit.coded_update is not None:
@@ -345,7 +329,7 @@ class ParoOptimizer:
                 yield errors
         for unit in self.model.units:
             if frozen and not unit.trainable:
-                degree = unit.context.strategy.params
+                degree = unit.spec.strategy.params
                 yield shard(unit.layout, degree, unit.param_start, unit.param_shard, PARAM)
 
     @torch.no_grad()

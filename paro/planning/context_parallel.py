@@ -35,7 +35,8 @@ from paro.collectives.schedule import Op
 from paro.context_parallel.layout import heads_at_first, num_pieces
 from paro.distributed.byte_counter import Sent
 from paro.planning.run_plan import MicroBatch
-from paro.planning.sending import Collective, Sender, To
+from paro.planning.sending import Sender, To
+from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, Topology, Use
 
@@ -293,7 +294,8 @@ def context_traffic(
 def _sent(message: Message, sender: Sender) -> Sent:
     to, span, num_bytes, number = message
     if isinstance(to, Op):
-        return sender.sent([Collective(Use.CONTEXT, to, span, num_bytes, itemsize=1)])
+        numel = num_bytes // span[0].inner
+        return sender.sent([Collective(Use.CONTEXT, to, span, numel, UINT8)])
     return sender.message(to, span, num_bytes) * number
 
 

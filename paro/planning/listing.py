@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
+from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import exchanged, unit_collectives
+from paro.planning.cost_model import exchanged
 from paro.planning.memory.tally import StepTally
 from paro.planning.passes import LISTED_MICRO_BATCHES
 from paro.planning.sending import Sender
@@ -43,24 +44,19 @@ _WORDS = {
     Verb.BACKWARD: "BACKWARD {}: to its first gradient",
     Verb.GRADIENTS: "BACKWARD {}: the rest",
 }
-# The collectives of an action.
+# The collectives of an action, with whether they send codes.
 _SENT = {
-    Verb.GATHER: ("all-gather {}",),
-    Verb.REDUCE: ("reduce-scatter gradients of {}",),
-    Verb.STEP_REDUCE: ("step reduce-scatter of {}", "replica all-reduce of {}"),
-    Verb.GATHER_UPDATED: ("all-gather updated {}",),
-    Verb.SHIFT: ("send the slice of {} on",),
-    Verb.SHIFT_BACK: ("send the slice of {} back",),
-    Verb.SHIFT_GRADS: ("send the slice's gradients of {} back",),
-}
-# The same of what is sent as codes.
-_CODED = {
-    Verb.STEP_REDUCE: (
-        "step reduce-scatter of {}",
-        "step all-to-all of codes of {}",
-        "replica all-gather of codes of {}",
-    ),
-    Verb.GATHER_UPDATED: ("all-gather codes of updated {}",),
+    (Verb.GATHER, Op.ALL_GATHER, False): "all-gather {}",
+    (Verb.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
+    (Verb.STEP_REDUCE, Op.REDUCE_SCATTER, False): "step reduce-scatter of {}",
+    (Verb.STEP_REDUCE, Op.ALL_REDUCE, False): "replica all-reduce of {}",
+    (Verb.STEP_REDUCE, Op.REDUCE_SCATTER, True): "step all-to-all of codes of {}",
+    (Verb.STEP_REDUCE, Op.ALL_GATHER, True): "replica all-gather of codes of {}",
+    (Verb.GATHER_UPDATED, Op.ALL_GATHER, False): "all-gather updated {}",
+    (Verb.GATHER_UPDATED, Op.ALL_GATHER, True): "all-gather codes of updated {}",
+    (Verb.SHIFT, Op.ALL_GATHER, False): "send the slice of {} on",
+    (Verb.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
+    (Verb.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
 }
 _OF_BUCKET = (Verb.STEP_REDUCE, Verb.GATHER_UPDATED)
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
@@ -115,7 +111,7 @@ def step_lines(
     yield f"> a step, action by action: {which}, the end of the step, and the update"
     yield "    MB that rank 0 sends inside its group and between groups, and that are alive after"
     yield "    an action, or at most while it computes (upper case); total: with model states"
-    own = exchanged(units, run.strategy, run.topology, run.precision)
+    own = exchanged(tally.specs)
     if own.intra or own.inter:
         yield "    before the updates, Muon's rounds send " + (
             f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
@@ -173,8 +169,6 @@ class _Follower:
         self.tally, self.step, self.run, self.sender = tally, tally.step, tally.run, sender
         self.topology, self.other_bytes = tally.run.topology, other_bytes
         self._trained = [one for one in tally.step.buffers if one.trains]
-        given = self.run.strategy, self.topology, self.run.precision
-        self._collectives = [unit_collectives(unit, *given) for unit in tally.step.units]
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, stretches: Pass) -> list[_Entry]:
@@ -227,20 +221,16 @@ class _Follower:
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
         """The collectives of an action: words, comm stream, and what a rank sends."""
-        verb = action[0]
-        if verb not in _SENT:
+        verb, number, *_ = action
+        if verb >= Verb.FORWARD:
             return
-        _, trains, index = self.step.buffers[action[1]]
-        collectives = self._collectives[index][PASS_OF.get(verb, verb), trains]
-        listed = _CODED if collectives[-1].is_coded else _SENT
-        for words, one in zip(listed[verb], collectives, strict=True):
-            if one.span:
-                axes = ", ".join(map(self._axis_text, one.span))
-                use, sent = one.use, self.sender.sent([one])
-                if verb in PASS_OF:
-                    shifts, use = self.run.strategy.params - 1, Use.ROTATE
-                    sent = Sent(sent.intra // shifts, sent.inter // shifts)
-                yield words, f"{use.value} {axes}", sent
+        for one in self.tally.specs[number].collectives.get(PASS_OF.get(verb, verb), ()):
+            axes = ", ".join(map(self._axis_text, one.span))
+            use, sent = one.use, self.sender.sent([one])
+            if verb in PASS_OF:
+                shifts, use = self.run.strategy.params - 1, Use.ROTATE
+                sent = Sent(sent.intra // shifts, sent.inter // shifts)
+            yield _SENT[verb, one.op, one.is_coded], f"{use.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """An axis by its links, and by its degrees if others have such links too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -10,6 +11,8 @@ from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.optim.deal import places_to_deal_to
 from paro.optim.muon_config import MuonConfig
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.spec.sharding_spec import ShardingSpec, specs_of
+from paro.step.units import UnitSize
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology
 
@@ -125,6 +128,10 @@ class RunPlan(RunFlags):
         return make_topology(
             world_size=self.world_size, group_size=self.group_size, degrees=degrees
         )
+
+    def specs(self, units: Iterable[UnitSize]) -> list[ShardingSpec]:
+        """How the buffers of the run's units are sharded, by their numbers."""
+        return specs_of(units, self.strategy, self.topology, self.precision)
 
     @property
     def context_topology(self) -> Topology:

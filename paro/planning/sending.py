@@ -16,32 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans
 from paro.distributed.byte_counter import Sent
+from paro.spec.sharding_spec import Collective
 from paro.topology import AxisSpan, Use
-
-
-class Collective(NamedTuple):
-    """A collective of a unit's flat buffer."""
-
-    use: Use
-    op: Op
-    span: AxisSpan  # empty: nothing is sent
-    whole_bytes: int  # of the whole unit as it is sent
-    itemsize: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffer that the collective gathers or reduces."""
-        return self.whole_bytes // self.span[0].inner if self.span else 0
-
-    @property
-    def is_coded(self) -> bool:
-        return self.itemsize == 1
 
 
 class To(Enum):
@@ -80,16 +61,15 @@ class Sender:
 
     def _messages(self, one: Collective) -> Iterator[Sent]:
         choice = NATIVE if one.use is Use.EXCHANGE else self.choice
-        if not one.span:
-            return
         name = choice.of(one.op, one.span, one.num_bytes)
         ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
+        whole = one.num_bytes * one.span[0].inner
         for part in group_spans(name, one.span, pipelined=choice.pipelines):
             inner, outer = part[0].inner, part[-1].outer
-            assert one.whole_bytes % outer == 0, f"{one} is not padded for {part}"
-            shard = one.whole_bytes // outer
+            assert whole % outer == 0, f"{one} is not padded for {part}"
+            shard = whole // outer
             for to in (_ON_RINGS if name == "ring" else ways)[one.op]:
-                size = shard if to is To.EACH else one.whole_bytes // inner - shard
+                size = shard if to is To.EACH else whole // inner - shard
                 yield self.message(to, part, size)
 
     def message(self, to: To, span: AxisSpan, num_bytes: int) -> Sent:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paro.quantization.formats import FULL_BITS, BlockFormat, error_bytes
-from paro.topology import AxisSpan, Link
+from paro.quantization.formats import BlockFormat, error_bytes
 
 UPDATE_BLOCK, GRADIENT_BLOCK = 2048, 128  # elements
 _LEAST = 2048  # elements of matrices; a range with fewer has no codes
@@ -57,31 +56,3 @@ class RangeCodes:
     def _num_bytes(self, start: int) -> int:
         coded = self.num_coded(start)
         return self.form.num_bytes(coded) + (self.numel - coded) * self.uncoded_bytes
-
-
-def codes_along(
-    span: AxisSpan,
-    *,
-    bits: int,
-    block: int,
-    numel: int,
-    slice_numel: int,
-    matrix_stop: int,
-    uncoded_bytes: int,
-) -> RangeCodes | None:
-    """The codes of a unit's updated parameters, all-gathered along `span`, or of its gradients,
-    summed along it once a step; None if they are sent exactly.
-
-    That is so if `bits` says it, if `span` crosses no group, or if codes save nothing. Ranges of
-    `numel` elements are those of an optimizer's shard, or the pieces that one rank adds up.
-    """
-    if bits == FULL_BITS or not any(axis.link is Link.INTER for axis in span):
-        return None
-    codes = RangeCodes(
-        form=BlockFormat(bits=bits, block=block),
-        numel=numel,
-        slice_numel=slice_numel,
-        matrix_stop=matrix_stop,
-        uncoded_bytes=uncoded_bytes,
-    )
-    return codes if codes.range_bytes < codes.numel * uncoded_bytes else None

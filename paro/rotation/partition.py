@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,8 +16,8 @@ from paro.sharding.distributed_model import MicroBatchState
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import bind_empty
-from paro.step.units import UnitSize, buffers_of
-from paro.strategy import make_comm_plan, replicated
+from paro.spec.sharding_spec import ShardingSpec
+from paro.step.units import UnitSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,8 @@ class Parts:
 
 def cut_into_parts(
     model: nn.Module,
-    specs: Sequence[UnitSpec],
-    units: Sequence[UnitSize],
+    unit_specs: Sequence[UnitSpec],
+    specs: Sequence[ShardingSpec],
     context: ShardingContext,
     ring: Ring,
     *,
@@ -41,28 +41,25 @@ def cut_into_parts(
 ) -> Parts:
     """The parts of a model built on the meta device; only the shards are allocated.
 
-    The matrices of a part are stored slice by slice in `units` of their own, of which it has two
-    if slices rotate in two halves. A part of a unit that borrows parameters, such as a tied head,
-    uses the borrowed unit's.
+    The matrices of a part are stored slice by slice in units of their own, of which it has two if
+    slices rotate in two halves. A part of a unit that borrows parameters, such as a tied head, uses
+    the borrowed unit's.
     """
-    bound = bind_empty(model, units, context)
-    halves: defaultdict[str, list[Half]] = defaultdict(list)  # by the label of their matrices
-    for unit in units:
-        if not unit.replicated:
-            halves[unit.part].append(
-                tuple(RotatingUnit(b, context, ring, in_place=in_place) for b in buffers_of([unit]))
-            )
-    state = MicroBatchState()
-    parts = tuple(
-        RotatingPart(model.get_submodule(spec.name), spec, part, halves[spec.label_of(part)], state)
-        for spec in specs
-        for part in spec.parts
-    )
-    strategy = replicated(context.strategy)
-    comm_plan = make_comm_plan(strategy, context.topology)
-    of_norms = replace(context, strategy=strategy, comm_plan=comm_plan)
-    norms = tuple(ShardedUnit(b, of_norms) for b in buffers_of(units) if b.unit.replicated)
+    bound = bind_empty(model, specs, context)
+    norms = tuple(ShardedUnit(spec, context) for spec in specs if spec.unit.replicated)
     for norm in norms:
         norm.bind(bound)
-    rotating = tuple(unit for own in halves.values() for half in own for unit in half)
+    weights = [spec for spec in specs if not spec.unit.replicated]
+    rotating = tuple(RotatingUnit(spec, context, ring, in_place=in_place) for spec in weights)
+    halves: defaultdict[str, dict[UnitSize, Half]] = defaultdict(dict)  # by their matrices' label
+    for unit in rotating:
+        of_part, half = halves[unit.spec.unit.part], unit.spec.unit
+        of_part[half] = (*of_part.get(half, ()), unit)
+    state = MicroBatchState()
+    parts = tuple(
+        RotatingPart(model.get_submodule(unit.name), unit, part, held, state)
+        for unit in unit_specs
+        for part in unit.parts
+        for held in [tuple(halves[unit.label_of(part)].values())]
+    )
     return Parts(parts=parts, rotating=rotating, replicated=norms, state=state)

@@ -8,14 +8,14 @@ from functools import partial
 from torch import Tensor
 
 from model.matmul import store_grad
-from paro.collectives.shifts import Ring, Turn, scratch_numel
+from paro.collectives.shifts import Ring, Turn
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
-from paro.sharding.buffers import ElasticBuffer
+from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
+from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import Move, SliceMove, Verb
 from paro.step.rotating import RingShape, SlicePolicy, Slot
-from paro.step.units import Buffer
 
 
 class RotatingUnit(UnitShards):
@@ -27,12 +27,12 @@ class RotatingUnit(UnitShards):
     """
 
     def __init__(
-        self, buffer: Buffer, context: ShardingContext, ring: Ring, *, in_place: bool
+        self, spec: ShardingSpec, context: ShardingContext, ring: Ring, *, in_place: bool
     ) -> None:
-        super().__init__(buffer, context)
+        super().__init__(spec, context)
         self._ring = ring
-        self.num_steps, layout = ring.size, buffer.layout
-        numel = layout.numel // ring.size
+        self.num_steps = ring.size
+        layout, numel = spec.layout, spec.layout.numel // ring.size
         self._pieces = [
             tuple(layout.pieces(index * numel, (index + 1) * numel)) for index in range(ring.size)
         ]
@@ -43,7 +43,12 @@ class RotatingUnit(UnitShards):
             ]
             for index in range(ring.size)
         ]
-        self._spares = self._make_spares(numel)
+        self._spares = {
+            slot: ElasticBuffer(
+                size, dtype=TORCH_TYPES[kind], tally=context.ledger.slices, device=context.device
+            )
+            for slot, (size, kind) in spec.slots(context.device.type).items()
+        }
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard
         self._grad_boxes: dict[int, dict[str, Tensor]] = {}  # by step: views of GRAD or GRAD_2
@@ -51,7 +56,7 @@ class RotatingUnit(UnitShards):
             RingShape(
                 num_steps=ring.size,
                 in_place=in_place,
-                shares_scratch=self.param_shard.dtype == context.reduce_dtype,
+                shares_scratch=spec.precision.compute == spec.precision.wire,
             ),
             trainable=self.trainable,
         )
@@ -71,18 +76,6 @@ class RotatingUnit(UnitShards):
             Verb.WAIT_GRADS: partial(self._wait, WaitKind.REDUCE),
             Verb.ZERO_GAPS: self._zero_gaps,
             Verb.ACCUMULATE: self._accumulate,
-        }
-
-    def _make_spares(self, numel: int) -> dict[Slot, ElasticBuffer]:
-        context, compute, wire = self.context, self.param_shard.dtype, self.context.reduce_dtype
-        sizes = dict.fromkeys((Slot.SPARE, Slot.SPARE_2), (numel, compute))
-        sizes |= dict.fromkeys((Slot.GRAD, Slot.GRAD_2), (numel, wire))
-        for slot, dtype in ((Slot.SCRATCH, compute), (Slot.GRAD_SCRATCH, wire)):
-            sizes[slot] = scratch_numel(numel, dtype, device_type=context.device.type), dtype
-        tally, device = context.ledger.slices, context.device
-        return {
-            slot: ElasticBuffer(size, dtype=dtype, tally=tally, device=device)
-            for slot, (size, dtype) in sizes.items()
         }
 
     # Slices #

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from paro.layout import UnitLayout
+from paro.spec.sharding_spec import UINT8
 
 SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
 GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same ranks can use it
-TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_TYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    UINT8: torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +28,7 @@ class FlatShard:
     layout: UnitLayout
     start: int  # index of values[0] in the unit's flat buffer
     values: Tensor  # 1-D
-    state: str  # a name of paro/optim/states.py, SENT or GRAD_ERRORS
+    state: str  # a name of paro/spec/states.py, SENT or GRAD_ERRORS
     rank: int = 0
     replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
 

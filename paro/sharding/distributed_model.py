@@ -52,7 +52,7 @@ class DistributedModel:
     ) -> None:
         self.model = model
         self.units = units
-        self.specs = tuple(dict.fromkeys(unit.spec for unit in units))
+        self.specs = [unit.spec for unit in units]
         self.context = units[0].context
         self.trainable_units = [unit for unit in units if unit.trainable]
         self._state = state

@@ -50,12 +50,13 @@ class ShardedModel(DistributedModel):
             Verb.WAIT_REDUCED: ShardedUnit.wait_reduced,
         }
         parameters = dict(model.named_parameters())
-        for index, spec in enumerate(self.specs):
-            self._hook(index, model.get_submodule(spec.name))
-        borrowed = {name for spec in self.specs for name in spec.borrows}
+        planned = dict.fromkeys(spec.unit for spec in self.specs)
+        for index, one in enumerate(planned):
+            self._hook(index, model.get_submodule(one.name))
+        borrowed = {name for one in planned for name in one.borrows}
         for unit in units:
             if unit.trainable:
-                has_one_part = unit.spec.name not in borrowed
+                has_one_part = unit.spec.unit.name not in borrowed
                 self._make_sinks(unit, parameters, by_matmuls=has_one_part)
 
     # Called by the training loop #

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from model.fp8 import Casts
 from model.matmul import store_grad
-from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
-from paro.sharding.buffers import ElasticBuffer, box_views
+from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, box_views
 from paro.sharding.shards import ShardingContext, UnitShards
-from paro.step.units import Buffer
+from paro.spec.sharding_spec import Collective, ShardingSpec
+from paro.step.actions import Verb
 
 
 class UnitState(Enum):
@@ -47,26 +48,27 @@ class ShardedUnit(UnitShards):
     ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """
 
-    def __init__(self, buffer: Buffer, context: ShardingContext) -> None:
-        super().__init__(buffer, context)
-        strategy, layout = context.strategy, buffer.layout
-        self._gather_span = context.comm_plan.gather
+    def __init__(self, spec: ShardingSpec, context: ShardingContext) -> None:
+        super().__init__(spec, context)
         self._gathered: Event = DONE
         self._grad_U_read: Event = DONE
-        whole = partial(ElasticBuffer, layout.numel, layout=layout, device=context.device)
-        ledger, registered = context.ledger, context.collectives.registered
+        ledger, resize = context.ledger, context.collectives.registered.resize
         self._param_U: ElasticBuffer | None = None
-        if strategy.params > 1:
-            dtype = self.param_shard.dtype
-            resize = partial(registered.resize, trains=self.trainable)
-            self._param_U = whole(dtype=dtype, tally=ledger.whole_params, resize=resize)
+        for one in spec.collectives[Verb.GATHER]:
+            of_kind = partial(resize, trains=spec.buffer.trains)
+            self._param_U = self._whole(one, tally=ledger.whole_params, resize=of_kind)
         self.state = UnitState.SHARDED if self._param_U else UnitState.WHOLE
         self._grad_U: ElasticBuffer | None = None
-        if strategy.grads > 1 and self.trainable:
-            self._grad_U = whole(dtype=context.reduce_dtype, tally=ledger.whole_grads)
-        self._casts = [Casts() for _ in layout.boxes]
+        for one in spec.collectives.get(Verb.REDUCE, ()):
+            self._grad_U = self._whole(one, tally=ledger.whole_grads)
+        self._casts = [Casts() for _ in spec.layout.boxes]
         self._grad_boxes: dict[str, Tensor] = {}
         self.num_arrived = 0
+
+    def _whole(self, one: Collective, **settings: Any) -> ElasticBuffer:
+        """The buffer that a collective fills, or empties."""
+        dtype, device = TORCH_TYPES[one.dtype], self.context.device
+        return ElasticBuffer(one.numel, layout=self.layout, dtype=dtype, device=device, **settings)
 
     # Binding #
 
@@ -92,9 +94,9 @@ class ShardedUnit(UnitShards):
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
         self._param_U.alloc()
         with self.context.exposure.submitting(WaitKind.GATHER):
-            self._gathered = self.context.collectives.all_gather(
+            _, self._gathered = self._queue(
+                self.spec.collectives[Verb.GATHER],
                 self._param_U.values,
-                self._gather_span,
                 shard=self.param_shard,
                 after=self._updated,
             )
@@ -156,15 +158,14 @@ class ShardedUnit(UnitShards):
         self.num_arrived = 0
 
     def _queue_reduction(self, grad_U: Tensor) -> Event:
-        context, grad_shard, fresh = self.context, self.grad_shard, self._fresh
-        comm_plan, collectives = context.comm_plan, context.collectives
-        event = collectives.reduce_scatter(grad_U, comm_plan.reduce, context.reduce_dtype)
+        grad_shard, fresh = self.grad_shard, self._fresh
+        sent = self.spec.collectives[Verb.REDUCE]
+        own, event = self._queue(sent, grad_U)
 
         def accumulate() -> None:
-            own = shard_in(grad_U, comm_plan.reduce, context.rank)
             store_grad(own, grad_shard, adds=not fresh)
 
-        return collectives.run_after(comm_plan.reduce, accumulate, after=event)
+        return self.context.collectives.run_after(sent[-1].span, accumulate, after=event)
 
     def free_whole_grad(self) -> None:
         """Frees the whole gradient buffer after waiting until it has been reduced."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from paro.collectives.coded import CodedReduction, Contribution
-from paro.collectives.interface import Collectives
+from paro.collectives.interface import Collectives, Request
 from paro.collectives.matrices import MatrixExchange
-from paro.collectives.wire import shard_in
+from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedBox, UnitLayout, whole_box
-from paro.precision import PrecisionConfig
 from paro.quantization.blocks import decode, encode, split_encoded
-from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes, codes_along
+from paro.quantization.ranges import RangeCodes
 from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
-from paro.step.units import Buffer
-from paro.strategy import CommPlan, Strategy
-from paro.topology import AxisSpan, Topology, by_units, nested_range, split_by_link
+from paro.spec.sharding_spec import Collective, ShardingSpec
+from paro.step.actions import Verb
+from paro.strategy import Strategy
+from paro.topology import Topology, by_units, nested_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +33,13 @@ class ShardingContext:
     topology: Topology
     rank: int
     strategy: Strategy
-    comm_plan: CommPlan
     collectives: Collectives
     device: torch.device
-    precision: PrecisionConfig
     coded_reduction: CodedReduction | None = None  # if gradients have codes
     # If Muon updates matrices: by the number of ranks over which these are spread.
     matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
     exposure: Exposure
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        return TORCH_TYPES[self.precision.wire]
 
 
 class UnitShards:
@@ -53,64 +49,31 @@ class UnitShards:
     use and how gradients get into `grad_shard`. After an exception the unit is unusable.
     """
 
-    def __init__(self, buffer: Buffer, context: ShardingContext) -> None:
-        self.spec = buffer.unit
-        self.name, self.layout, self.trainable = buffer.name, buffer.layout, buffer.trains
+    def __init__(self, spec: ShardingSpec, context: ShardingContext) -> None:
+        self.spec = spec
+        self.name, self.layout, self.trainable = spec.buffer.name, spec.layout, spec.buffer.trains
         self.context = context
-        strategy, numel, device = context.strategy, buffer.numel, context.device
-        self.param_shard = torch.zeros(
-            numel // strategy.params, dtype=param_dtype(context, self.trainable), device=device
-        )
-        self.grad_shard = torch.zeros(
-            numel // strategy.grads if self.trainable else 0,
-            dtype=TORCH_TYPES[context.precision.accumulate],
-            device=device,
-        )
+        zeros = partial(torch.zeros, device=context.device)
+        self.param_shard = zeros(spec.param_numel, dtype=TORCH_TYPES[spec.param_dtype])
+        accumulate = TORCH_TYPES[spec.precision.accumulate]
+        self.grad_shard = zeros(spec.grad_numel, dtype=accumulate)
         # Units with one step reduce-scatter and all-gather of updated parameters, and their shards.
         self.bucket: tuple[UnitShards, ...] = (self,)
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
-        self.coded_update = self._coded_update() if self.trainable else None
-        self._grad_codes = self._codes_of_gradients() if self.trainable else None
-        self.grad_errors = self._grad_errors()
+        self.coded_update: CodedUpdate | None = None
+        if spec.update_codes is not None:
+            (gathered,) = spec.collectives[Verb.GATHER_UPDATED]
+            encoded = zeros(gathered.numel, dtype=TORCH_TYPES[gathered.dtype])
+            self.coded_update = CodedUpdate(
+                spec.update_codes, encoded, self.param_shard, self.param_start
+            )
+        lost = spec.grad_error_bytes
+        self.grad_errors = zeros(lost, dtype=torch.uint8) if any(lost) else None
         self.full_precision = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
         self._is_encoded = False  # what `gather_updated` sends next is `encode_update`'s
         self._updated: Event = DONE
         self._reduced: Event = DONE
-
-    def _coded_update(self) -> CodedUpdate | None:
-        context, layout = self.context, self.layout
-        codes = codes_along(
-            context.comm_plan.gather_updated,
-            bits=context.precision.inter_param_bits,
-            block=UPDATE_BLOCK,
-            numel=layout.numel // context.strategy.optim,
-            slice_numel=layout.numel // layout.num_slices,
-            matrix_stop=layout.decayed_stop,
-            uncoded_bytes=TORCH_TYPES[context.precision.compute].itemsize,
-        )
-        return None if codes is None else CodedUpdate(codes, self.param_shard, self.param_start)
-
-    def _codes_of_gradients(self) -> RangeCodes | None:
-        context, layout, comm_plan = self.context, self.layout, self.context.comm_plan
-        return codes_along(
-            (*comm_plan.step_reduce, *comm_plan.replicas),
-            bits=context.precision.inter_grad_bits,
-            block=GRADIENT_BLOCK,
-            numel=layout.numel // context.topology.world_size,
-            slice_numel=layout.numel // layout.num_slices,
-            matrix_stop=layout.decayed_stop,
-            uncoded_bytes=context.reduce_dtype.itemsize,
-        )
-
-    def _grad_errors(self) -> Tensor | None:
-        """What codes of gradients have lost: for every owner of a piece a row of bytes."""
-        context, codes = self.context, self._grad_codes
-        if codes is None or not context.precision.inter_grad_error_feedback:
-            return None
-        assert context.coded_reduction is not None, f"{self.name} has codes"
-        num_pieces = context.coded_reduction.num_pieces()
-        return torch.zeros(num_pieces, codes.error_bytes, dtype=torch.uint8, device=context.device)
 
     def shard_of_errors(self) -> FlatShard | None:
         """What codes of gradients have lost, as checkpoints save it: no rank has another's.
@@ -121,7 +84,7 @@ class UnitShards:
             return None
         context, (num_pieces, length) = self.context, self.grad_errors.shape
         world_size, group_size = context.topology.world_size, context.topology.group_size
-        degrees = "-".join(map(str, context.strategy.degrees))
+        degrees = "-".join(map(str, self.spec.strategy.degrees))
         name = f"{self.name}@{world_size}x{group_size}@{degrees}"
         rows = whole_box(name, (world_size * num_pieces, length))
         return FlatShard(
@@ -138,17 +101,17 @@ class UnitShards:
     @property
     def param_start(self) -> int:
         """Offset of `param_shard` in the unit's flat buffer, in elements."""
-        return self._start_at(self.context.strategy.params)
+        return self._start_at(self.spec.strategy.params)
 
     @property
     def grad_start(self) -> int:
         """Offset of `grad_shard` in the unit's flat buffer, in elements."""
-        return self._start_at(self.context.strategy.grads)
+        return self._start_at(self.spec.strategy.grads)
 
     @property
     def optim_start(self) -> int:
         """Offset of the optimizer's range in the unit's flat buffer, in elements."""
-        begin, _ = self._own(self.param_shard, self.context.comm_plan.gather_updated)
+        begin, _ = self._own(self.param_shard, self.spec.strategy.params)
         return self.param_start + begin
 
     def _start_at(self, degree: int) -> int:
@@ -158,17 +121,18 @@ class UnitShards:
     @property
     def optim_param(self) -> Tensor:
         """The optimizer's range of `param_shard`: a view; empty if another group has the unit."""
-        begin, end = self._own(self.param_shard, self.context.comm_plan.gather_updated)
+        begin, end = self._own(self.param_shard, self.spec.strategy.params)
         return self.param_shard[begin:end]
 
     @property
     def optim_grad(self) -> Tensor:
         """The optimizer's range of `grad_shard`: a view; empty if another group has the unit."""
-        begin, end = self._own(self.grad_shard, self.context.comm_plan.step_reduce)
+        begin, end = self._own(self.grad_shard, self.spec.strategy.grads)
         return self.grad_shard[begin:end]
 
-    def _own(self, shard: Tensor, span: AxisSpan) -> tuple[int, int]:
-        """Where this rank's range of the bucket, at the span's fine degree, is in a shard."""
+    def _own(self, shard: Tensor, degree: int) -> tuple[int, int]:
+        """Where this rank's optimizer range of the bucket is in a shard at a degree."""
+        span = self.context.topology.axes_between(degree, self.spec.strategy.optim)
         size, number = shard.numel(), self.bucket.index(self)
         order = by_units(span, len(self.bucket))
         own = nested_range(order, self.context.rank, size * len(self.bucket))
@@ -178,7 +142,32 @@ class UnitShards:
     @property
     def optim_degree(self) -> int:
         """Over how many ranks its optimizer state is spread."""
-        return self.context.strategy.optim // len(self.bucket)
+        return self.bucket[0].spec.optim_degree
+
+    # Collectives #
+
+    def _queue(
+        self,
+        sent: Iterable[Collective],
+        whole: Tensor,
+        *,
+        shard: Tensor | None = None,
+        after: Event = DONE,
+    ) -> tuple[Tensor, Event]:
+        """Queues collectives, each on what the one before has left on this rank of `whole`.
+
+        Returns what the last one leaves there.
+        """
+        for one in sent:
+            dtype = TORCH_TYPES[one.dtype]
+            request = Request(one.op, whole, one.span, dtype, shard, after, one.units)
+            of_shards = one.numel if shard is None else shard.numel() * one.num_shards
+            sizes = {one.numel, whole.numel(), of_shards}
+            assert (len(sizes), request.use) == (1, one.use), f"{self.name}: {sizes} for {one}"
+            after = self.context.collectives.run(request)
+            if one.op is Op.REDUCE_SCATTER:
+                whole = request.own(self.context.rank)
+        return whole, after
 
     # Communication once a step #
 
@@ -194,18 +183,18 @@ class UnitShards:
 
         After `encode_update` it sends the codes.
         """
-        span, collectives = self.context.comm_plan.gather_updated, self.context.collectives
+        coded = self.coded_update if self._is_encoded else None
+        sent = (self.spec.exact if coded is None else self.spec).collectives[Verb.GATHER_UPDATED]
         with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
-            if not self._is_encoded:
-                units = len(self.bucket)
-                updated = collectives.all_gather(self._params_of_bucket, span, units=units)
-                for unit in self.bucket:
-                    unit._updated = updated
-                return
-            assert self.coded_update is not None, f"{self.name} has no codes"
-            gathered = collectives.all_gather(self.coded_update.encoded, span)
-            self._updated = collectives.run_after(span, self.coded_update.apply, after=gathered)
-            self._is_encoded = False
+            if coded is None:
+                _, updated = self._queue(sent, self._params_of_bucket)
+            else:
+                _, gathered = self._queue(sent, coded.encoded)
+                run_after = self.context.collectives.run_after
+                updated = run_after(sent[-1].span, coded.apply, after=gathered)
+        for unit in self.bucket:
+            unit._updated = updated
+        self._is_encoded = False
 
     def wait_for_updated_params(self) -> None:
         self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)
@@ -216,32 +205,34 @@ class UnitShards:
 
         Backward ends with the bucket's first unit: its own stream has reduced the others before it.
         """
+        spec = self.spec.exact if self.full_precision else self.spec
+        sent, encoded = spec.collectives[Verb.STEP_REDUCE], spec.exchange
         with self.context.exposure.submitting(WaitKind.REDUCE):
-            reduced = self._sum_over_world(self._reduced)
+            own, reduced = self._queue(
+                (one for one in sent if one not in encoded),
+                self._grads_of_bucket,
+                after=self._reduced,
+            )
+            if encoded:
+                reduced = self._exchange(own, encoded, reduced)
         for unit in self.bucket:
             unit._reduced, unit._fresh = reduced, True
 
-    def _sum_over_world(self, event: Event) -> Event:
-        """Queues, after `event`, the step's gradient reduce-scatter and replica all-reduce."""
-        context, comm_plan = self.context, self.context.comm_plan
-        collectives, comm_dtype = context.collectives, context.reduce_dtype
-        if self._grad_codes is not None and not self.full_precision:
-            assert context.coded_reduction is not None, f"{self.name} has codes"
-            intra, _ = split_by_link((*comm_plan.step_reduce, *comm_plan.replicas))
-            event = collectives.reduce_scatter(self.grad_shard, intra, comm_dtype, after=event)
-            begin, end = nested_range(intra, context.rank, self.grad_shard.numel())
-            gradients = Contribution(
-                values=self.grad_shard[begin:end],
-                start=self.grad_start + begin,
-                codes=self._grad_codes,
-                errors=self.grad_errors,
-            )
-            return context.coded_reduction.reduce(gradients, self.optim_grad, after=event)
-        span, grads = comm_plan.step_reduce, self._grads_of_bucket
-        units = len(self.bucket)
-        event = collectives.reduce_scatter(grads, span, comm_dtype, after=event, units=units)
-        own = shard_in(grads, by_units(span, units), context.rank)
-        return collectives.all_reduce(own, comm_plan.replicas, comm_dtype, after=event)
+    def _exchange(self, gradients: Tensor, encoded: Sequence[Collective], event: Event) -> Event:
+        """Queues, after `event`, the sum between groups of what each group has summed."""
+        exchange, codes = self.context.coded_reduction, self.spec.grad_codes
+        assert exchange is not None, f"{self.name} has codes"
+        assert codes is not None, f"{self.name} sends codes"
+        span, *replicas = (one.span for one in encoded)
+        contribution = Contribution(
+            values=gradients,
+            start=self._start_at(span[0].inner),
+            codes=codes,
+            span=span,
+            replicas=tuple(chain.from_iterable(replicas)),
+            errors=self.grad_errors,
+        )
+        return exchange.reduce(contribution, self.optim_grad, after=event)
 
     def wait_reduced(self) -> None:
         self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
@@ -262,12 +253,6 @@ class UnitShards:
             unit.bucket, unit._params_of_bucket, unit._grads_of_bucket = bucket, params, grads
 
 
-def param_dtype(context: ShardingContext, trainable: bool) -> torch.dtype:
-    """The type in which parameters that train, or frozen ones, are held and gathered."""
-    precision = context.precision
-    return TORCH_TYPES[precision.compute if trainable else precision.frozen]
-
-
 class CodedUpdate:
     """The encoded optimizer ranges of a parameter shard, and their buffer, which stays allocated.
 
@@ -275,15 +260,12 @@ class CodedUpdate:
     changes the others.
     """
 
-    def __init__(self, codes: RangeCodes, param_shard: Tensor, start: int) -> None:
+    def __init__(self, codes: RangeCodes, encoded: Tensor, param_shard: Tensor, start: int) -> None:
+        self.encoded = encoded
         self._codes = codes
         self._param_shard = param_shard
         self._start = start  # of the shard in the unit's flat buffer
         self._own: int | None = None  # the place of this rank's range
-        num_ranges = param_shard.numel() // codes.numel
-        self.encoded = torch.zeros(
-            num_ranges * codes.range_bytes, dtype=torch.uint8, device=param_shard.device
-        )
 
     def encode(self, master: Tensor, param: Tensor, place: int) -> None:
         """Encodes the difference between the master and the parameters of this rank's range.

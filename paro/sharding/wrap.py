@@ -7,44 +7,42 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.sharding.shards import ShardingContext, param_dtype
-from paro.step.units import UnitSize, buffers_of
+from paro.sharding.shards import ShardingContext
+from paro.spec.sharding_spec import ShardingSpec
 
 
 def make_sharded_units(
-    model: nn.Module, units: Sequence[UnitSize], context: ShardingContext
+    model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
 ) -> list[ShardedUnit]:
     """The buffers of the units of a model built on the meta device, with its parameters in them.
 
     Parameters keep their names and `requires_grad`; only the shards are allocated.
     """
-    bound = bind_empty(model, units, context)
-    sharded = [ShardedUnit(buffer, context) for buffer in buffers_of(units)]
+    bound = bind_empty(model, specs, context)
+    sharded = [ShardedUnit(spec, context) for spec in specs]
     trained = [unit for unit in sharded if unit.trainable]
     for index, unit in enumerate(trained):
-        if unit.spec.dealt > 1:
-            unit.lead(trained[index + 1 : index + unit.spec.dealt])
+        if unit.spec.unit.dealt > 1:
+            unit.lead(trained[index + 1 : index + unit.spec.unit.dealt])
     for unit in sharded:
         unit.bind(bound)
     return sharded
 
 
 def bind_empty(
-    model: nn.Module, units: Sequence[UnitSize], context: ShardingContext
+    model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
 ) -> dict[str, nn.Parameter]:
     """Replaces every parameter by an empty one that units can bind; returns these by name."""
-    described = {
-        placed.box.name: (placed.box.shape, buffer.trains)
-        for buffer in buffers_of(units)
-        for placed in buffer.layout.boxes
-    }
+    placed = [(one.box, spec) for spec in specs for one in spec.layout.boxes]
+    described = {box.name: (box.shape, spec.buffer.trains) for box, spec in placed}
     built = {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}
     assert built == described, f"not as described: {built.items() ^ described.items()}"
     bound: dict[str, nn.Parameter] = {}
-    for name, (_, trains) in built.items():
-        empty = torch.empty(0, dtype=param_dtype(context, trains), device=context.device)
-        bound[name] = nn.Parameter(empty, requires_grad=trains)
+    for name, spec in {box.name: spec for box, spec in placed}.items():
+        empty = torch.empty(0, dtype=TORCH_TYPES[spec.param_dtype], device=context.device)
+        bound[name] = nn.Parameter(empty, requires_grad=spec.buffer.trains)
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, bound[name])
     return bound

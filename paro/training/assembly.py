@@ -36,7 +36,6 @@ from paro.planning.memory.device import Communication
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import Materialize, RunPlan
 from paro.planning.search.run_memory import RunMemory
-from paro.quantization.formats import FULL_BITS
 from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.partition import cut_into_parts
@@ -46,9 +45,8 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
+from paro.spec.sharding_spec import ShardingSpec, specs_of
 from paro.step.actions import StepShape
-from paro.step.units import UnitSize
-from paro.strategy import exchange_span, make_comm_plan
 from paro.topology import Use
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
@@ -158,37 +156,39 @@ def _spread(
     timers: Timers,
 ) -> DistributedModel:
     """Shards the model's states over the ranks; its parameters are gathered or rotated."""
-    context = _sharding_context(config, control, step.units, groups, links)
+    specs = specs_of(step.units, config.strategy, groups.topology, config.precision)
+    context = _sharding_context(config, control, specs, groups, links)
     shape, ahead = step.shape, step.updated_ahead
     if isinstance(shape, StepShape):
-        sharded = make_sharded_units(model, step.units, context)
+        sharded = make_sharded_units(model, specs, context)
         return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)
-    ring, in_place = Ring(Use.ROTATE, context.comm_plan.gather, groups, links), shape.ring.in_place
-    parts = cut_into_parts(model, model.units(), step.units, context, ring, in_place=in_place)
+    span = groups.topology.axes_between(1, config.strategy.params)
+    ring, in_place = Ring(Use.ROTATE, span, groups, links), shape.ring.in_place
+    parts = cut_into_parts(model, model.units(), specs, context, ring, in_place=in_place)
     return RotatedModel(model, parts, timers, updated_ahead=ahead)
 
 
 def _sharding_context(
-    config: RunConfig, control: Control, units: Sequence[UnitSize], groups: Groups, links: Links
+    config: RunConfig,
+    control: Control,
+    specs: Sequence[ShardingSpec],
+    groups: Groups,
+    links: Links,
 ) -> ShardingContext:
-    strategy, precision, topology = config.strategy, config.precision, groups.topology
-    comm_plan = make_comm_plan(strategy, topology)
+    topology = groups.topology
     coded: CodedReduction | None = None  # the sums of gradients between groups, sent as codes
-    if precision.inter_grad_bits != FULL_BITS and exchange_span(comm_plan):
-        wire = TORCH_TYPES[precision.wire]
-        coded = CodedReduction(comm_plan, groups, links, uncoded_dtype=wire)
+    if any(spec.exchange for spec in specs):
+        coded = CodedReduction(groups, links, uncoded_dtype=TORCH_TYPES[config.precision.wire])
     return ShardingContext(
         topology=topology,
         rank=groups.rank,
-        strategy=strategy,
-        comm_plan=comm_plan,
+        strategy=config.strategy,
         collectives=make_collectives(_algorithm(config), groups, links),
         device=control.device,
-        precision=precision,
         coded_reduction=coded,
         matrix_exchanges={
             places.degree: MatrixExchange(places.span(topology), groups, links)
-            for places in muon_rounds(units, strategy, precision, topology.group_size)
+            for places in muon_rounds(specs)
         },
         ledger=Ledger(),
         exposure=links.exposure,

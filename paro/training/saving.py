@@ -18,12 +18,12 @@ from paro.distributed.control import Control
 from paro.distributed.world import read_job_id
 from paro.errors import RunError, StorageError, UserError
 from paro.optim.finite import not_finite
-from paro.optim.states import PARAM
 from paro.report.earlier import next_number
 from paro.report.log import Log
 from paro.report.progress import ProgressFile
 from paro.report.record import RunFacts
 from paro.report.watchdog import Watchdog
+from paro.spec.states import PARAM
 from paro.training.resume import FROM_NOTHING, Resumed, common_record
 from paro.training.step import Training, TrainState
 

@@ -12,11 +12,11 @@ import pytest
 from model.config import LLAMA_PRESETS
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
-from paro.planning.cost_model import model_state_bytes
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.survival import survival
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
+from paro.spec.sharding_spec import state_bytes
 from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
 from tests.helpers.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
@@ -164,7 +164,7 @@ def strategy_row(letters: str) -> str:
     strategy = parse_strategy(letters, world_size=32, group_size=8)
     precision, memory = PrecisionConfig(compute="bf16"), RunMemory(None)
     run = run_of(LLAMA_PRESETS["7B"], letters, precision, world_size=32, group_size=8)
-    stored = model_state_bytes(strategy, memory.units(run), precision).total
+    stored = state_bytes(run.specs(memory.units(run))).total
     sent = memory.sent(run, 10)
     cells = [
         f"`{letters}`",

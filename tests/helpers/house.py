@@ -27,7 +27,7 @@ PURE = (
     *("paro.context_parallel.layout", "paro.context_parallel.pieces"),
     "paro.distributed.byte_counter",
     *("paro.optim.deal", "paro.optim.muon_config"),
-    *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.optim.states"),
+    *("paro.optim.loss_scale", "paro.optim.lr_schedule", "paro.spec"),
     "paro.optim.step_checks",
     *("paro.machine", "paro.planning"),
     *("paro.quantization.formats", "paro.quantization.ranges"),

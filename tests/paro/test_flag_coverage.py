@@ -326,7 +326,7 @@ RUNS = (
     "--train-iters 9 --lr 1e30 --load saved --override-opt_param-scheduler "
     "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir memory",
     f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model files/tokenizer.json "
-    "--mock-data --train-iters 1 --lr 1 --dry-run --world-size 8",
+    "--mock-data --train-iters 1 --lr 1 --lora-rank 2 --dry-run --world-size 8",
     f"{TINY} --tokenizer-type NullTokenizer --vocab-size 301 --mock-data --train-iters 1 --lr 1 "
     "--optimizer muon",
 )

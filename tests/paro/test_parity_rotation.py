@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from paro.collectives.shifts import scratch_numel
+from paro.layout import chunk_numel
 from tests.helpers.training import Trained
 from tests.paro.test_parity import (
     FEW_STEPS,
@@ -60,7 +59,7 @@ def assert_few_slices(trained: Trained, flags: str) -> None:
     slices, one = trained.ledger.slices, trained.slice_bytes
     in_place = IN_PLACE in flags
     # A slice of a single key/value head has no halves.
-    room = scratch_numel(one // 4, torch.float32, device_type="cpu") * 4 if GROUPED in flags else 0
+    room = 4 * 2 * chunk_numel(one // 4, 4, device_type="cpu") if GROUPED in flags else 0
     limit = one + room if in_place else 3 * one
     assert 0 < slices.peak_bytes <= limit, flags
     assert slices.count == slices.num_bytes == 0, flags

@@ -10,13 +10,14 @@ from typing import Any
 
 from paro.errors import UserError
 from paro.machine.machine import Nic
-from paro.optim.states import optimizer_bytes
-from paro.planning.cost_model import muon_stop
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, best_that_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
+from paro.spec.sharding_spec import specs_of
+from paro.spec.states import MASTER, bytes_of
 from paro.text import count_text
+from paro.topology import make_topology
 from tools.planning.goodput import Failures, from_disk, from_memory
 
 Row = dict[str, Any]  # a setting, how it recovers, and the tokens a second that remain
@@ -30,7 +31,7 @@ def failures_of(args: Namespace, workload: Workload) -> Failures:
         raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
     node = workload.ranks_per_node or workload.machine.group_size
     units = workload.units
-    frozen = sum(unit.frozen_numel for unit in units) * BYTES_OF[workload.precision.compute]
+    frozen = sum(unit.frozen.numel for unit in units) * BYTES_OF[workload.precision.compute]
     trained = _trained_bytes(workload)
     return Failures(
         num_nodes=-(-workload.world_size // node),
@@ -98,16 +99,14 @@ def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
 
 def _trained_bytes(workload: Workload) -> int:
     """Of all trained parameters: master and moments."""
-    precision = workload.precision
+    strategy, size = workload.strategy("NNN"), workload.world_size
+    topology = make_topology(world_size=size, group_size=size, degrees=())
     return sum(
-        optimizer_bytes(
-            precision,
-            unit.trainable_numel,
-            muon_stop(unit, precision),
-            unit.trainable_numel,
-            has_master=True,
-        )
-        for unit in workload.units
+        numel * bytes_of([state])
+        for spec in specs_of(workload.units, strategy, topology, workload.precision)
+        if spec.buffer.trains
+        for whole in [spec.layout.numel]
+        for state, numel in (spec.optimizer_numels(whole) | {MASTER: whole}).items()
     )
 
 

@@ -52,7 +52,7 @@ from paro.checkpoint.planners import BoxSavePlanner
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader, check_files
 from paro.errors import UserError
-from paro.optim.states import PARAM
+from paro.spec.states import PARAM
 from paro.untrusted.schema import conform
 
 

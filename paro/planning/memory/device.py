@@ -25,7 +25,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -36,15 +36,11 @@ from paro.collectives.schedule import Op
 from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
 from paro.machine.machine import Device
-from paro.planning.cost_model import codes_of, muon_rounds, strategy_of, unit_collectives
+from paro.planning.cost_model import muon_rounds
 from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan
-from paro.planning.sending import Collective
-from paro.precision import PrecisionConfig
-from paro.quantization.formats import FULL_BITS
-from paro.step.actions import PASS_OF
-from paro.step.units import UnitSize
-from paro.strategy import exchange_span, make_comm_plan
+from paro.spec.sharding_spec import Collective, ShardingSpec
+from paro.step.actions import PASS_OF, Verb
 from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use
 
 CONTEXT_BYTES = 667 * 10**6
@@ -152,99 +148,89 @@ def device_memory(
 
 
 def communication_of(
-    run: RunPlan, units: Sequence[UnitSize], choice: AlgorithmChoice
+    run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice
 ) -> Communication:
-    """What a run with these units communicates in, with collectives by the `choice`."""
+    """What a run with these buffers communicates in, with collectives by the `choice`."""
     return Communication(
-        groups=_groups_of(run, units, choice),
+        groups=_groups_of(run, specs, choice),
         context_groups=run.context.groups(run.context_topology, choice),
-        buffer_bytes=_buffer_bytes(run, units, choice),
-        code_bytes=_code_bytes(run, units),
+        buffer_bytes=_buffer_bytes(run, specs, choice),
+        code_bytes=_code_bytes(specs),
     )
 
 
-def _sent(
-    run: RunPlan, units: Iterable[UnitSize], precision: PrecisionConfig
-) -> Iterator[tuple[UnitSize, Collective]]:
-    """The collectives of one unit of each kind; those that are a pass round a ring rotate."""
+def _sent(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collective]:
+    """The different collectives; those that are a pass round a ring rotate."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
-    for unit in {unit.traffic_kind: unit for unit in units}.values():
-        sent = unit_collectives(unit, run.strategy, run.topology, precision)
-        for (verb, _), collectives in sent.items():
-            for one in collectives:
-                yield unit, one._replace(use=Use.ROTATE) if verb in passes else one
+    return {
+        one._replace(use=Use.ROTATE) if verb in passes else one
+        for spec in {(s.unit.traffic_kind, s.buffer.trains): s for s in specs}.values()
+        for verb, collectives in spec.collectives.items()
+        for one in collectives
+    }
 
 
-def _groups_of(run: RunPlan, units: Sequence[UnitSize], choice: AlgorithmChoice) -> Spans:
+def _groups_of(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
     """The process groups of model states: of all that a step sends, with codes and without.
 
     Where there are codes, the first steps of a run send none.
     """
     spans: defaultdict[Use, set[AxisSpan]] = defaultdict(set)
-    for precision in {run.precision, run.precision.with_inter_bits(FULL_BITS)}:
-        for _, one in _sent(run, units, precision):
-            by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
-            spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
-    dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
-    spans[Use.EXCHANGE].update(places.span(run.topology) for places in dealt)
+    for one in _sent(run, specs) | _sent(run, (spec.exact for spec in specs)):
+        by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
+        spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
+    spans[Use.EXCHANGE].update(places.span(run.topology) for places in muon_rounds(specs))
     along = {use: frozenset(filter(None, of_use)) for use, of_use in spans.items()}
-    by_algorithms = {use: along.pop(use) for use in COLLECTIVE_USES}
+    by_algorithms = {use: along.pop(use, frozenset()) for use in COLLECTIVE_USES}
     return {**along, **needed_groups(choice, by_algorithms)}
 
 
-def _buffer_bytes(run: RunPlan, units: Sequence[UnitSize], choice: AlgorithmChoice) -> int:
+def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
     """Bytes of a rank's buffers of collectives; under gloo they are not counted."""
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     names, pieces = choice.names, choice.pieces
     if pieces is None:
         return 0
-    for unit, one in _sent(run, units, run.precision):
+    for one in _sent(run, specs):
         if one.use not in COLLECTIVE_USES:
             continue
         taken = {}
         if "ho-ring" in names and has_both_links(one.span):
             count = pieces(one.op, one.span, one.num_bytes)
-            taken["ho-ring"] = pipeline_bytes(one.span, one.num_bytes, one.itemsize, count)
+            taken["ho-ring"] = pipeline_bytes(one, count)
         if "flat" in names and one.op is not Op.ALL_REDUCE:
             taken["flat"] = one.num_bytes
-        by_units = unit.dealt > 1 and len(one.span) > 1
-        if "native" in names and one.op is Op.ALL_GATHER and by_units:
-            taken["native"] = one.whole_bytes // one.span[-1].inner  # parts of all units
+        if "native" in names and one.op is Op.ALL_GATHER and one.units > 1 and len(one.span) > 1:
+            # Parts of all units.
+            taken["native"] = one.num_bytes * one.span[0].inner // one.span[-1].inner
         for name, size in taken.items():
             key = name, one.use, one.span
             largest[key] = max(size, largest.get(key, 0))
     return sum(largest.values())
 
 
-def _code_bytes(run: RunPlan, units: Iterable[UnitSize]) -> int:
+def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
     """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients.
 
     With error feedback also what the codes of all gradients have lost.
     """
     updates = gradients = errors = 0
-    topology, precision = run.topology, run.precision
-    for unit in units if precision.has_codes else ():
-        own = strategy_of(unit, run.strategy)
-        of_updates, codes = codes_of(unit, own, topology, precision)
-        if of_updates is not None:
-            updates += of_updates.range_bytes * (own.optim // own.params)
-        if codes is not None:
-            plan, world_size = make_comm_plan(own, topology), topology.world_size
-            num_owners = world_size // exchange_span(plan)[0].inner
-            of_replicas = world_size // own.optim if plan.replicas else 0
-            pieces = 2 * num_owners + of_replicas  # sent and received
-            if precision.inter_grad_error_feedback:
-                errors += num_owners * codes.error_bytes
-            in_fp32 = 4 * 4 * codes.numel  # the sum of a piece and its transform
-            gradients = max(gradients, pieces * codes.range_bytes + in_fp32)
+    for spec in specs:
+        updates += sum(
+            one.num_bytes for one in spec.collectives.get(Verb.GATHER_UPDATED, ()) if one.is_coded
+        )
+        errors += prod(spec.grad_error_bytes)
+        if spec.grad_codes is not None:
+            sent, *gathered = (one.num_bytes for one in spec.exchange)
+            in_fp32 = 4 * 4 * spec.grad_codes.numel  # the sum of a piece and its transform
+            gradients = max(gradients, 2 * sent + sum(gathered) + in_fp32)  # sent and received
     return updates + gradients + errors
 
 
-def pipeline_bytes(span: AxisSpan, num_bytes: int, itemsize: int, pieces: int) -> int:
-    """The buffers of a pipeline for a collective of `num_bytes`: its slots, and one whole piece."""
-    num_shards = prod(axis.size for axis in span)
-    numel = num_bytes // itemsize // num_shards
+def pipeline_bytes(one: Collective, pieces: int) -> int:
+    """The buffers of a pipeline for a collective: its slots, and one whole piece."""
+    numel = one.numel // one.num_shards
     ranges = cut_evenly(numel, min(pieces, max(1, numel // ALIGN)), ALIGN)
-    piece = max(stop - start for start, stop in ranges) * itemsize
-    between = prod(axis.size for level in ring_levels("ho-ring", span)[1:] for axis in level)
-    return piece * (SLOTS * between + num_shards)
+    piece = max(stop - start for start, stop in ranges) * one.itemsize
+    between = prod(axis.size for level in ring_levels("ho-ring", one.span)[1:] for axis in level)
+    return piece * (SLOTS * between + one.num_shards)

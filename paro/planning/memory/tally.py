@@ -20,19 +20,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
-from paro.layout import chunk_numel
 from paro.optim.deal import most_bytes
-from paro.planning.cost_model import model_state_bytes, muon_rounds
+from paro.planning.cost_model import muon_rounds
 from paro.planning.passes import LISTED_MICRO_BATCHES, StepCounts
 from paro.planning.run_plan import RunPlan
 from paro.planning.units import UnitActivations
 from paro.precision import BYTES_OF
+from paro.spec.sharding_spec import ShardingSpec, state_bytes
 from paro.step.actions import Move, Verb
-from paro.step.rotating import Slot
-from paro.step.units import UnitSize
 
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.GATHER: ("whole_params", 1),
@@ -78,7 +76,7 @@ class MemorySnapshot(NamedTuple):
             "transient": self.transient,
         }
 
-    def with_copies(self, run: RunPlan, units: Sequence[UnitSize]) -> MemorySnapshot:
+    def with_copies(self, run: RunPlan, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
         """With the bytes of these shards, and in the update of matrices that Muon makes whole."""
         strategy, precision = run.strategy, run.precision
         nothing_left = strategy.grads == strategy.optim == run.world_size
@@ -93,7 +91,7 @@ class MemorySnapshot(NamedTuple):
         copied += self.updated // strategy.optim * of_updated
         if self.updated and precision.optimizer == "muon":
             wire_bytes = BYTES_OF[precision.matrix_wire]
-            dealt = muon_rounds(units, strategy, precision, run.group_size).items()
+            dealt = muon_rounds(specs).items()
             sizes = (most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
             copied += max(sizes, default=0)
         return self._replace(transient=self.transient + copied) if copied else self
@@ -122,12 +120,10 @@ class StepTally:
 
     def alive(self, now: MemorySnapshot) -> dict[str, int]:
         """Bytes at a point, by column; the total with the model states and what computes."""
-        units = self.step.units
-        states = model_state_bytes(self.run.strategy, units, self.run.precision)
         held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
         if self.run.materialize.rotates:
             held = {"slices": now.slices}
-        total = states.total + now.with_copies(self.run, units).total
+        total = state_bytes(self.specs).total + now.with_copies(self.run, self.specs).total
         return {**held, "activations": now.activations, "total": total}
 
     def largest(self) -> list[MemorySnapshot]:
@@ -222,26 +218,21 @@ class StepTally:
         return MemorySnapshot(name, transient=transient, **self.now, **copied)
 
     @cached_property
+    def specs(self) -> list[ShardingSpec]:
+        """How the buffers are sharded, by their numbers."""
+        return self.run.specs(self.step.units)
+
+    @cached_property
     def _sizes(self) -> list[Mapping[str | int, int]]:
         """Bytes of every buffer, whole, and of the slots of its slices."""
-        precision, device_type = self.run.precision, self.run.device_type
-        wire = BYTES_OF[precision.wire]
+        known = {first: self._sizes_of(self.specs[first]) for first in {*self.step.alike}}
+        return [known[first] for first in self.step.alike]
 
-        @cache
-        def sizes(numel: int, size: int) -> Mapping[str | int, int]:
-            found: dict[str | int, int] = {
-                "whole_params": numel * size,
-                "whole_grads": numel * wire,
-            }
-            of_slice = numel // self.step.shape.num_slices
-            for slots, scratch, of_element in (
-                ((Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH, size),
-                ((Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH, wire),
-            ):
-                found |= dict.fromkeys(slots, of_slice * of_element)
-                chunk = chunk_numel(of_slice, of_element, device_type=device_type)
-                found[scratch] = 2 * chunk * of_element
-            return found
-
-        kinds = {True: BYTES_OF[precision.compute], False: BYTES_OF[precision.frozen]}
-        return [sizes(buffer.numel, kinds[buffer.trains]) for buffer in self.step.buffers]
+    def _sizes_of(self, spec: ShardingSpec) -> Mapping[str | int, int]:
+        whole = {"whole_params": Verb.GATHER, "whole_grads": Verb.REDUCE}
+        found: dict[str | int, int] = {
+            kind: sum(one.num_bytes for one in spec.collectives.get(verb, ()))
+            for kind, verb in whole.items()
+        }
+        slots = spec.slots(self.run.device_type).items() if self.run.materialize.rotates else ()
+        return found | {slot: numel * BYTES_OF[dtype] for slot, (numel, dtype) in slots}

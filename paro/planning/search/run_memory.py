@@ -11,7 +11,7 @@ from paro.machine.choice import choice_of, pieces_by
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
-from paro.planning.cost_model import ModelStateBytes, in_buckets, model_state_bytes, traffic_of
+from paro.planning.cost_model import in_buckets, traffic_of
 from paro.planning.memory.device import (
     Communication,
     DeviceMemory,
@@ -26,6 +26,7 @@ from paro.planning.run_plan import RunPlan
 from paro.planning.sending import Sender
 from paro.planning.units import Activations, shape_of, units_of
 from paro.precision import BYTES_OF
+from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.step.actions import StepShape
 from paro.step.rotating import RingShape
 from paro.step.rotation_plan import RotationShape
@@ -89,14 +90,8 @@ class RunMemory:
     def sent(self, plan: RunPlan, num_micro_batches: int, rank: int | None = None) -> Sent:
         """Bytes that a rank sends in a step of so many micro-batches; None: the mean of all."""
         step, sender = self.step(plan), self.sender(plan, rank)
-        states = traffic_of(
-            step.of_step(num_micro_batches),
-            step.units,
-            plan.strategy,
-            plan.topology,
-            plan.precision,
-            sender,
-        )
+        specs = plan.specs(step.units)
+        states = traffic_of(step.of_step(num_micro_batches), specs, sender)
         moves = step.plan(1).actions() if plan.context.size > 1 else ()
         blocks = AttentionOfBlocks(config=plan.config, trained=plan.trained)
         attention = context_traffic(blocks, plan.batch, moves, plan.world_size, sender)
@@ -116,7 +111,8 @@ class RunMemory:
         return device_memory(snapshot, self.communication(plan), device, plan.device_type)
 
     def _snapshot(self, plan: RunPlan) -> MemorySnapshot:
-        points = (now.with_copies(plan, self.units(plan)) for now in self._points(plan))
+        specs = plan.specs(self.units(plan))
+        points = (now.with_copies(plan, specs) for now in self._points(plan))
         return max(points, key=lambda now: now.total)._replace(states=self._states(plan).total)
 
     @cached_by(lambda plan: (plan.step_kind, plan.micro_batch_size, plan.context))
@@ -125,7 +121,7 @@ class RunMemory:
 
     @cached_by(lambda plan: (plan.strategy.degrees, plan.materialize, plan.trained, plan.precision))
     def _states(self, plan: RunPlan) -> ModelStateBytes:
-        return model_state_bytes(plan.strategy, self.units(plan), plan.precision)
+        return state_bytes(plan.specs(self.units(plan)))
 
     def tally(self, plan: RunPlan) -> StepTally:
         """What is allocated while the actions of a step are carried out."""
@@ -152,4 +148,4 @@ class RunMemory:
         if plan.collective == "auto":
             names = algorithms_of(self._machine, by_nccl=by_nccl)
         choice = AlgorithmChoice(names=names, pieces=self._pieces if by_nccl else None)
-        return communication_of(plan, self.units(plan), choice)
+        return communication_of(plan, plan.specs(self.units(plan)), choice)

@@ -11,15 +11,13 @@ from typing import NamedTuple
 
 from paro.machine.collective_time import CollectiveTimes, TimedJob
 from paro.machine.machine import Device
-from paro.planning.cost_model import strategy_of, unit_collectives
 from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.run_plan import RunPlan
-from paro.planning.sending import Collective
 from paro.planning.step.computing import coding_seconds, device_of
 from paro.planning.step.simulation import Queued
 from paro.precision import BYTES_OF
+from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import PASS_OF, Verb
-from paro.step.units import Buffer, UnitSize
 
 # Memory traffic of an element's codes, counted in paro/quantization/blocks.py: what every operation
 # reads and writes.
@@ -40,7 +38,6 @@ _KINDS = {
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
 }
-_ByVerb = Mapping[Verb, tuple[Collective, ...]]
 THREAD = "thread"  # the training thread, beside links and comm streams
 
 
@@ -86,8 +83,8 @@ class CommCosts:
     @cached_property
     def of_buffers(self) -> list[BufferCosts]:
         """The costs of every buffer; those of equal kind have equal costs."""
-        alike, buffers = self.counts.alike, self.counts.buffers
-        known = {first: self._of_kind(buffers[first]) for first in dict.fromkeys(alike)}
+        alike, specs = self.counts.alike, self.run.specs(self.counts.units)
+        known = {first: self._of_kind(specs[first]) for first in dict.fromkeys(alike)}
         return [known[first] for first in alike]
 
     @cached_property
@@ -95,21 +92,18 @@ class CommCosts:
         """Memory traffic of all codes of a step; 0 if none are sent."""
         return sum(sum(costs.codes.values()) for costs in self.of_buffers)
 
-    def _of_kind(self, buffer: Buffer) -> BufferCosts:
-        run, (unit, trains, _) = self.run, buffer
-        found = unit_collectives(unit, run.strategy, run.topology, run.precision)
-        sent = {verb: collectives for (verb, of), collectives in found.items() if of is trains}
-        queued = dict(self._queued(sent))
-        codes = self._add_copies(unit, sent, queued) if trains else {}
+    def _of_kind(self, spec: ShardingSpec) -> BufferCosts:
+        queued = dict(self._queued(spec))
+        codes = self._add_copies(spec, queued) if spec.buffer.trains else {}
         return BufferCosts(queued, {verb: busy_of(queued[verb]) for verb in queued}, codes)
 
-    def _queued(self, sent: _ByVerb) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
+    def _queued(self, spec: ShardingSpec) -> Iterator[tuple[Verb, tuple[Queued, ...]]]:
         """What the actions queue that send these collectives, whole or shift by shift."""
         way, times = self.run.materialize, self.times
         for verb in _KINDS:
             if verb in (PASS_OF.values() if way.rotates else PASS_OF):
                 continue
-            collectives = sent.get(PASS_OF.get(verb, verb), ())
+            collectives = spec.collectives.get(PASS_OF.get(verb, verb), ())
             if verb in PASS_OF:
                 found = [times.shift(o.span, o.num_bytes, way.in_place) for o in collectives]
             else:
@@ -122,13 +116,12 @@ class CommCosts:
                 yield verb, (Queued(kind, kind, use, phases),)
 
     def _add_copies(
-        self, unit: UnitSize, sent: _ByVerb, queued: dict[Verb, tuple[Queued, ...]]
+        self, spec: ShardingSpec, queued: dict[Verb, tuple[Queued, ...]]
     ) -> dict[Verb, int]:
         """Adds what is copied beside the collectives of a trainable buffer; the bytes of codes."""
-        precision, strategy = self.run.precision, strategy_of(unit, self.run.strategy)
-        params, grads, optim = (unit.trainable_numel // degree for degree in strategy.degrees)
+        precision, numel = spec.precision, spec.layout.numel
+        params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]
-        summed, (updated,) = sent[Verb.STEP_REDUCE], sent[Verb.GATHER_UPDATED]
         copy_rate = self.device.memory_bytes_per_second
         codes: dict[Verb, int] = {}
         if reduced := queued.get(Verb.REDUCE):
@@ -136,17 +129,17 @@ class CommCosts:
             queued[Verb.REDUCE] = (*reduced, self._beside("add", reduced[-1].phases[-1][-1], added))
         if finished := queued.get(Verb.STEP_REDUCE):
             first = finished[0].phases[0][0]
-            if summed[-1].is_coded:
+            if exchange := spec.exchange:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
-                numel = unit.trainable_numel // summed[1].span[0].inner
-                codes[Verb.STEP_REDUCE] = numel * (CODING_BYTES + feedback)
+                encoded = numel // exchange[0].span[0].inner
+                codes[Verb.STEP_REDUCE] = encoded * (CODING_BYTES + feedback)
                 seconds = coding_seconds(self.device, codes[Verb.STEP_REDUCE])
                 finished = (self._beside("code", first, seconds), *finished)
             if wire != accumulate:  # before and after
-                converted = (grads + optim) * unit.dealt * (wire + accumulate) / copy_rate
+                converted = (grads + optim) * spec.unit.dealt * (wire + accumulate) / copy_rate
                 finished = (self._beside("convert", first, converted), *finished)
             queued[Verb.STEP_REDUCE] = finished
-        if (gathered := queued.get(Verb.GATHER_UPDATED)) and updated.is_coded:
+        if (gathered := queued.get(Verb.GATHER_UPDATED)) and spec.update_codes is not None:
             codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
             codes[Verb.GATHER_UPDATED] = (params - optim) * _DECODED_BYTES
             seconds = coding_seconds(self.device, codes[Verb.GATHER_UPDATED])

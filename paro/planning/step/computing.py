@@ -25,10 +25,10 @@ from model.config import LlamaConfig
 from model.units import PartSpec, unit_specs
 from paro.errors import UserError
 from paro.machine.machine import Device, Machine
-from paro.optim.states import adamw_states, bytes_of
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.spec.states import adamw_states, bytes_of
 from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy
 

@@ -106,12 +106,12 @@ class StepCosts:
 
         For bytes as ranks send them on average.
         """
-        run, units = self.run, self.counts.units
-        dealt = muon_rounds(units, run.strategy, run.precision, run.group_size)
+        run, specs = self.run, self.run.specs(self.counts.units)
+        dealt = muon_rounds(specs)
         steps = run.muon.muon_num_ns_steps
         flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
         computing = flops / self.device.sustained_flops
-        sent = exchanged(units, run.strategy, run.topology, run.precision)
+        sent = exchanged(specs)
         machine = self.machine
         sharing = machine.group_size if machine.nic is Nic.SHARED else 1
         links = ((machine.intra, sent.intra, 1), (machine.inter, sent.inter, sharing))

@@ -28,6 +28,7 @@ from paro.topology import (
     nested_range,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.requests import all_gather, all_reduce, reduce_scatter
 
 CPU = torch.device("cpu")
 SHAPES = [(2, 2, ()), (4, 2, ()), (6, 3, ()), (6, 2, ()), (8, 4, (2, 4)), (8, 2, (4,))]
@@ -107,23 +108,23 @@ def check_collectives(
 
             gathered = torch.full((numel,), -1, dtype=dtype)
             gathered[shard] = whole(numel, dtype)[shard]
-            collectives.all_gather(gathered, span, units=units).wait()
+            all_gather(collectives, gathered, span, units=units).wait()
             if not torch.equal(gathered, whole(numel, dtype)):
                 wrong.append(f"all_gather in place: {label}")
             gathered = torch.full((numel,), -1, dtype=dtype)
             if span:
                 own = whole(numel, dtype)[shard].clone()
-                collectives.all_gather(gathered, span, shard=own, units=units).wait()
+                all_gather(collectives, gathered, span, shard=own, units=units).wait()
                 if not torch.equal(gathered, whole(numel, dtype)):
                     wrong.append(f"all_gather: {label}")
 
             total = whole(numel, dtype, sum(member % 3 for member in members))
             summed = whole(numel, dtype, rank % 3)
-            collectives.reduce_scatter(summed, span, comm_dtype, units=units).wait()
+            reduce_scatter(collectives, summed, span, comm_dtype, units=units).wait()
             if not torch.equal(summed[shard], total[shard]):
                 wrong.append(f"reduce_scatter: {label}")
             summed = whole(numel, dtype, rank % 3)
-            collectives.all_reduce(summed, span, comm_dtype).wait()
+            all_reduce(collectives, summed, span, comm_dtype).wait()
             if not torch.equal(summed, total):
                 wrong.append(f"all_reduce: {label}")
     collectives.close()
@@ -148,14 +149,14 @@ def send_one_of_each(name: str) -> dict[str, Sent]:
     collectives, traffic = make(algorithm(name), topology)
     sent = {}
     buffer = torch.zeros(96)
-    collectives.all_gather(buffer, topology.axes).wait()
+    all_gather(collectives, buffer, topology.axes).wait()
     sent["all_gather"] = traffic.take()
-    collectives.reduce_scatter(buffer, topology.axes, torch.bfloat16).wait()
+    reduce_scatter(collectives, buffer, topology.axes, torch.bfloat16).wait()
     sent["reduce_scatter"] = traffic.take()
-    collectives.all_reduce(buffer, topology.axes, torch.float32).wait()
+    all_reduce(collectives, buffer, topology.axes, torch.float32).wait()
     sent["all_reduce"] = traffic.take()
     with traffic.paused():
-        collectives.all_gather(buffer, topology.axes).wait()
+        all_gather(collectives, buffer, topology.axes).wait()
     sent["paused"] = traffic.take()
     collectives.close()
     return sent

@@ -20,6 +20,7 @@ from paro.collectives.transfer import ChunkedBuffer, Scratch
 from paro.distributed.byte_counter import Sent
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.ranks import run_ranks
+from tests.helpers.requests import all_gather, all_reduce, reduce_scatter
 from tests.paro.collectives.test_collectives import make
 
 
@@ -41,15 +42,15 @@ def run_in_pieces(name: str, group_size: int, numel: int, overlap: bool) -> dict
         everybody = torch.stack([noise(r, numel) for r in range(size)])
         gathered = torch.zeros(numel)
         gathered[own] = everybody[0][own]
-        event = collectives.all_gather(gathered, topology.axes)
+        event = all_gather(collectives, gathered, topology.axes)
         for comm_dtype in (torch.float32, torch.bfloat16):
             results[f"scattered {comm_dtype}"] = everybody[rank].clone()
-            collectives.reduce_scatter(
-                results[f"scattered {comm_dtype}"], topology.axes, comm_dtype
+            reduce_scatter(
+                collectives, results[f"scattered {comm_dtype}"], topology.axes, comm_dtype
             )
             results[f"reduced {comm_dtype}"] = everybody[rank].clone()
-            last = collectives.all_reduce(
-                results[f"reduced {comm_dtype}"], topology.axes, comm_dtype
+            last = all_reduce(
+                collectives, results[f"reduced {comm_dtype}"], topology.axes, comm_dtype
             )
         event.wait()
         last.wait()
@@ -127,7 +128,7 @@ def measure_room(name: str, numel: int) -> tuple[int, Sent]:
         mock.patch.object(ChunkedBuffer, "outgoing", counted_outgoing),
         mock.patch.object(Scratch, "slot", counted_slot),
     ):
-        collectives.all_reduce(buffer, topology.axes, torch.bfloat16).wait()
+        all_reduce(collectives, buffer, topology.axes, torch.bfloat16).wait()
     collectives.close()
     assert torch.equal(buffer, torch.full((numel,), float(dist.get_world_size())))
     return peak, traffic.take()
@@ -151,7 +152,7 @@ def wait_for_a_silent_peer(name: str) -> str:
         time.sleep(6.0)
         return ""
     try:
-        collectives.all_gather(torch.zeros(1024), topology.axes).wait()
+        all_gather(collectives, torch.zeros(1024), topology.axes).wait()
     except RuntimeError as error:
         return f"{error} because {error.__cause__}"
     return "no error"

@@ -16,6 +16,7 @@ from paro.distributed.comm_stream import Stage
 from paro.topology import Link, make_topology, nested_range
 from tests.helpers.late_messages import late_messages
 from tests.helpers.ranks import run_ranks
+from tests.helpers.requests import all_gather
 from tests.helpers.waits import changed
 from tests.paro.collectives.test_collectives import make
 from tests.paro.collectives.test_executor import run_in_pieces
@@ -48,7 +49,7 @@ def gather_late_shards(name: str) -> list[str]:
         late = torch.zeros_like(wanted[own]) if elsewhere else whole[own]
         event = FilledLate(lambda late=late: late.copy_(wanted[own]))
         shard = late if elsewhere else None
-        collectives.all_gather(whole, topology.axes, shard=shard, after=event).wait()
+        all_gather(collectives, whole, topology.axes, shard=shard, after=event).wait()
         collectives.close()
         if not torch.equal(whole, wanted):
             wrong.append(f"{name}: a shard was gathered before it was filled")

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.collectives.shifts import Ring, Turn, scratch_numel
+from paro.collectives.shifts import Ring, Turn
 from paro.distributed.byte_counter import Sent
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
+from paro.layout import chunk_numel
 from paro.topology import Use, make_topology
 from tests.helpers.ranks import run_ranks
 
@@ -32,7 +33,7 @@ class Traveller:
         self._ring = ring
         self._in_place = in_place
         self.values = values.clone()
-        size = scratch_numel(NUMEL, values.dtype, device_type="cpu") if in_place else NUMEL
+        size = 2 * chunk_numel(NUMEL, values.itemsize, device_type="cpu") if in_place else NUMEL
         self._other = torch.full((size,), -1.0)
 
     def shift(self, turn: Turn) -> None:

@@ -24,6 +24,7 @@ from paro.sharding.buffers import ElasticBuffer, Tally
 from paro.topology import Use, make_topology
 from tests.helpers.fake_nccl import FakeNccl, Options, lacking
 from tests.helpers.refusals import refused
+from tests.helpers.requests import all_gather
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INSIDE, BETWEEN = TOPOLOGY.axes_between(1, 2), TOPOLOGY.axes_between(2, 4)
@@ -166,10 +167,10 @@ def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.Monke
     sent: list[Tensor] = []
     monkeypatch.setattr(wire, "_all_gather", lambda _whole, shard, group: sent.append(shard))
     shard = torch.full((2,), 5.0)
-    collectives.all_gather(buffer.values, (*INSIDE, *BETWEEN), shard=shard).wait()
+    all_gather(collectives, buffer.values, (*INSIDE, *BETWEEN), shard=shard).wait()
     assert sent[0].data_ptr() == shard.data_ptr()  # between groups
     assert sent[1].data_ptr() == buffer.values[4:].data_ptr()
-    collectives.all_gather(buffer.values, INSIDE, shard=torch.full((4,), 7.0)).wait()
+    all_gather(collectives, buffer.values, INSIDE, shard=torch.full((4,), 7.0)).wait()
     assert sent[2].data_ptr() == buffer.values[4:].data_ptr()
     assert sent[2].tolist() == [7.0] * 4
 

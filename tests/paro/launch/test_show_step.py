@@ -8,7 +8,6 @@ import shlex
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.cost_model import unit_collectives
 from paro.planning.search.estimator import Estimator
 from paro.planning.sending import Sender
 from paro.step.actions import Verb
@@ -161,12 +160,10 @@ def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     given = order_case(name)
     estimator, candidate = Estimator(given), given.candidate(given.strategy(strategy))
     step = estimator.costs(candidate)
-    run, buffers = step.comm_costs.run, step.counts.buffers
-    given = run.strategy, run.topology, run.precision
-    collectives = [unit_collectives(buffer.unit, *given) for buffer in buffers]
-    sender = Sender(group_size=run.group_size, rank=None)
+    run = step.comm_costs.run
+    specs, sender = run.specs(step.counts.units), Sender(group_size=run.group_size, rank=None)
     sent = [
-        sender.sent(collectives[number].get((verb, buffers[number].trains), ()))
+        sender.sent(specs[number].collectives.get(verb, ()))
         for verb, number, *_ in plan_of(step).actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]

@@ -36,13 +36,13 @@ from paro.planning.cost_model import in_buckets, muon_rounds
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
-from paro.strategy import parse_strategy
+from paro.spec.sharding_spec import specs_of
 from paro.training.step import Training
 from tests.helpers.training import TINY, built
 from tests.helpers.triton_kernels import interpreter
 from tests.model.values import assert_near
 from tests.paro.planning.lone_rank import allocated_at_most
-from tests.paro.planning.on_ranks import run_of
+from tests.paro.planning.on_ranks import on_ranks, run_of
 
 CPU = torch.device("cpu")
 FP32 = "--muon-fp32-matmul-prec highest"
@@ -332,11 +332,12 @@ def test_as_many_units_alike_as_places_are_a_bucket(
 @pytest.mark.parametrize(("preset", "world_size"), [("7B", 32), ("65B", 128)])
 @pytest.mark.parametrize("letters", ["IIG", "IGG", "III", "NNN"])
 def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
-    strategy = parse_strategy(letters, world_size=world_size, group_size=8)
+    strategy, topology = on_ranks(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
     precision = PrecisionConfig(compute="bf16", optimizer="muon")
     of_rank = in_buckets(units, strategy, precision, 8)
-    ((places, rounds),) = muon_rounds(of_rank, strategy, precision, 8).items()
+    specs = specs_of(of_rank, strategy, topology, precision)
+    ((places, rounds),) = muon_rounds(specs).items()
     assert places.number == (world_size if letters == "IGG" else 8)
     owned = Counter(dealt.owner for one in rounds for dealt in one)
     assert max(owned.values()) <= len(rounds)

@@ -8,9 +8,10 @@ import pytest
 
 from paro.launch.placement import describe_placement
 from paro.layout import UnitLayout
-from paro.planning.cost_model import ModelStateBytes, model_state_bytes, traffic_of
+from paro.planning.cost_model import traffic_of
 from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
+from paro.spec.sharding_spec import ModelStateBytes, specs_of, state_bytes
 from paro.step.actions import Move, Verb
 from paro.step.units import UnitSize
 from tests.helpers.closed_form import letter_traffic
@@ -39,8 +40,7 @@ PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 
 def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
     """A model as the paper counts it: everything is gathered twice per micro-batch."""
-    layouts = (UnitLayout((), decayed_stop=0, numel=each) for each in (numel, frozen))
-    trainable, rest = layouts
+    trainable, rest = (UnitLayout((), decayed_stop=0, numel=size) for size in (numel, frozen))
     return (UnitSize(name="all", trainable=trainable, frozen=rest),)
 
 
@@ -53,10 +53,10 @@ def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
 @pytest.mark.parametrize("letters", PUBLISHED_7B)
 def test_published_figures_for_7b(letters: str) -> None:
     strategy, topology = on_ranks(letters, world_size=32, group_size=8)
-    units = one_unit(7 * 10**9)
-    states = model_state_bytes(strategy, units, PAPER_PRECISION)
+    specs = specs_of(one_unit(7 * 10**9), strategy, topology, PAPER_PRECISION)
+    states = state_bytes(specs)
     sender = Sender(group_size=8, rank=None)
-    sent = traffic_of(moves(10), units, strategy, topology, PAPER_PRECISION, sender)
+    sent = traffic_of(moves(10), specs, sender)
     memory, intra, inter = PUBLISHED_7B[letters]
     assert f"{states.total / 1e9:.2f}" == memory
     assert f"{sent.intra / 1e9:.1f}" == intra
@@ -74,7 +74,8 @@ def test_axes_and_closed_form_agree(
     units = one_unit(unit, frozen=frozen * unit)
     bf16 = PrecisionConfig(compute="bf16")
     sender = Sender(group_size=group_size, rank=None)
-    sent = traffic_of(moves(3, frozen=frozen), units, strategy, topology, bf16, sender)
+    specs = specs_of(units, strategy, topology, bf16)
+    sent = traffic_of(moves(3, frozen=frozen), specs, sender)
     assert sent == letter_traffic(
         letters,
         params_bytes=2 * (1 + frozen) * unit,
@@ -87,13 +88,16 @@ def test_axes_and_closed_form_agree(
 
 def test_the_master_is_stored_unless_it_is_the_parameter_shard() -> None:
     fp32, bf16 = PrecisionConfig(compute="fp32"), PrecisionConfig(compute="bf16")
-    gig, _ = on_ranks("GIG", world_size=4, group_size=2)
-    iig, _ = on_ranks("IIG", world_size=4, group_size=2)
-    assert model_state_bytes(gig, one_unit(400), fp32).optim == 8 * 100
-    assert model_state_bytes(iig, one_unit(400), fp32).optim == 12 * 100
     rounded = replace(fp32, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    assert model_state_bytes(iig, one_unit(400), rounded).optim == 8 * 100
-    assert model_state_bytes(gig, one_unit(400), bf16).optim == 12 * 100
+    for letters, precision, of_element in (
+        ("GIG", fp32, 8),
+        ("IIG", fp32, 12),
+        ("IIG", rounded, 8),
+        ("GIG", bf16, 12),
+    ):
+        placed = on_ranks(letters, world_size=4, group_size=2)
+        states = state_bytes(specs_of(one_unit(400), *placed, precision))
+        assert states.optim == of_element * 100
 
 
 def test_placement_names_level_copies_and_bytes() -> None:

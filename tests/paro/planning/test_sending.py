@@ -16,7 +16,8 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import make_groups
 from paro.distributed.links import Links
 from paro.planning.search.run_memory import RunMemory
-from paro.planning.sending import Collective, Sender
+from paro.planning.sending import Sender
+from paro.spec.sharding_spec import Collective
 from paro.text import size_text
 from paro.topology import Axes, Use, make_topology
 from paro.training.assembly import plan_of
@@ -48,7 +49,7 @@ def test_ranks_count_what_a_sender_sends(
     span = topology.axes_between(*ends)
     choice = AlgorithmChoice(names=(name,), pieces=(lambda *_: 3) if backend == "nccl" else None)
     for op in Op:
-        one = Collective(Use.REDUCE, op, span, 2 * NUMEL * ends[0], itemsize=2)
+        one = Collective(Use.REDUCE, op, span, NUMEL, "bf16")
         total = Sent()
         for rank in range(world_size):
             links, whole = Links(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
@@ -65,7 +66,7 @@ def test_ranks_count_what_a_sender_sends(
 
 def test_auto_sends_as_the_algorithm_that_it_chooses() -> None:
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    large = Collective(Use.GATHER, Op.ALL_GATHER, topology.axes_between(1, 4), 4000, 2)
+    large = Collective(Use.GATHER, Op.ALL_GATHER, topology.axes_between(1, 4), 2000, "bf16")
     asked: list[tuple[Op, Axes, int]] = []
 
     def best(op: Op, axes: Axes, num_bytes: int) -> str:
@@ -75,7 +76,7 @@ def test_auto_sends_as_the_algorithm_that_it_chooses() -> None:
     choice = AlgorithmChoice(names=("native", "ring"), best=best)
     sender = Sender(group_size=2, rank=0, choice=choice)
     assert sender.sent([large]) == Sent(intra=3000)
-    assert sender.sent([large._replace(whole_bytes=400)]) == Sent(intra=200, inter=100)
+    assert sender.sent([large._replace(numel=200)]) == Sent(intra=200, inter=100)
     assert asked == [(Op.ALL_GATHER, Axes.BOTH, size) for size in (4000, 400)]
 
 

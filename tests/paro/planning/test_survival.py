@@ -6,16 +6,15 @@ from itertools import combinations
 
 import pytest
 
-from paro.layout import UnitLayout
 from paro.planning.cost_model import traffic_of
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.sending import Sender
 from paro.planning.survival import survival
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.step.units import UnitSize
+from paro.spec.sharding_spec import specs_of
 from paro.strategy import parse_strategy
 from paro.topology import make_topology
-from tests.paro.planning.test_cost_model import moves
+from tests.paro.planning.test_cost_model import moves, one_unit
 
 
 def held_without(lost: set[int], degrees: tuple[int, ...], world_size: int) -> bool:
@@ -74,14 +73,13 @@ def test_groups_need_not_be_nodes() -> None:
 )
 def test_copies_of_optimizer_shards_send_what_the_formula_says(precision: PrecisionConfig) -> None:
     numel, ranks, group = 64 * 48, 8, 2
-    unit = UnitSize(name="b", trainable=UnitLayout((), decayed_stop=0, numel=numel))
     grads, params = numel * BYTES_OF[precision.wire], numel * BYTES_OF[precision.compute]
     sent, nodes = {}, {}
     for degree in (2, 4, 8):
         topology = make_topology(world_size=ranks, group_size=group, degrees=(group, degree))
         strategy = parse_strategy(f"2,2,{degree}", world_size=ranks, group_size=group)
-        given = [unit], strategy, topology, precision, Sender(group_size=group, rank=None)
-        sent[degree] = traffic_of(moves(3), *given).inter
+        specs = specs_of(one_unit(numel), strategy, topology, precision)
+        sent[degree] = traffic_of(moves(3), specs, Sender(group_size=group, rank=None)).inter
         nodes[degree] = survival(strategy, world_size=ranks, ranks_per_node=group).nodes
         copies = (grads + params) / group + (grads - params) / degree - 2 * grads / ranks
         assert sent[degree] == copies

@@ -15,12 +15,12 @@ from model.initialization import initialize_whole
 from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
-from paro.planning.cost_model import model_state_bytes
 from paro.planning.run_plan import Materialize, MicroBatch
 from paro.planning.search.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, run_of
@@ -102,7 +102,7 @@ def assert_counted(
         materialize=materialize,
         rotate_in_place=in_place,
     )
-    states = model_state_bytes(strategy, plans.units(run), precision)
+    states = state_bytes(run.specs(plans.units(run)))
     assert rank.optimizer.model_state_bytes() == states.total
     rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
@@ -117,7 +117,8 @@ def test_state_bytes_in_fp32_on_other_shapes(
     strategy, topology = on_ranks(letters, world_size=world_size, group_size=group_size)
     precision = PrecisionConfig(compute="fp32")
     rank = lone_rank(SMALL, strategy, topology, precision)
-    states = model_state_bytes(strategy, units_of(SMALL, world_size=world_size), precision)
+    units = units_of(SMALL, world_size=world_size)
+    states = state_bytes(specs_of(units, strategy, topology, precision))
     assert rank.optimizer.model_state_bytes() == states.total
 
 

@@ -55,7 +55,8 @@ def test_what_is_not_sent_is_sent_later() -> None:
     made, generator = codes(5000, 4900), torch.Generator().manual_seed(3)
     master = torch.randn(5000, generator=generator)
     param = torch.zeros(5000, dtype=torch.bfloat16)
-    update = CodedUpdate(made, param, start=0)
+    encoded = torch.zeros(made.range_bytes, dtype=torch.uint8)
+    update = CodedUpdate(made, encoded, param, start=0)
     left = [float(master.norm())]
     for _ in range(6):
         update.encode(master, param, 0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.step.actions import Verb
 from paro.topology import AxisSpan, Use
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
@@ -59,14 +60,15 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
     def before(training: Training) -> None:
         units = {unit.name: unit for unit in training.model.units}
         modules = dict(training.model.model.named_modules())
-        comm_plan = units["head"].context.comm_plan
+        sent = units["head"].spec.collectives
+        spans = {verb: found[0].span for verb, found in sent.items() if found}
 
-        if comm_plan.gather:
-            gather = Hold(units["blocks.1"], "gather", Use.GATHER, comm_plan.gather, patience)
+        if Verb.GATHER in spans:
+            gather = Hold(units["blocks.1"], "gather", Use.GATHER, spans[Verb.GATHER], patience)
             holds["gather of block 1 under forward of block 0"] = gather
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather.reached())
 
-        reducing = comm_plan.reduce or comm_plan.step_reduce
+        reducing = spans.get(Verb.REDUCE) or spans[Verb.STEP_REDUCE]
         reduce = Hold(units["blocks.2"], "reduce", Use.REDUCE, reducing, patience)
         holds["reduction of block 2 under backward of block 1"] = reduce
 
@@ -75,10 +77,9 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         modules["blocks.0"].register_forward_hook(in_backward)  # its output is block 1's input
 
-        if comm_plan.gather_updated:
-            gather_updated = Hold(
-                units["head"], "gather_updated", Use.GATHER, comm_plan.gather_updated, patience
-            )
+        if Verb.GATHER_UPDATED in spans:
+            span = spans[Verb.GATHER_UPDATED]
+            gather_updated = Hold(units["head"], "gather_updated", Use.GATHER, span, patience)
             holds["publishing of the head under the next forward"] = gather_updated
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather_updated.reached())
 

@@ -62,7 +62,7 @@ def communication(
     run = Estimator(given).plan_of(given.candidate(given.strategy(text)))
     run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
     choice = AlgorithmChoice(names=tuple(names), pieces=lambda *_: 3)
-    return communication_of(run, RunMemory(None).units(run), choice)
+    return communication_of(run, run.specs(RunMemory(None).units(run)), choice)
 
 
 def groups_in(by_use: Spans) -> set[tuple[Use, AxisSpan]]:

@@ -1,0 +1,288 @@
+"""What ranks hold of a flat buffer under a strategy, and what a step's actions send of it."""
+
+# The engine allocates and sends by this description, and the planner counts it. A state of degree d
+# has 1 / d of the buffer on a rank (Note: nested shards, paro/layout.py). A collective of a step
+# goes on with what the one before it has left on the rank, its shard of the sum.
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from paro.collectives.schedule import Op
+from paro.layout import UnitLayout, chunk_numel
+from paro.precision import BYTES_OF, PrecisionConfig
+from paro.quantization.formats import FULL_BITS, BlockFormat
+from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes
+from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
+from paro.step.actions import Verb
+from paro.step.rotating import Slot
+from paro.step.units import Buffer, UnitSize, buffers_of
+from paro.strategy import Strategy, replicated
+from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
+
+UINT8 = "uint8"  # the type of codes
+_BYTES_OF = BYTES_OF | {UINT8: 1}
+
+
+class Collective(NamedTuple):
+    """A collective of a flat buffer, of a bucket of them, or of their codes."""
+
+    use: Use
+    op: Op
+    span: AxisSpan
+    numel: int  # of the buffer that it gathers or reduces
+    dtype: str  # as it is sent: a name of `BYTES_OF`, or UINT8
+    units: int = 1  # of which the buffer consists; see `by_units`
+
+    @property
+    def itemsize(self) -> int:
+        return _BYTES_OF[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer that the collective gathers or reduces, as they are sent."""
+        return self.numel * self.itemsize
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks along its axes."""
+        return self.span[-1].outer // self.span[0].inner
+
+    @property
+    def is_coded(self) -> bool:
+        return self.dtype == UINT8
+
+
+class ModelStateBytes(NamedTuple):
+    """Bytes of model state that every rank holds throughout a run."""
+
+    params: int
+    grads: int
+    optim: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingSpec:
+    """The shards of a flat buffer on every rank, their types, and the collectives of its actions.
+
+    A buffer without gradients has nothing but parameters.
+    """
+
+    buffer: Buffer
+    strategy: Strategy  # of the buffer, whatever that of others
+    topology: Topology
+    precision: PrecisionConfig
+
+    @property
+    def unit(self) -> UnitSize:
+        return self.buffer.unit
+
+    @property
+    def layout(self) -> UnitLayout:
+        return self.buffer.layout
+
+    @cached_property
+    def exact(self) -> ShardingSpec:
+        """The description of a step in which nothing is sent as codes."""
+        if not self.precision.has_codes:
+            return self
+        return replace(self, precision=self.precision.with_inter_bits(FULL_BITS))
+
+    # States #
+
+    @property
+    def param_dtype(self) -> str:
+        """The type in which parameters are held and gathered."""
+        return self.precision.compute if self.buffer.trains else self.precision.frozen
+
+    @property
+    def param_numel(self) -> int:
+        return self.layout.numel // self.strategy.params
+
+    @property
+    def grad_numel(self) -> int:
+        """The elements of the gradient accumulator, which has the precision's type for it."""
+        return self.layout.numel // self.strategy.grads if self.buffer.trains else 0
+
+    @property
+    def optim_degree(self) -> int:
+        """Over how many ranks the optimizer state of each unit of its bucket is spread."""
+        return self.strategy.optim // self.unit.dealt
+
+    @property
+    def muon_stop(self) -> int:
+        """Muon updates the elements of the buffer before this one."""
+        by_muon = self.precision.optimizer == "muon" and self.buffer.trains
+        return self.layout.decayed_stop if by_muon and self.unit.matrices else 0
+
+    @property
+    def master_is_param(self) -> bool:
+        """Whether the shard of fp32 parameters is the master: where their degrees are equal."""
+        degrees = self.strategy.params, self.strategy.optim
+        return self.precision.compute == "fp32" and degrees[0] == degrees[1]
+
+    def optimizer_numels(self, numel: int) -> dict[OptimState, int]:
+        """The elements of each optimizer state on a rank that updates `numel` of the buffer.
+
+        Ranges may have less of what Muon updates, or of what AdamW does: all ranks take as much as
+        the one that has most.
+        """
+        stop, precision = self.muon_stop, self.precision
+        in_last = max(0, min(numel, stop - (self.layout.numel - numel)))
+        kept = {MASTER: 0 if self.master_is_param else numel}
+        kept |= dict.fromkeys(adamw_states(precision)[1:], numel - in_last)
+        return kept | dict.fromkeys(muon_states(precision)[1:], min(stop, numel))
+
+    @property
+    def state_bytes(self) -> ModelStateBytes:
+        """Bytes of a rank's parameters, gradient accumulator and optimizer states.
+
+        The optimizer's range of a bucket, which is of one unit, counts for the first.
+        """
+        range_numel = self.layout.numel * self.unit.dealt // self.strategy.optim
+        kept = self.optimizer_numels(range_numel) if self.buffer.trains else {}
+        return ModelStateBytes(
+            self.param_numel * BYTES_OF[self.param_dtype],
+            self.grad_numel * BYTES_OF[self.precision.accumulate],
+            sum(numel * bytes_of([state]) for state, numel in kept.items()),
+        )
+
+    def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
+        """The elements and the type of each slot of slices that rotate instead of the collectives.
+
+        A slice is what each rank adds to a gather, or gets of a reduction.
+        """
+        found: dict[Slot, tuple[int, str]] = {}
+        for verb, slots, scratch in (
+            (Verb.GATHER, (Slot.SPARE, Slot.SPARE_2), Slot.SCRATCH),
+            (Verb.REDUCE, (Slot.GRAD, Slot.GRAD_2), Slot.GRAD_SCRATCH),
+        ):
+            for one in self.collectives.get(verb, ()):
+                numel = one.numel // one.num_shards
+                chunk = chunk_numel(numel, one.itemsize, device_type=device_type)
+                found |= dict.fromkeys(slots, (numel, one.dtype))
+                found[scratch] = 2 * chunk, one.dtype
+        return found
+
+    # Codes #
+
+    @cached_property
+    def update_codes(self) -> RangeCodes | None:
+        """How updated parameters are encoded, range by range; None if they are sent exactly."""
+        params, _, optim = self.strategy.degrees
+        span, bits = self.topology.axes_between(params, optim), self.precision.inter_param_bits
+        return self._codes(span, bits, UPDATE_BLOCK, optim, self.param_dtype)
+
+    @cached_property
+    def grad_codes(self) -> RangeCodes | None:
+        """How gradients are encoded, a piece for each rank; None if they are sent exactly."""
+        size, bits = self.topology.world_size, self.precision.inter_grad_bits
+        return self._codes(self._summed_over, bits, GRADIENT_BLOCK, size, self.precision.wire)
+
+    def _codes(
+        self, span: AxisSpan, bits: int, block: int, number: int, dtype: str
+    ) -> RangeCodes | None:
+        """Nothing is encoded that crosses no group, nor where codes save nothing."""
+        crosses = any(axis.link is Link.INTER for axis in span)
+        if bits == FULL_BITS or not (crosses and self.buffer.trains):
+            return None
+        codes = RangeCodes(
+            form=BlockFormat(bits=bits, block=block),
+            numel=self.layout.numel // number,
+            slice_numel=self.layout.numel // self.layout.num_slices,
+            matrix_stop=self.layout.decayed_stop,
+            uncoded_bytes=BYTES_OF[dtype],
+        )
+        return codes if codes.range_bytes < codes.numel * codes.uncoded_bytes else None
+
+    @property
+    def _summed_over(self) -> AxisSpan:
+        """The axes along which gradients are summed once a step."""
+        return self.topology.axes_between(self.strategy.grads, self.topology.world_size)
+
+    @property
+    def grad_error_bytes(self) -> tuple[int, int]:
+        """What codes of gradients have lost: for every owner of a piece a row of bytes."""
+        if self.grad_codes is None or not self.precision.inter_grad_error_feedback:
+            return 0, 0
+        _, inter = split_by_link(self._summed_over)
+        return self.topology.world_size // inter[0].inner, self.grad_codes.error_bytes
+
+    # Collectives #
+
+    @cached_property
+    def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
+        """What the actions on the buffer send, in order; nothing along no axis."""
+        numel, (params, grads, _) = self.layout.numel, self.strategy.degrees
+        gather = Use.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
+        reduce = Use.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)
+        found: dict[Verb, tuple[Collective, ...]] = {
+            Verb.GATHER: (Collective(*gather, numel, self.param_dtype),)
+        }
+        if self.buffer.trains:
+            found[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
+        if self.buffer.trains and self.unit.dealt:
+            found[Verb.STEP_REDUCE] = self._summed()
+            found[Verb.GATHER_UPDATED] = (self._updated(),)
+        return {verb: tuple(one for one in sent if one.span) for verb, sent in found.items()}
+
+    @property
+    def exchange(self) -> tuple[Collective, ...]:
+        """The collectives of codes in a step's sum of gradients: to owners, and to replicas."""
+        return tuple(one for one in self.collectives.get(Verb.STEP_REDUCE, ()) if one.is_coded)
+
+    def _summed(self) -> tuple[Collective, ...]:
+        """The sum of a step's gradients over the ranks, inside groups first if they are encoded."""
+        wire, units, size = self.precision.wire, self.unit.dealt, self.topology.world_size
+        numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
+        reduce, replicas = (Use.REDUCE, Op.REDUCE_SCATTER), self.topology.axes_between(optim, size)
+        if self.grad_codes is None:
+            span = self.topology.axes_between(grads, optim)
+            return (
+                Collective(*reduce, span, numel // grads, wire, units),
+                Collective(Use.REDUCE, Op.ALL_REDUCE, replicas, numel // optim, wire),
+            )
+        intra, inter = split_by_link(self._summed_over)
+        encoded = self.grad_codes.range_bytes * size
+        pieces = encoded // inter[0].inner, encoded // optim
+        return (
+            Collective(*reduce, intra, numel // grads, wire),
+            Collective(Use.EXCHANGE, Op.REDUCE_SCATTER, inter, pieces[0], UINT8),
+            Collective(Use.EXCHANGE, Op.ALL_GATHER, replicas, pieces[1], UINT8),
+        )
+
+    def _updated(self) -> Collective:
+        params, _, optim = self.strategy.degrees
+        gather = Use.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
+        if self.update_codes is not None:
+            return Collective(*gather, self.update_codes.range_bytes * optim // params, UINT8)
+        units = self.unit.dealt
+        return Collective(*gather, self.layout.numel * units // params, self.param_dtype, units)
+
+
+def specs_of(
+    units: Iterable[UnitSize], strategy: Strategy, topology: Topology, precision: PrecisionConfig
+) -> list[ShardingSpec]:
+    """The descriptions of all buffers, by their numbers."""
+    return [
+        ShardingSpec(
+            buffer=buffer,
+            strategy=replicated(strategy) if buffer.unit.replicated else strategy,
+            topology=topology,
+            precision=precision,
+        )
+        for buffer in buffers_of(units)
+    ]
+
+
+def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:
+    """Bytes that a rank holds of all buffers."""
+    params, grads, optim = map(sum, zip(*(spec.state_bytes for spec in specs), strict=True))
+    return ModelStateBytes(params, grads, optim)

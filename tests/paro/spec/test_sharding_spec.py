@@ -1,0 +1,252 @@
+"""A rank does what its sharding specs say, and the planner counts the same: planted changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import pytest
+
+from model.config import LlamaConfig
+from model.lora_config import LoraConfig, is_adapter
+from paro.collectives.schedule import Op
+from paro.distributed.byte_counter import Sent
+from paro.planning import cost_model
+from paro.planning.cost_model import traffic_of
+from paro.planning.run_plan import Materialize
+from paro.planning.search.run_memory import RunMemory
+from paro.precision import PrecisionConfig
+from paro.spec import sharding_spec
+from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
+from paro.step.actions import Verb
+from paro.topology import AxisSpan, Use
+from tests.paro.planning.lone_rank import lone_rank, silence
+from tests.paro.planning.on_ranks import on_ranks, run_of
+from tests.paro.planning.test_units import SMALL
+
+WIDE = replace(
+    SMALL, num_layers=2, hidden_size=96, ffn_hidden_size=160, num_query_groups=4, kv_channels=24
+)
+BF16 = PrecisionConfig(compute="bf16")
+CODED = replace(BF16, inter_param_bits=4, inter_grad_bits=4, inter_grad_error_feedback=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a rank trains, and how."""
+
+    letters: str
+    precision: PrecisionConfig = BF16
+    config: LlamaConfig = WIDE
+    is_trained: Callable[[str], bool] = lambda _name: True
+    materialize: str = "gather"
+
+
+SETTINGS = {
+    "all sharded": Setting(letters="GGG"),
+    "replicas": Setting(letters="III"),
+    "codes": Setting(letters="NIG", precision=CODED),
+    "adapters": Setting(
+        letters="IIG",
+        precision=replace(BF16, lora_base_dtype="bf16", compute="fp32"),
+        config=replace(WIDE, lora=LoraConfig(rank=2, targets=("wo", "w_up"))),
+        is_trained=is_adapter,
+    ),
+    "Muon": Setting(letters="NNG", precision=replace(BF16, optimizer="muon")),
+    "rotation": Setting(letters="IIG", materialize="rotate"),
+}
+
+
+class Figures(NamedTuple):
+    """Bytes of a rank: sent in a step, and in one without codes, and held throughout a run."""
+
+    sent: Sent
+    sent_without_codes: Sent
+    states: int
+    codes: int
+
+
+def executed(setting: Setting) -> Figures:
+    """Those of a rank that trains."""
+    strategy, topology = on_ranks(setting.letters, world_size=8, group_size=4)
+    rank = lone_rank(
+        setting.config,
+        strategy,
+        topology,
+        setting.precision,
+        is_trained=setting.is_trained,
+        materialize=setting.materialize,
+    )
+    states = rank.optimizer.model_state_bytes()
+    without_codes, sent = (
+        [rank.step(2, full_precision=full) for _ in range(2)][-1] for full in (True, False)
+    )
+    units = rank.model.trainable_units
+    buffers = [unit.coded_update.encoded for unit in units if unit.coded_update is not None]
+    buffers += [unit.grad_errors for unit in units if unit.grad_errors is not None]
+    return Figures(sent, without_codes, states, sum(buffer.nbytes for buffer in buffers))
+
+
+def predicted(setting: Setting) -> Figures:
+    """Those that the planner counts."""
+    run = run_of(
+        setting.config,
+        setting.letters,
+        setting.precision,
+        is_trained=setting.is_trained,
+        materialize=Materialize.of_flags(setting.materialize, False),
+        device_type="cpu",
+    )
+    memory = RunMemory(None)
+    step, sender = memory.step(run), memory.sender(run, rank=7)
+    specs, moves = run.specs(step.units), step.of_step(2)
+    exact = [spec.exact for spec in specs]
+    return Figures(
+        sent=memory.sent(run, 2, rank=7),
+        sent_without_codes=traffic_of(moves, exact, sender),
+        states=state_bytes(specs).total,
+        codes=sum(
+            prod(spec.grad_error_bytes)
+            + sum(one.num_bytes for one in spec.collectives.get(Verb.GATHER_UPDATED, ()))
+            * (spec.update_codes is not None)
+            for spec in specs
+        ),
+    )
+
+
+@cache
+def unchanged(name: str) -> tuple[Figures, Figures]:
+    """What a rank does by the description as it is, and the prediction."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        silence(monkeypatch)
+        return executed(SETTINGS[name]), predicted(SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_rank_sends_and_holds_what_is_predicted(name: str) -> None:
+    done, planned = unchanged(name)
+    assert done == planned
+    assert (done.codes > 0) is (name == "codes")
+    assert (done.sent == done.sent_without_codes) is (name != "codes")
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def sends(verb: Verb, **changes: Callable[[Any], object]) -> Patch:
+    """Changes fields of the collectives of an action."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = ShardingSpec.collectives.func
+
+        def collectives(spec: ShardingSpec) -> dict[Verb, tuple[Collective, ...]]:
+            found = dict(original(spec))
+            new = [
+                one._replace(**{field: of(getattr(one, field)) for field, of in changes.items()})
+                for one in found.get(verb, ())
+            ]
+            return found | {verb: tuple(one for one in new if one.span)}
+
+        monkeypatch.setattr(ShardingSpec, "collectives", property(collectives))
+
+    return patch
+
+
+def has(field: str, change: Callable[[ShardingSpec, Any], object]) -> Patch:
+    """Changes a property of every spec."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        found = vars(ShardingSpec)[field]
+        of = found.fget if isinstance(found, property) else found.func
+        monkeypatch.setattr(ShardingSpec, field, property(lambda spec: change(spec, of(spec))))
+
+    return patch
+
+
+def outermost(span: AxisSpan) -> AxisSpan:
+    return span[-1:]
+
+
+def twice(spec: ShardingSpec, value: Any) -> object:
+    return tuple(2 * each for each in value) if isinstance(value, tuple) else 2 * value
+
+
+def keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer has fp32 masters even where the shard of parameters would do."""
+    of = ShardingSpec.optimizer_numels
+    monkeypatch.setattr(
+        ShardingSpec,
+        "optimizer_numels",
+        lambda spec, numel: {state: length + 8 for state, length in of(spec, numel).items()},
+    )
+
+
+def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets have other sizes than there are groups."""
+    of = cost_model.places_to_deal_to
+    monkeypatch.setattr(cost_model, "places_to_deal_to", lambda *given: 2 * of(*given))
+
+
+def constant(name: str, value: object) -> Patch:
+    return lambda monkeypatch: monkeypatch.setattr(sharding_spec, name, value)
+
+
+MUTATIONS: dict[str, tuple[str, Patch]] = {
+    "a gather leaves axes out": ("all sharded", sends(Verb.GATHER, span=outermost)),
+    "a gather is of half the buffer": ("all sharded", sends(Verb.GATHER, numel=lambda n: n // 2)),
+    "gradients are reduced in fp32": ("all sharded", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
+    "a reduction leaves axes out": ("all sharded", sends(Verb.REDUCE, span=outermost)),
+    "gradients are summed over no replicas": (
+        "replicas",
+        sends(Verb.STEP_REDUCE, span=lambda _: ()),
+    ),
+    "replicas get shards of the sum": (
+        "replicas",
+        sends(Verb.STEP_REDUCE, op=lambda _: Op.REDUCE_SCATTER),
+    ),
+    "gradients wait on the streams of gathers": (
+        "replicas",
+        sends(Verb.STEP_REDUCE, use=lambda _: Use.GATHER),
+    ),
+    "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
+    "gradients have twice the shard": ("replicas", has("grad_numel", twice)),
+    "parameters have twice the shard": ("all sharded", has("param_numel", twice)),
+    "optimizer states have more elements": ("replicas", keeps_more),
+    "frozen parameters are held in fp32": ("adapters", has("param_dtype", lambda *_: "fp32")),
+    "blocks of updates are shorter": ("codes", constant("UPDATE_BLOCK", 256)),
+    "blocks of gradients are longer": ("codes", constant("GRADIENT_BLOCK", 256)),
+    "errors have twice the room": ("codes", has("grad_error_bytes", twice)),
+    "codes are sent in every step": ("codes", has("exact", lambda spec, _: spec)),
+    "updates are sent exactly": ("codes", has("update_codes", lambda *_: None)),
+    "gradients are sent exactly": ("codes", has("grad_codes", lambda *_: None)),
+    "replicas of codes are gathered along no axis": (
+        "codes",
+        sends(Verb.GATHER_UPDATED, span=lambda _: ()),
+    ),
+    "buckets have twice as many units": ("Muon", in_pairs),
+    "buckets are counted as one unit": ("Muon", sends(Verb.STEP_REDUCE, numel=lambda n: n // 2)),
+    "slices rotate in fp32": ("rotation", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
+    "norms are sharded as weights are": (
+        "rotation",
+        constant("replicated", lambda strategy: strategy),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_change_of_the_description_changes_rank_and_prediction(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    setting, patch = MUTATIONS[name]
+    before, _ = unchanged(setting)
+    silence(monkeypatch)
+    patch(monkeypatch)
+    try:
+        done = executed(SETTINGS[setting])
+    except (AssertionError, RuntimeError, ValueError, KeyError, IndexError):
+        return  # the rank stops
+    assert done != before, "no byte of the rank has changed"
+    assert done == predicted(SETTINGS[setting])
