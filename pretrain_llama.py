@@ -9,7 +9,7 @@ from paro.arguments.parser import parse_args
 from paro.checkpoint.claim import Claim
 from paro.config.mistakes import wrong_values
 from paro.config.record import recorded_arguments
-from paro.config.run import RunConfig, take_world
+from paro.config.run import RunConfig, configure, take_world
 from paro.config.settings import settings_of
 from paro.distributed.control import Control
 from paro.distributed.process_group import distributed
@@ -43,21 +43,21 @@ def main() -> None:
     with watchdog:
         watchdog.begins("checking the flags and the files that they name", 0)
         with refusals_are_shared():
-            config = RunConfig.from_args(args, world)
+            config = configure(args, world)
         if config.launch.dry_run:
             watchdog.close()
             run_dry(config)
             return
         set_logging_level(config.report.logging_level)
         watchdog.begins("meeting the other ranks", 0)
-        launched, world = world, config.world
+        world = config.world
         settings = settings_of(config) if world.size > 1 else {}
         with distributed(config.runtime, world, settings) as control:
             check_source(config.checkpoint, config.train, control)
             watchdog.begins("claiming the folder of --save", 0)
             # Before anything is read or written there.
             with claim_of(config, control, watchdog) as claim:
-                chosen = planned(config, args, launched, control, watchdog)
+                chosen = planned(config, control, watchdog)
                 if chosen is None:
                     return
                 log = Log(rank=world.rank, world_size=world.size)

@@ -31,7 +31,7 @@ from paro.checkpoint.boxes import boxed_states
 from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import write_states
-from paro.config.run import RunConfig
+from paro.config.run import configure
 from paro.distributed.control import Control
 from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
@@ -180,7 +180,7 @@ def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, 
     """
     folder = args.folder / "ckpt"
     flags = f"{MODEL} --save {folder} --global-batch-size {4 * control.world.size}"
-    config = RunConfig.from_args(parse_args(flags.split()), control.world)
+    config = configure(parse_args(flags.split()), control.world)
     training = build_training(config, control)
     state = start_state(config)
     source = build_sources(config, build_data(config), training, state).train

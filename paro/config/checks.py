@@ -14,11 +14,14 @@ from model.config import LlamaConfig
 from paro.arguments.parser import given
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.checkpoint import resumed_samples
 from paro.config.plan import check_survival
 from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.world import LaunchConfig
 from paro.errors import UserError, check_least
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
@@ -92,10 +95,28 @@ def check_intervals(train: TrainConfig, checkpoint: CheckpointConfig) -> None:
         raise UserError(f"--exit-duration-in-mins {minutes} must be a positive number")
 
 
-def check_local_copies(
-    checkpoint: CheckpointConfig, sharding: ShardingConfig, precision: PrecisionConfig
+def check_sizes(
+    batches: BatchSchedule,
+    checkpoint: CheckpointConfig,
+    sharding: ShardingConfig,
+    launch: LaunchConfig,
 ) -> None:
-    """`UserError` for flags of local copies without any, or a restart that would not continue."""
+    """`UserError` for sizes of a batch that changes which do not divide, from --load on.
+
+    A run that may continue from local copies checks it when it knows where.
+    """
+    copies = checkpoint.non_persistent_ckpt_type or sharding.needs_local_copies
+    if batches.changes and (launch.dry_run or not copies):
+        batches.check_from(resumed_samples(checkpoint))
+
+
+def check_local_copies(
+    checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
+) -> None:
+    """`UserError` for flags of local copies without any, or a restart that would not continue.
+
+    It needs the bits as given, not what one group makes of them: a restart may have more groups.
+    """
     is_local = checkpoint.non_persistent_ckpt_type == "local"
     if not (is_local or sharding.needs_local_copies):
         for flag, value in (
@@ -107,7 +128,7 @@ def check_local_copies(
         return
     needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
     flag = "--non-persistent-ckpt-type local" if is_local else needed_by
-    check_feedback(flag, precision)
+    check_feedback(flag, as_given)
     if checkpoint.save is not None and not checkpoint.continues:
         raise UserError(
             f"{flag} is for a command that continues when it is started again: give --load "
@@ -241,4 +262,5 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_moments,
     check_intervals,
     check_profile,
+    check_sizes,
 )

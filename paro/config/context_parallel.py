@@ -217,17 +217,17 @@ def take_context(args: Namespace) -> ContextParallelConfig:
     )
 
 
-def sharing(world: World, size: int | str) -> World:
-    """The world in which so many neighbouring ranks share a sample; `UserError` if they cannot.
+def data_parallel_size_of(world: World, size: int | str) -> int:
+    """How many sets of ranks read different samples; `UserError` if `size` ranks share none.
 
-    With auto it is not chosen yet: all of them, since a batch for more ranks that read fits fewer.
+    With auto it is not chosen yet: one, since a batch for more of them fits fewer.
     """
     if isinstance(size, str):
-        return replace(world, context_parallel_size=world.size)
+        return 1
     if size < 1 or world.size % size:
         fitting = (str(each) for each in range(1, world.size + 1) if world.size % each == 0)
         raise UserError(
             f"--context-parallel-size {size} does not divide the {world.size} ranks: choose one "
             f"of {', '.join(fitting)}"
         )
-    return replace(world, context_parallel_size=size)
+    return world.size // size

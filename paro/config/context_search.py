@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from model.config import LlamaConfig
 from paro.config.context_parallel import (
@@ -25,88 +25,32 @@ from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.planning.search.description import seconds_text
 from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import TIE, best_that_fits
+from paro.planning.search.planner import TIE, best_by_context
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.strategy import Strategy
 
-_SIZE, _TYPE = "--context-parallel-size", "--cp-comm-type"
+SIZE, _TYPE = "--context-parallel-size", "--cp-comm-type"
 WORTH = 0.05  # share of a step that another type must save to be named
 
-Make = Callable[[ContextParallelConfig, int], Workload]
+Made = TypeVar("Made")
 
 
 class Sharing(NamedTuple):
-    """A way to share samples, the workload with it, and the best candidate that fits."""
+    """A way to share samples, and the best candidate with it that fits."""
 
     way: ContextParallelConfig
-    workload: Workload
     best: Estimate | None
 
-
-def compared(
-    found: Iterable[ContextParallelConfig],
-    make: Make,
-    micro_batch_size: int,
-    space: SearchSpace,
-    *,
-    grows: bool,
-) -> list[Sharing]:
-    """The ways for which `make` gives a workload, those that fit first, fastest first.
-
-    Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
-    """
-    sharings = []
-    for way in found:
-        workloads = {}
-        most = way.context_parallel_size if grows else 1
-        for size in (n * micro_batch_size for n in range(1, most + 1) if most % n == 0):
-            try:
-                workloads[size] = make(way, size)
-            except UserError:  # the batch is no multiple
-                continue
-        if workloads:
-            workload = next(iter(workloads.values()))
-            own = replace(space, micro_batch_sizes=tuple(workloads))
-            sharings.append(Sharing(way, workload, best_that_fits(workload, own)))
-    fitting = [one for one in sharings if one.best is not None]
-    least = min((_seconds(one) for one in fitting), default=0.0)
-
-    def order(one: Sharing) -> tuple[object, ...]:
-        tied = one.best is not None and _seconds(one) <= least * (1 + TIE)
-        size = one.way.context_parallel_size
-        return one.best is None, 0.0 if tied else _seconds(one), size
-
-    return sorted(sharings, key=order)
-
-
-def _seconds(one: Sharing) -> float:
-    return 0.0 if one.best is None else one.best.seconds
-
-
-def _described(flag: str, chosen: Sharing, others: Sequence[Sharing]) -> list[str]:
-    """Lines about a choice among ways to share samples."""
-    if chosen.best is None:
-        return [f"planner: {flag} auto: {chosen.way.describe()}, which needs least: nothing fits"]
-    seconds = chosen.best.seconds
-    text = (
-        f"planner: {flag} auto: {chosen.way.describe()}, micro-batches of "
-        f"{chosen.best.candidate.micro_batch_size}: {seconds_text(seconds)} a step, the best of "
-        f"{1 + len(others)} ways"
-    )
-    sizes = {chosen.way.context_parallel_size}
-    told = []
-    for one in others:
-        if one.way.context_parallel_size not in sizes or flag == _TYPE:
-            sizes.add(one.way.context_parallel_size)
-            more = "does not fit" if one.best is None else f"{_seconds(one) / seconds - 1:.1%} more"
-            told.append(f"{one.way.describe()}: {more}")
-    return [text, f"planner: {'; '.join(told)}"] if told else [text]
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0 if nothing fits."""
+        return 0.0 if self.best is None else self.best.seconds
 
 
 def asked(args: Namespace) -> str | None:
     """The flag that says auto, the number of ranks first; None if neither does."""
     if args.context_parallel_size == AUTO:
-        return _SIZE
+        return SIZE
     return _TYPE if {*args.cp_comm_type} == {AUTO} else None
 
 
@@ -128,46 +72,108 @@ def ways_asked(
     return [*ways(take_context(args), sizes, types, limits)]
 
 
+def with_batches(
+    found: Sequence[ContextParallelConfig],
+    micro_batch_size: int,
+    make: Callable[[ContextParallelConfig, int], Made],
+    *,
+    grows: bool,
+) -> dict[tuple[ContextParallelConfig, int], Made]:
+    """What `make` makes of each way with each size of micro-batches that the batch allows.
+
+    Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
+    `UserError` if the batch allows none.
+    """
+
+    def sizes(way: ContextParallelConfig) -> Iterator[int]:
+        most = way.context_parallel_size if grows else 1
+        return (n * micro_batch_size for n in range(1, most + 1) if most % n == 0)
+
+    made = {}
+    for way in found:
+        for size in sizes(way):
+            try:
+                made[way, size] = make(way, size)
+            except UserError:  # the batch is no multiple
+                continue
+    return made or {(found[0], micro_batch_size): make(found[0], micro_batch_size)}  # says why
+
+
+def compared(
+    workload: Workload, found: Iterable[tuple[ContextParallelConfig, int]], space: SearchSpace
+) -> list[Sharing]:
+    """The ways, each with a size of micro-batches, those that fit first, fastest first."""
+    pairs = [*found]
+    space = replace(space, sharings=tuple((way.layout, size) for way, size in pairs))
+    best = best_by_context(workload, space)
+    sharings = [Sharing(way, best[way.layout]) for way in dict(pairs)]
+    least = min((one.seconds for one in sharings if one.best is not None), default=0.0)
+
+    def order(one: Sharing) -> tuple[object, ...]:
+        tied = one.best is not None and one.seconds <= least * (1 + TIE)
+        return one.best is None, 0.0 if tied else one.seconds, one.way.context_parallel_size
+
+    return sorted(sharings, key=order)
+
+
 def choose(
     flag: str,
-    found: Sequence[ContextParallelConfig],
-    make: Make,
-    micro_batch_size: int,
+    workload: Workload,
+    found: Iterable[tuple[ContextParallelConfig, int]],
     space: SearchSpace,
-) -> tuple[dict[str, object], tuple[str, ...]]:
-    """The arguments of the best way and its micro-batch, and log lines.
+) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
+    """The best way and its size of micro-batches, of all that are found, and log lines.
 
-    If nothing fits, of the way that needs least memory. `UserError` if the batch fits no way.
+    If nothing fits, the way that needs least memory, with micro-batches as given.
     """
-    sharings = compared(found, make, micro_batch_size, space, grows=flag == _SIZE)
-    if not sharings:
-        make(found[0], micro_batch_size)  # says why
-    chosen, *others = sharings
-    if chosen.best is None:
-        chosen = min(sharings, key=lambda one: _least_bytes(one.workload, space))
-    else:
-        micro_batch_size = chosen.best.candidate.micro_batch_size
-    fields = chosen.way.flags | {"micro_batch_size": micro_batch_size}
-    return fields, tuple(_described(flag, chosen, others))
-
-
-def _least_bytes(workload: Workload, space: SearchSpace) -> int:
+    sharings = compared(workload, found, space)
+    (way, best), *others = sharings
+    if best is not None:
+        lines = tuple(_described(flag, way, best, others))
+        return way, best.candidate.micro_batch_size, lines
     (strategy, *_) = space.strategies or (workload.strategy("GGG"),)
-    return Estimator(workload).memory(workload.candidate(strategy)).total
+    given, estimator = workload.candidate(strategy), Estimator(workload)
+    way = min(
+        (one.way for one in sharings),
+        key=lambda way: estimator.memory(replace(given, context=way.layout)).total,
+    )
+    line = f"planner: {flag} auto: {way.describe()}, which needs least: nothing fits"
+    return way, workload.micro_batch_size, (line,)
+
+
+def _described(
+    flag: str, way: ContextParallelConfig, best: Estimate, others: Sequence[Sharing]
+) -> list[str]:
+    """Lines about a choice among ways to share samples."""
+    text = (
+        f"planner: {flag} auto: {way.describe()}, micro-batches of "
+        f"{best.candidate.micro_batch_size}: {seconds_text(best.seconds)} a step, the best of "
+        f"{1 + len(others)} ways"
+    )
+    sizes = {way.context_parallel_size}
+    told = []
+    for one in others:
+        if one.way.context_parallel_size not in sizes or flag == _TYPE:
+            sizes.add(one.way.context_parallel_size)
+            more = (
+                "does not fit" if one.best is None else f"{one.seconds / best.seconds - 1:.1%} more"
+            )
+            told.append(f"{one.way.describe()}: {more}")
+    return [text, f"planner: {'; '.join(told)}"] if told else [text]
 
 
 def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Strategy) -> str | None:
     """The flags of another type if a step is predicted to be clearly faster with it, and fits."""
-    candidate = workload.candidate(strategy)
-    own = Estimator(workload).estimate(candidate).seconds
+    candidate, estimator = workload.candidate(strategy), Estimator(workload)
+    own = estimator.estimate(candidate).seconds
     least, fastest = own / (1 + WORTH), None
     model, compute = workload.model, workload.precision.compute
     any_sizes = replace(given, hierarchical_context_parallel_sizes=None)
     types = usable_types(TYPES, model, workload.device_type, compute)
     for way in ways(any_sizes, [given.context_parallel_size], types, workload.context_limits):
-        estimator = Estimator(replace(workload, context=way.layout))
-        if estimator.costs(candidate).least_seconds() < least:
-            estimate = estimator.estimate(candidate)
+        other = replace(candidate, context=way.layout)
+        if estimator.costs(other).least_seconds() < least:
+            estimate = estimator.estimate(other)
             if estimate.fits and estimate.seconds < least:
                 least, fastest = estimate.seconds, way
     if fastest is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from model.config import LlamaConfig
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.context_parallel import sharing
+from paro.config.context_parallel import data_parallel_size_of
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -89,7 +89,7 @@ def fitted_to_ranks(
     return Namespace(**given | fits), lines
 
 
-def nodes_line(batches: BatchSchedule, world: World) -> tuple[str, ...]:
+def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[str, ...]:
     """A log line with the numbers of nodes that the batch allows, unless it allows all up to now.
 
     A ramp-up or a schedule of sizes counts from its beginning: once a size is past it may allow
@@ -99,8 +99,8 @@ def nodes_line(batches: BatchSchedule, world: World) -> tuple[str, ...]:
     for num_nodes in range(1, world.num_nodes + 1):
         try:
             left = replace(world, size=num_nodes * world.ranks_per_node)
-            left = sharing(left, world.context_parallel_size)
-            replace(batches, data_parallel_size=left.data_parallel_size).check_from(0)
+            readers = data_parallel_size_of(left, num_sharing)
+            replace(batches, data_parallel_size=readers).check_from(0)
             allowed.append(str(num_nodes))
         except UserError as error:
             refusals.append(str(error))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 
 from paro.arguments.parser import take
+from paro.config.sharding import ShardingConfig
 from paro.errors import UserError, contradiction
 from paro.optim.loss_scale import LossScaleConfig
 from paro.precision import PrecisionConfig
@@ -27,26 +29,26 @@ def take_loss_scale(args: Namespace) -> LossScaleConfig:
 
 
 def take_inter_bits(
-    inter_bits: str | None, precision: PrecisionConfig, group_size: int, world_size: int
-) -> tuple[str | None, PrecisionConfig, tuple[str, ...]]:
+    sharding: ShardingConfig, precision: PrecisionConfig
+) -> tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]:
     """Whether bits are to be chosen, and those given; on one group 16, and a log line about it.
 
     `UserError` for bits that contradict other flags.
     """
-    given = _given(precision)
+    given, inter_bits, world = _given(precision), sharding.inter_bits, sharding.world
     if inter_bits == AUTO and given:
         raise UserError(f"--paro-inter-bits auto and {given[0]} contradict each other: give one")
     if inter_bits == AUTO and precision.accumulate_allreduce_grads_in_fp32:
         raise contradiction("--accumulate-allreduce-grads-in-fp32", "--paro-inter-bits auto")
     if inter_bits == AUTO:
         given = ("--paro-inter-bits auto",)
-    if group_size < world_size or not given:
-        return inter_bits, precision, ()
+    if world.group_size < world.size or not given:
+        return sharding, precision, ()
     line = (
         f"{' and '.join(given)} without effect, 16 bits in use: with one group, of "
-        f"{count_text(world_size, 'rank')}, nothing crosses groups (--paro-group-size)"
+        f"{count_text(world.size, 'rank')}, nothing crosses groups (--paro-group-size)"
     )
-    return None, precision.with_inter_bits(FULL_BITS), (line,)
+    return replace(sharding, inter_bits=None), precision.with_inter_bits(FULL_BITS), (line,)
 
 
 def _given(precision: PrecisionConfig) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from model.config import LLAMA_PRESETS
 from paro.arguments.flag_parser import PATHS
 from paro.arguments.needed import ANY_VOCABULARY, flags_in, missing_flags, with_stand_ins
 from paro.arguments.parser import WrongValues, build_parser, take
-from paro.config.context_parallel import sharing
+from paro.config.context_parallel import data_parallel_size_of
 from paro.config.fitting import better_values, with_values
 from paro.config.model import vocab_size_given
 from paro.config.parts import take_tokenizer
@@ -72,10 +72,11 @@ def _missing(args: Namespace) -> set[str]:
 def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, object]:
     """`better_values` for the ranks that are given, if they are right."""
     try:
-        world = sharing(take(LaunchConfig, args).world(), args.context_parallel_size)
+        world = take(LaunchConfig, args).world()
+        readers = data_parallel_size_of(world, args.context_parallel_size)
     except UserError:
         return {}
-    return {} if "--world-size" in missing else better_values(args, world.data_parallel_size)
+    return {} if "--world-size" in missing else better_values(args, readers)
 
 
 def _fitting_positions(args: Namespace) -> dict[str, object]:

@@ -15,13 +15,12 @@ from paro.config.batch_schedule import BatchSchedule, parse_steps
 from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.model import vocab_size_given
 from paro.config.train import TrainConfig
-from paro.distributed.world import World
 from paro.errors import UserError, contradiction
 from paro.optim.lr_schedule import ScheduleConfig
 from paro.report.profiler import ProfileConfig
 
 
-def take_batches(args: Namespace, world: World) -> BatchSchedule:
+def take_batches(args: Namespace, readers: int) -> BatchSchedule:
     global_batch_size, steps = args.global_batch_size, None
     if args.step_batch_size_schedule is not None:
         for flag in ("global_batch_size", "rampup_batch_size"):
@@ -31,7 +30,7 @@ def take_batches(args: Namespace, world: World) -> BatchSchedule:
         steps = parse_steps(args.step_batch_size_schedule, args.seq_length)
         global_batch_size = steps[-1][1]
     elif global_batch_size is None:
-        global_batch_size = args.micro_batch_size * world.data_parallel_size
+        global_batch_size = args.micro_batch_size * readers
         if args.paro_elastic:
             raise UserError(
                 "--paro-elastic keeps the global batch where the ranks change: give it, such as "
@@ -42,7 +41,7 @@ def take_batches(args: Namespace, world: World) -> BatchSchedule:
         BatchSchedule,
         args,
         global_batch_size=global_batch_size,
-        data_parallel_size=world.data_parallel_size,
+        data_parallel_size=readers,
         rampup_batch_size=None if rampup is None else tuple(rampup),
         step_batch_size_schedule=steps,
     )
@@ -73,7 +72,7 @@ def take_train(args: Namespace, batches: BatchSchedule) -> TrainConfig:
 
 
 def take_schedule(
-    args: Namespace, batches: BatchSchedule, train: TrainConfig, common: dict[str, Any] | None
+    args: Namespace, batches: BatchSchedule, train: TrainConfig, common: dict[str, Any]
 ) -> ScheduleConfig:
     train_samples = args.train_samples or batches.samples_after(train.train_iters)
     decay_samples = _samples(args, "lr_decay", batches)
@@ -101,7 +100,7 @@ def take_schedule(
         end_weight_decay=args.weight_decay if end is None else end,
         weight_decay_incr_samples=train_samples,
     )
-    if args.use_checkpoint_opt_param_scheduler and common is not None:
+    if args.use_checkpoint_opt_param_scheduler:
         return with_checkpoint_schedule(schedule, common)
     return schedule
 

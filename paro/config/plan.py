@@ -1,4 +1,4 @@
-"""Calls the planner for the configuration: --paro-machine and --paro-strategy auto."""
+"""How states are sharded, on --paro-machine, as far as flags say it; and a run as it is planned."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model.config import LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.parser import take
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import take_context
-from paro.config.elastic import fitted_to_ranks, nodes_line
-from paro.config.inter_bits import AUTO, inter_bits_notices, take_inter_bits
+from paro.config.elastic import fitted_to_ranks
+from paro.config.inter_bits import AUTO
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -29,10 +29,6 @@ from paro.optim.muon_config import MuonConfig
 from paro.planning.cost_model import in_buckets
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.run_plan import Materialize
-from paro.planning.search.description import bits_text, describe
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import SearchResult, plan
-from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
 from paro.planning.units import units_of
@@ -45,14 +41,17 @@ DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
-# How states are sharded, the strategy unless the planner is to choose it, and log lines.
-Taken = tuple[ShardingConfig, Strategy | None, tuple[str, ...]]
+class Taken(NamedTuple):
+    """How states are sharded, as far as flags say it, and log lines."""
+
+    sharding: ShardingConfig
+    strategy: Strategy | None  # None: the planner chooses it
+    lines: tuple[str, ...]
+    is_unmeasured: bool  # the ranks are to measure their machine, and then plan
 
 
-def take_sharding(
-    args: Namespace, world: World, model: LlamaConfig, measured: Machine | None = None
-) -> Taken:
-    """How states are sharded, and log lines; without a strategy if the planner is to choose it."""
+def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
+    """How states are sharded, in groups and on a machine that these ranks can have."""
     given = text = args.paro_strategy
     if text is None:
         zero1 = args.use_distributed_optimizer
@@ -61,7 +60,7 @@ def take_sharding(
     if args.paro_elastic:
         args, lines = fitted_to_ranks(args, world, model, text)
         text = args.paro_strategy
-    machine = measured
+    machine = None
     group_size = world.ranks_per_node if args.paro_group_size is None else args.paro_group_size
     check_group_size(world.size, group_size)
     if args.paro_machine not in (None, MEASURE):
@@ -72,9 +71,7 @@ def take_sharding(
             group_size=args.paro_group_size,
             any_ranks=args.paro_elastic,
         )
-    by_nccl = args.distributed_backend == "nccl"
-    if machine is not None and by_nccl:
-        machine = replace(machine, launch_order=args.paro_nccl_launch_order)
+        machine = launched(machine, args.distributed_backend, args.paro_nccl_launch_order)
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
@@ -84,6 +81,7 @@ def take_sharding(
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {given}: give one of them"
         )
+    by_nccl = args.distributed_backend == "nccl"
     ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
     sharding = take(
         ShardingConfig,
@@ -92,16 +90,21 @@ def take_sharding(
         context=take_context(args),
         updated_ahead=ahead,
         machine=machine,
-        is_unmeasured=False,
     )
     autos = {FLAG: text, "--paro-collective": args.paro_collective}
     if group_size < world.size:
         autos["--paro-inter-bits"] = args.paro_inter_bits
     flags = [f"{flag} {AUTO}" for flag, value in autos.items() if value == AUTO]
-    if machine is None and (flags or args.paro_machine == MEASURE):
+    is_unmeasured = machine is None and (bool(flags) or args.paro_machine == MEASURE)
+    if is_unmeasured:
         check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
-        sharding = replace(sharding, is_unmeasured=True)
-    return sharding, strategy, lines
+    return Taken(sharding, strategy, lines, is_unmeasured)
+
+
+def launched(machine: Machine, backend: str, launch_order: Any) -> Machine:
+    """The machine with the launch order of a run, if it has GPUs that launch."""
+    by_nccl = backend == "nccl"
+    return replace(machine, launch_order=launch_order) if by_nccl else machine
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
@@ -165,58 +168,6 @@ def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Wor
         trainable=task.trainable,
         chooses_bits=sharding.inter_bits is not None,
     )
-
-
-def unplanned(sharding: ShardingConfig) -> Strategy:
-    """What stands for a strategy until it is chosen: it rotates or not, and survives."""
-    letters = "III" if sharding.materialize == "rotate" else "NNN"
-    world = sharding.world
-    return parse_strategy(letters, world_size=world.size, group_size=world.group_size)
-
-
-def choose(
-    workload: Workload, strategy: Strategy | None
-) -> tuple[Strategy, PrecisionConfig, Sequence[str]]:
-    """The fastest strategy that fits, unless one is given, its bits, and lines that explain them.
-
-    All other flags are as given. `UserError` if no strategy fits.
-    """
-    if strategy is not None:
-        own, other = Estimator(workload).estimate_bits(workload.candidate(strategy))
-        lines = () if other is None else (f"planner: {bits_text(own, other)}",)
-        return strategy, own.precision, lines
-    found: SearchResult = plan(workload, workload.as_given())
-    if found.best is None:
-        raise UserError(f"{FLAG} {AUTO}: {why_nothing_fits(workload, found)}")
-    return found.best.candidate.strategy, found.best.precision, describe(found)
-
-
-def take_states(
-    taken: Taken, batches: BatchSchedule, task: Task
-) -> tuple[ShardingConfig, Strategy, PrecisionConfig, tuple[str, ...]]:
-    """What `take_sharding` has taken, with what is chosen where a flag says auto, and log lines.
-
-    Until the machine is measured, auto stands for what no other flag refuses.
-    """
-    sharding, strategy, notices = taken
-    world = sharding.world
-    if sharding.elastic:
-        notices += nodes_line(batches, world)
-    group_size = sharding.world.group_size
-    bits, precision, lines = take_inter_bits(
-        sharding.inter_bits, task.precision, group_size, world.size
-    )
-    notices += lines
-    sharding = replace(sharding, inter_bits=bits)
-    if sharding.is_unmeasured:
-        return sharding, strategy or unplanned(sharding), precision, notices
-    if strategy is None or bits is not None:
-        workload = case_of(task._replace(precision=precision), batches, sharding)
-        strategy, precision, reasons = choose(workload, strategy)
-        notices += tuple(reasons)
-    if bits is None:
-        notices += inter_bits_notices(precision, group_size, strategy, world.size)
-    return sharding, strategy, precision, notices
 
 
 def check_survival(

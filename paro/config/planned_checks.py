@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from inspect import signature
 
 from model.config import FP8_MULTIPLE, LlamaConfig
@@ -35,7 +34,7 @@ def check_fp8(
     """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
     if model.fp8_format is None:
         return
-    sharing, tokens = sharding.world.context_parallel_size, "--micro-batch-size x --seq-length"
+    sharing, tokens = sharding.context.context_parallel_size, "--micro-batch-size x --seq-length"
     if sharing > 1:
         tokens += " / --context-parallel-size"
     for flags, size in (
@@ -122,10 +121,9 @@ PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
 )
 
 
-@cache
-def needs_of(check: Callable[..., None]) -> tuple[str, ...]:
-    """The fields of a RunConfig that a check needs."""
-    return tuple(signature(check).parameters)
+def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
+    """The parts of a configuration that a check needs, or what makes another part."""
+    return tuple(signature(make).parameters)
 
 
 def check_plan(fields: Mapping[str, object]) -> None:

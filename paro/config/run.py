@@ -1,42 +1,25 @@
-"""RunConfig: builds and checks the whole configuration of a run from the parsed flags."""
+"""RunConfig: the whole configuration of a run, made once from flags that are resolved."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from data.config import DataConfig
 from data.tokenizer_config import TokenizerConfig
 from model.config import LlamaConfig
 from model.fusion import Fusions
 from model.trainable import Trainable
-from paro.arguments.megatron import changed_parts, ignored_lines
-from paro.arguments.needed import missing_flags, missing_sizes
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.checkpoint import (
-    keeping_choice,
-    resumed_samples,
-    saved_common,
-    with_checkpoint_args,
-    with_saved_muon,
-)
-from paro.config.checks import (
-    CHECKS,
-    check_load,
-    check_local_copies,
-    check_save,
-    check_trackers,
-    flags_without_effect,
-)
-from paro.config.context_choice import with_context
-from paro.config.context_parallel import ContextParallelConfig, sharing
+from paro.config.checks import CHECKS, check_load, check_local_copies, check_save, check_trackers
+from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
+from paro.config.decide import Question, decide, measured
 from paro.config.fitting import fitting_batches, with_values
-from paro.config.inter_bits import take_loss_scale, take_precision
+from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model
 from paro.config.parts import (
     take_batches,
@@ -46,8 +29,9 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, Task, take_sharding, take_states
+from paro.config.plan import RankDevice, Task, launched, take_sharding
 from paro.config.planned_checks import needs_of
+from paro.config.resolve import question_of, with_saved
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -65,18 +49,6 @@ from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.report.watchdog import WatchConfig
 from paro.strategy import Strategy
-
-Part = TypeVar("Part")
-# Parts that are filled from the flags of the same names.
-_FILLED: Mapping[str, type[Any]] = {
-    "checkpoint": CheckpointConfig,
-    "fusions": Fusions,
-    "optim": OptimConfig,
-    "checks": StepChecksConfig,
-    "report": ReportConfig,
-    "watch": WatchConfig,
-    "runtime": RuntimeConfig,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +81,8 @@ class RunConfig:
     notices: tuple[str, ...]  # log lines for the start: flags without effect, choices of auto
     # The namespace, only to be recorded; values of --use-checkpoint-args and ranks filled in.
     given: Mapping[str, Any] = field(compare=False, repr=False)
+    # What the planner decides when the machine is measured; None: nothing is open.
+    open: Question | None = field(default=None, compare=False, repr=False)
 
     @property
     def world(self) -> World:
@@ -138,93 +112,61 @@ class RunConfig:
             return None
         return flags.non_persistent_save_interval or 1
 
-    @classmethod
-    def from_args(cls, args: Namespace, world: World, measured: Machine | None = None) -> RunConfig:
-        """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
-
-        It names all values that are wrong, as far as one does not hide another. `measured` is the
-        machine where --paro-machine names none.
-        """
-        check_flags(args)
-        try:
-            return cls._of_known_flags(args, world, measured)
-        except UserError as error:
-            lines = distinct([*error.args, *value_mistakes(args, world)])
-            if len(lines) <= len(error.args) or args.use_checkpoint_args:
-                raise
-            raise UserError(*lines) from error
-
-    @classmethod
-    def _of_known_flags(cls, args: Namespace, world: World, measured: Machine | None) -> RunConfig:
-        notices = (*changed_parts(args), *ignored_lines(args))
-        checkpoint = take(CheckpointConfig, args)
-        common = saved_common(checkpoint)
-        if checkpoint.use_checkpoint_args:
-            args, lines = _with_saved_args(args, checkpoint, common)
-            notices += lines
-        args, lines = keeping_choice(args, world, checkpoint)
-        notices += (*flags_without_effect(args), *lines)
-        data, (tokenizer, built) = take_data(args), take_tokenizer(args)
-        model = take_model(args, built.vocab_size)
-        trainable = Trainable.of_flag(args.trainable)
-        trainable.names(model)  # refuses patterns that match no parameter
-        runtime, launch = take(RuntimeConfig, args), take(LaunchConfig, args)
-        as_given = take_precision(args)
-        device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
-        muon = take(MuonConfig, args)
-        apart = data.reset_attention_mask
-        task = Task(model, trainable, as_given, muon, data.seq_length, device, apart)
-        taken = partial(take_sharding, world=world, model=model, measured=measured)
-        args, lines = with_context(args, taken, task, checkpoint)
-        notices += lines
-        world = sharing(world, args.context_parallel_size)
-        batches = take_batches(args, world)
-        train = take_train(args, batches)
-        sharded = take_sharding(args, world, model, measured)
-        sharding, strategy, precision, lines = take_states(sharded, batches, task)
-        notices += lines
-        # Not what one group makes of the bits: a restart may have more groups.
-        check_local_copies(checkpoint, sharding, as_given)
-        config = cls(
-            **{name: take(kind, args) for name, kind in _FILLED.items()},
-            model=model,
-            trainable=trainable,
-            batches=batches,
+    def on_measured(self, machine: Machine) -> RunConfig:
+        """The configuration with what was open until the machine was measured; `UserError`."""
+        assert self.open is not None, "the machine was known before"
+        runtime = self.runtime
+        machine = launched(machine, runtime.distributed_backend, runtime.paro_nccl_launch_order)
+        sharding, strategy, precision, batches, lines, flags = decide(measured(self.open, machine))
+        config = replace(
+            self,
             sharding=sharding,
             strategy=strategy,
             precision=precision,
-            muon=muon,
-            schedule=take_schedule(args, batches, train, common),
-            loss_scale=take_loss_scale(args),
-            train=train,
-            data=data,
-            tokenizer=tokenizer,
-            vocab_size=built.vocab_size,
-            eod=built.eod,
-            profile=take_profile(args),
-            launch=launch,
-            notices=notices,
-            given=vars(args) | {"world_size": world.size, "ranks_per_node": world.ranks_per_node},
+            batches=batches,
+            notices=self.notices + lines,
+            given={**self.given, **flags},
+            open=None,
         )
-        config.check()
-        return config
-
-    def check(self) -> None:
-        """`UserError` for fields that contradict each other, the model or this machine."""
         for check in CHECKS:
-            check(*(getattr(self, name) for name in needs_of(check)))
-        if self.batches.changes and (self.launch.dry_run or self.local_copies_interval is None):
-            # Else the run may continue from local copies, and checks it when it knows where.
-            self.batches.check_from(resumed_samples(self.checkpoint))
-        if not self.launch.dry_run:  # they concern the machine that trains
-            check_load(self.checkpoint)
-            check_save(self.checkpoint, self.train)
-            check_trackers(self.report, self.runtime)
+            check(*(getattr(config, name) for name in needs_of(check)))
+        return config
 
     @property
     def trained(self) -> frozenset[str]:
         """The names of the parameters that train; with --skip-train none."""
         return frozenset() if self.train.skip_train else self.trainable.names(self.model)
+
+
+def configure(args: Namespace, world: World) -> RunConfig:
+    """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
+
+    It names all values that are wrong, as far as one does not hide another.
+    """
+    check_flags(args)
+    try:
+        args, notices, saved = with_saved(args, world)
+    except UserError as error:
+        if args.use_checkpoint_args:  # the values may be those of the checkpoint
+            raise
+        raise UserError(*distinct([*error.args, *value_mistakes(args, world)])) from error
+    parts, wrong = _parts(args, world, saved)
+    if wrong:
+        raise UserError(*wrong)
+    question, decision = parts["question"], parts["decision"]
+    is_open = question.taken.is_unmeasured
+    of_world = {"world_size": world.size, "ranks_per_node": world.ranks_per_node}
+    parts |= {
+        "notices": notices + decision.lines * (not is_open),
+        "given": vars(args) | decision.flags | of_world,
+        "open": question if is_open else None,
+    }
+    config = RunConfig(**{one.name: parts[one.name] for one in fields(RunConfig)})
+    if not config.launch.dry_run:  # they concern the machine that trains
+        check_load(config.checkpoint)
+        check_save(config.checkpoint, config.train)
+        check_trackers(config.report, config.runtime)
+    return config
 
 
 def distinct(lines: Iterable[str]) -> tuple[str, ...]:
@@ -236,50 +178,102 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
-    """A line for each part of the configuration that cannot be made, as far as it is known."""
+    """A line for each part of the configuration that flags as given do not make; without a plan."""
+    return _parts(args, world, {"common": {}}, plans=False)[1]
+
+
+def _parts(
+    args: Namespace, world: World, made: Mapping[str, object], *, plans: bool = True
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Every part of the configuration that can be made, and a line for each that cannot."""
     wrong: list[str] = []
-
-    def part(make: Callable[..., Part], *needs: object) -> Part | None:
-        if any(need is None for need in needs):
-            return None
-        try:
-            return make(*needs)
-        except UserError as error:
-            wrong.extend(error.args)
-            return None
-
-    found = {name: part(partial(take, kind), args) for name, kind in _FILLED.items()}
-    world = part(sharing, world, args.context_parallel_size) or world
-    batches = part(take_batches, args, world)
-    if batches is None and None not in (args.step_batch_size_schedule, args.global_batch_size):
-        batches = part(take_batches, with_values(args, {"global_batch_size": None}), world)
-    if batches is None:  # which others need
-        better = with_values(args, fitting_batches(args, world.data_parallel_size))
-        batches = part(take_batches, better, world)
-    part(_check_sizes, batches, found["checkpoint"])
-    train, data = part(take_train, args, batches), part(take_data, args)
-    tokenizer = part(take_tokenizer, args)
-    model = sharding = strategy = None
-    if tokenizer is not None and data is not None and not missing_sizes(args):
-        model = part(take_model, args, tokenizer[1].vocab_size)
-        sharding, strategy, *_ = part(take_sharding, args, world, model) or (None, None)
-    part(lambda sizes, whole: take_schedule(args, sizes, whole, None), batches, train)
-    part(take_loss_scale, args)
-    trainable = part(Trainable.of_flag, args.trainable)
-    part(lambda kind, whole: kind.names(whole), trainable, model)
-    found |= {"batches": batches, "train": train, "data": data, "model": model}
-    found |= {"sharding": sharding, "strategy": strategy, "trainable": trainable}
-    found |= {"precision": part(take_precision, args), "profile": part(take_profile, args)}
-    found["seq_length"] = None if data is None else data.seq_length
-    found["device_type"] = RankDevice.of(args.distributed_backend, None).type
-    for check in (*CHECKS, check_local_copies):
-        part(check, *(found[name] for name in needs_of(check)))
-    return distinct(wrong)
+    found: dict[str, Any] = {"args": args, "world": world, "wrong": wrong, **made}
+    for name, make in _MAKERS:
+        needed = [found.get(need) for need in needs_of(make)]
+        is_open = found.get(name) is None and (plans or name != "question")
+        if is_open and all(each is not None for each in needed):
+            try:
+                found[name] = make(*needed)
+            except UserError as error:
+                wrong.extend(error.args)
+    return found, distinct(wrong)
 
 
-def _check_sizes(batches: BatchSchedule, checkpoint: CheckpointConfig) -> None:
-    if batches.changes:
-        batches.check_from(resumed_samples(checkpoint))
+def _filled(kind: type[Any]) -> Callable[[Namespace], object]:
+    return lambda args: take(kind, args)
+
+
+def _task(
+    model: LlamaConfig,
+    trainable: Trainable,
+    as_given: PrecisionConfig,
+    muon: MuonConfig,
+    data: DataConfig,
+    runtime: RuntimeConfig,
+    launch: LaunchConfig,
+) -> Task:
+    device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
+    apart = data.reset_attention_mask
+    return Task(model, trainable, as_given, muon, data.seq_length, device, apart)
+
+
+def _scheduled_batches(args: Namespace, readers: int) -> BatchSchedule | None:
+    if None in (args.step_batch_size_schedule, args.global_batch_size):
+        return None
+    return take_batches(with_values(args, {"global_batch_size": None}), readers)
+
+
+def _fitting_batches(args: Namespace, readers: int) -> BatchSchedule:
+    return take_batches(with_values(args, fitting_batches(args, readers)), readers)
+
+
+# What makes each part; its parameters name the parts that it needs. Of those of one name each
+# stands in where those before it fail, for parts that need it.
+_MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
+    ("checkpoint", _filled(CheckpointConfig)),
+    ("fusions", _filled(Fusions)),
+    ("optim", _filled(OptimConfig)),
+    ("checks", _filled(StepChecksConfig)),
+    ("report", _filled(ReportConfig)),
+    ("watch", _filled(WatchConfig)),
+    ("runtime", _filled(RuntimeConfig)),
+    ("launch", _filled(LaunchConfig)),
+    ("data", take_data),
+    ("tokens", take_tokenizer),
+    ("tokenizer", lambda tokens: tokens[0]),
+    ("vocab_size", lambda tokens: tokens[1].vocab_size),
+    ("eod", lambda tokens: tokens[1].eod),
+    # With the length of its data, which is the number of its positions by default.
+    ("model", lambda args, vocab_size, data: take_model(args, vocab_size)),
+    ("trainable", lambda args: Trainable.of_flag(args.trainable)),
+    ("names", lambda trainable, model: trainable.names(model)),  # a pattern must match one
+    ("as_given", take_precision),
+    ("muon", _filled(MuonConfig)),
+    ("task", _task),
+    ("readers", lambda args, world: data_parallel_size_of(world, args.context_parallel_size)),
+    ("readers", lambda world: world.size),
+    ("taken", take_sharding),
+    ("bits", lambda taken, as_given: take_inter_bits(taken.sharding, as_given)),
+    ("question", question_of),
+    ("decision", lambda question, wrong: None if wrong else decide(question)),
+    ("batches", lambda decision: decision.batches),
+    ("batches", take_batches),
+    ("batches", _scheduled_batches),
+    ("batches", _fitting_batches),
+    ("sharding", lambda decision: decision.sharding),
+    ("sharding", lambda taken: taken.sharding),
+    ("strategy", lambda decision: decision.strategy),
+    ("strategy", lambda taken: taken.strategy),
+    ("precision", lambda decision: decision.precision),
+    ("precision", lambda as_given: as_given),
+    ("train", take_train),
+    ("schedule", take_schedule),
+    ("loss_scale", take_loss_scale),
+    ("profile", take_profile),
+    ("seq_length", lambda data: data.seq_length),
+    ("device_type", lambda args: RankDevice.of(args.distributed_backend, None).type),
+    *((check.__name__, check) for check in (*CHECKS, check_local_copies)),
+)
 
 
 def take_world(args: Namespace) -> World:
@@ -292,17 +286,3 @@ def take_world(args: Namespace) -> World:
     if not launch.dry_run or args.paro_machine is None:
         return launch.world()
     return launch.world(find_machine(args.paro_machine).group_size)
-
-
-def _with_saved_args(
-    args: Namespace, checkpoint: CheckpointConfig, common: dict[str, Any] | None
-) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags under --use-checkpoint-args, and a log line if there is no checkpoint."""
-    lines: tuple[str, ...] = ()
-    if common is None:
-        lines = (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
-    else:
-        args = with_saved_muon(with_checkpoint_args(args, common), checkpoint)
-    if missing := missing_flags(args, loaded=True):
-        raise UserError(*missing)
-    return args, lines

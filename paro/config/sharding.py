@@ -20,7 +20,6 @@ class ShardingConfig:
     prefetch_units: int = 1
     updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
     machine: Machine | None = None  # measured speeds, for `auto` and the planner
-    is_unmeasured: bool = False  # the ranks are to measure their machine, and then plan
     materialize: str = "gather"  # or "rotate": how ranks get the parameters they compute with
     rotate_in_place: bool = False
     survive: int = 0  # nodes that may be lost at once with every state still held

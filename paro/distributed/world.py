@@ -14,10 +14,9 @@ from paro.topology import MOST_RANKS, Topology, make_topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All ranks, their groups, nodes and data, and this process's place among them.
+    """All ranks, their groups and nodes, and this process's place among them.
 
-    Ranks of a node, of a group, and those that share samples are neighbours. The defaults are a
-    single process.
+    Ranks of a node and of a group are neighbours. The defaults are a single process.
     """
 
     rank: int = 0
@@ -25,7 +24,6 @@ class World:
     local_rank: int = 0
     ranks_per_node: int = 1
     group: int | None = None  # ranks that fast links join; None: those of a node
-    context_parallel_size: int = 1  # ranks that share a sample
 
     @property
     def group_size(self) -> int:
@@ -35,20 +33,8 @@ class World:
     def num_nodes(self) -> int:
         return -(-self.size // self.ranks_per_node)
 
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of ranks, or sets of ranks, that read different samples."""
-        return self.size // self.context_parallel_size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self.rank // self.context_parallel_size
-
     def topology(self, *degrees: int) -> Topology:
-        """The axes between these degrees, in the groups of this world.
-
-        Ranks differ in their data along the axes from `context_parallel_size` on.
-        """
+        """The axes between these degrees, in the groups of this world."""
         return make_topology(world_size=self.size, group_size=self.group_size, degrees=degrees)
 
 

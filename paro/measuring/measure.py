@@ -152,7 +152,7 @@ def one_rank(config: RunConfig) -> RunConfig:
 
     Without recomputation and compilation; the planner counts the former.
     """
-    batches, sharing = config.batches, config.world.context_parallel_size
+    batches, sharing = config.batches, config.context.context_parallel_size
     size = batches.micro_batch_size
     return replace(
         config,

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
 from paro.distributed.rendezvous import first_difference
-from paro.distributed.world import World, read_cache_folder
+from paro.distributed.world import read_cache_folder
 from paro.errors import UserError, describe
 from paro.machine.files import MEASURE, machine_to_json, read_machine
 from paro.machine.machine import Machine
@@ -66,15 +65,13 @@ class LeavingControl(Control):
         return [value for value, _ in everyone]
 
 
-def planned(
-    config: RunConfig, args: Namespace, world: World, control: Control, watchdog: Watchdog
-) -> RunConfig | None:
+def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfig | None:
     """The configuration with what the planner chooses on this machine; collective.
 
     It is `config` itself where nothing is to be measured; None if a signal asks to leave meanwhile.
     `UserError` on all ranks if nothing fits, or if they would choose differently.
     """
-    if not config.sharding.is_unmeasured:
+    if config.open is None:
         return config
     asked = ExitSignal()
     try:
@@ -87,7 +84,7 @@ def planned(
         return None
     watchdog.begins("planning", 0)
     with control.raise_on_all_ranks():
-        config = RunConfig.from_args(args, world, machine)
+        config = config.on_measured(machine)
     bits = config.precision.inter_param_bits, config.precision.inter_grad_bits
     chosen = {"--paro-strategy": config.strategy.name, "--paro-inter-bits": str(bits)}
     everyone = dict(enumerate(control.gather(chosen)))

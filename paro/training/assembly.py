@@ -62,10 +62,8 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
 
     On the meta device there are shapes only: no storage and no process groups.
     """
-    device, sharing = control.device, config.world.context_parallel_size
-    assert control.world.context_parallel_size == sharing, "the control has another world"
-    compute_dtype = TORCH_TYPES[config.precision.compute]
-    kernels = usable_kernels(config.model, config.fusions, compute_dtype, control.device)
+    device, compute_dtype = control.device, TORCH_TYPES[config.precision.compute]
+    kernels = usable_kernels(config.model, config.fusions, compute_dtype, device)
     with torch.device("meta"):
         model = Llama(kernels.config)
     model.freeze(config.trained.__contains__, activations=compute_dtype)
@@ -271,19 +269,19 @@ def build_sources(
     `trained_on`: fingerprints of the tokenizers that the loaded model knows, if it says so.
     """
 
-    batches, world, context = config.batches, training.control.world, config.context
-    ranges = context.layout.ranges(world.rank, config.data.seq_length)
+    batches, rank, layout = config.batches, training.control.world.rank, config.context.layout
+    ranges = layout.ranges(rank, config.data.seq_length)
 
     def fetch(samples: Samples) -> Fetch:
         rules = config.data.document_rules(config.eod)
-        return Fetch(samples, rules, ranges=ranges if context.context_parallel_size > 1 else None)
+        return Fetch(samples, rules, ranges=ranges if layout.size > 1 else None)
 
     def read(fetch: Fetch, size: int, consumed: int) -> MicroBatches:
         return MicroBatches(
             fetch,
             micro_batch_size=size,
-            data_parallel_rank=world.data_parallel_rank,
-            data_parallel_size=world.data_parallel_size,
+            data_parallel_rank=rank // layout.size,
+            data_parallel_size=batches.data_parallel_size,
             consumed_samples=consumed,
             num_workers=config.data.num_workers,
             pin_memory=training.device.type == "cuda",
@@ -291,7 +289,7 @@ def build_sources(
 
     def hold_out(samples: Samples, consumed: int, *, whole: bool, name: str = "") -> HeldOut:
         size = batches.eval_micro_batch
-        at_once = size * world.data_parallel_size
+        at_once = size * batches.data_parallel_size
         counts = datasets.token_bytes(samples, config.vocab_size, trained_on)
         scored = replace(fetch(samples), whole=whole, token_bytes=counts)
         return HeldOut(

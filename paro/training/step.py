@@ -112,6 +112,11 @@ class Training:
     def exposure(self) -> Exposure:
         return self.model.context.exposure
 
+    @property
+    def num_sharing(self) -> int:
+        """The number of ranks that share a sample."""
+        return self.control.world.size // self.batches.data_parallel_size
+
     def close(self) -> None:
         """Waits for queued communication and ends it; collective, after the last step."""
         self.model.wait_for_updated_params()
@@ -150,7 +155,8 @@ def train_step(
     batch_size = training.batches.batch_size_at(state.consumed_train_samples)
     world, per_token = training.control.world, training.config.calculate_per_token_loss
     scale = state.loss_scale.scale
-    weigh = TokenWeights(world, num_micro_batches, scale=scale, per_token=per_token)
+    num_parts = num_micro_batches * training.batches.data_parallel_size
+    weigh = TokenWeights(num_parts, training.num_sharing, scale=scale, per_token=per_token)
     timed = _TimedBatches(micro_batches, training.device, training.timers)
     if state.iteration % FORGOTTEN_AFTER == 0:
         training.model.forget_grad_errors()
@@ -276,8 +282,8 @@ def _forward_backward(
     iteration: int,
 ) -> Tensor:
     """This rank's weighted loss, a float32 scalar; afterwards all gradients are reduced."""
-    model, world = training.model, training.control.world
-    place = world.data_parallel_rank, world.data_parallel_size
+    model, rank = training.model, training.control.world.rank
+    place = rank // training.num_sharing, training.batches.data_parallel_size
     drops = drops_of(model.model.config, training.config.seed, iteration, *place)
     loss_sum = torch.zeros((), dtype=torch.float32, device=training.device)
     with training.timers.measure("forward-backward"):
@@ -341,7 +347,7 @@ def evaluate(
 
     The tokens of all micro-batches and ranks weigh the same, whatever is the mean in training.
     """
-    model, num_sharing = training.model, training.control.world.context_parallel_size
+    model, num_sharing = training.model, training.num_sharing
     model.wait_for_updated_params()
     own_nats = torch.zeros((), dtype=torch.float64, device=training.device)
     own_tokens = own_bytes = 0.0

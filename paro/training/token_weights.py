@@ -7,7 +7,6 @@ import math
 from torch import Tensor
 
 from data.batch import Batch
-from paro.distributed.world import World
 
 
 class TokenWeights:
@@ -21,17 +20,11 @@ class TokenWeights:
     Ranks that share a sample weigh its tokens alike: what they divide by is of whole samples.
     """
 
-    def __init__(
-        self,
-        world: World,
-        num_micro_batches: int,
-        *,
-        scale: float,
-        per_token: bool,
-    ) -> None:
+    def __init__(self, num_parts: int, num_sharing: int, *, scale: float, per_token: bool) -> None:
+        """`num_parts` micro-batches, of all ranks, each on `num_sharing` ranks."""
         self._per_token = per_token
-        self._num_sharing = world.context_parallel_size
-        self._num_parts = num_micro_batches * world.data_parallel_size
+        self._num_sharing = num_sharing
+        self._num_parts = num_parts
         self._factor = scale / self._num_parts
         self._scale = scale
         self._nominal_tokens = 0

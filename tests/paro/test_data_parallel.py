@@ -24,20 +24,24 @@ from tests.helpers.training import TINY
 from tests.paro.planning.cases import workload
 from tests.paro.report.test_report import record
 
-PAIRS = World(size=8, rank=5, ranks_per_node=4, context_parallel_size=2)
+EIGHT = World(size=8, rank=5, ranks_per_node=4)
 FLAGS = TINY.replace("--micro-batch-size 1", "--micro-batch-size 2") + " --train-iters 10"
 
 
-def run_of(words: str = "", world: World = PAIRS) -> RunConfig:
-    share = f"--context-parallel-size {world.context_parallel_size} --cp-comm-type a2a"
+def run_of(words: str = "", world: World = EIGHT) -> RunConfig:
+    share = "--context-parallel-size 2 --cp-comm-type a2a"
     return configured(f"{FLAGS} {share} {words}", world)
 
 
 def test_ranks_that_share_samples_are_one_data_parallel_rank() -> None:
-    assert (PAIRS.data_parallel_size, PAIRS.data_parallel_rank) == (4, 2)
-    topology = replace(PAIRS, group=2).topology(2)
-    assert topology.members(topology.axes_between(1, 2), PAIRS.rank) == (4, 5)
-    assert topology.members(topology.axes_between(2, 8), PAIRS.rank) == (1, 3, 5, 7)
+    config = run_of()
+    assert config.batches.data_parallel_size == 4
+    control = PlannedControl(replace(config.world, rank=5), torch.device("meta"))
+    training = build_training(config, control)
+    assert training.num_sharing == 2
+    topology = replace(EIGHT, group=2).topology(2)
+    assert topology.members(topology.axes_between(1, 2), EIGHT.rank) == (4, 5)
+    assert topology.members(topology.axes_between(2, 8), EIGHT.rank) == (1, 3, 5, 7)
 
 
 def test_batches_count_data_parallel_ranks() -> None:
@@ -47,14 +51,14 @@ def test_batches_count_data_parallel_ranks() -> None:
     assert batches.samples_after(10) == 240
     refused(lambda: run_of("--global-batch-size 12"), "times 4 data-parallel ranks")
     args = parse_args(f"{FLAGS} --micro-batch-size 3 --global-batch-size 20".split())
-    assert better_values(args, PAIRS.data_parallel_size) == {"micro_batch_size": 1}
-    (line,) = nodes_line(run_of("--global-batch-size 40").batches, replace(PAIRS, size=12))
+    assert better_values(args, 4) == {"micro_batch_size": 1}
+    (line,) = nodes_line(run_of("--global-batch-size 40").batches, replace(EIGHT, size=12), 2)
     assert "restart on 1 and 2 of 3 nodes" in line
 
 
 def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--global-batch-size 24 --peak-tflops 1 --dry-run --world-size 8"
-    config = run_of(flags, replace(PAIRS, rank=0))
+    config = run_of(flags, replace(EIGHT, rank=0))
     training = build_training(config, PlannedControl(config.world, torch.device("meta")))
     facts: RunFacts = run_facts(config, training)
     size = config.batches.batch_size_at(0)

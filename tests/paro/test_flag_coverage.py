@@ -72,8 +72,8 @@ UNOWNED = {
     "model.fuses_rotary",
     "model.fuses_swiglu",
     "notices",
+    "open",  # by what --paro-machine and flags that say auto ask for
     "schedule.weight_decay_incr_samples",
-    "sharding.is_unmeasured",  # by what --paro-machine and flags that say auto ask for
 }
 # Flags fill these as a whole.
 WHOLE = (LoraConfig, Machine, RecomputeConfig, Strategy, Trainable, World)
@@ -295,10 +295,10 @@ DECIDES = {
     "checkpoint.exit_on_missing_checkpoint": "paro.config.checks.check_load",
     "checkpoint.non_persistent_ckpt_type": "paro.config.run.RunConfig.local_copies_interval",
     "checkpoint.non_persistent_save_interval": "paro.config.run.RunConfig.local_copies_interval",
-    "checkpoint.use_checkpoint_args": "paro.config.run.RunConfig._of_known_flags",
+    "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
     "sharding.context": "paro.config.run.RunConfig.context",
-    "sharding.inter_bits": "paro.config.plan.take_states",
+    "sharding.inter_bits": "paro.config.decide.decide",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
     "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",

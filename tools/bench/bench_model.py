@@ -40,7 +40,7 @@ from data.loader import Batch
 from model.flops import flops_per_token
 from model.units import num_parameters
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import configure
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
@@ -145,7 +145,7 @@ def task_of(args: argparse.Namespace) -> Task:
     tokens_BS, labels_BS = text_BS[:, :-1].contiguous(), text_BS[:, 1:].contiguous()
     mask_BS = torch.ones(tokens_BS.shape)
     batch = Batch(tokens_BS, labels_BS, mask_BS, mask_sum=mask_BS.numel()).to(device)
-    run = RunConfig.from_args(parse_args(flags), World())
+    run = configure(parse_args(flags), World())
     return Task(flags=tuple(flags), run=run, device=device, batch=batch)
 
 

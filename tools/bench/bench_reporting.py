@@ -23,7 +23,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from rich.console import Console
 
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import configure
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
@@ -111,7 +111,7 @@ def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     """Trains two steps a round, one of them with full reporting."""
     flags = f"{MODEL} --global-batch-size 4 --train-iters {2 * rounds + 2}"
     boards = f"--tensorboard-dir {folder}/board --wandb-project bench --wandb-save-dir {folder}"
-    config = RunConfig.from_args(parse_args([*flags.split(), *boards.split()]), World())
+    config = configure(parse_args([*flags.split(), *boards.split()]), World())
     control = Control(World(), device_for(config.runtime, World()))
     training = build_training(config, control)
     facts = run_facts(config, training, bytes_by_part(predict_memory(config, training.device.type)))

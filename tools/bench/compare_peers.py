@@ -35,7 +35,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from model.flops import flops_per_token
 from model.units import num_parameters
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import configure
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World, read_world
 from paro.errors import UserError, about, check_least
@@ -148,7 +148,7 @@ def task_of(args: argparse.Namespace, name: str, world: World) -> Task:
         if args.paro_machine is not None:
             flags += ["--paro-machine", args.paro_machine]
     return Task(
-        run=RunConfig.from_args(parse_args(flags), world),
+        run=configure(parse_args(flags), world),
         group_size=group_size,
         warmup_steps=args.warmup_steps,
         steps=args.steps,

@@ -28,7 +28,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.arguments.megatron import RULES, Outcome, Rule, refused, rule_of
 from paro.arguments.parser import build_parser, parse_args, parse_known
 from paro.arguments.words import by_flag
-from paro.config.run import RunConfig, take_world
+from paro.config.run import configure, take_world
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError
 from paro.launch.dry_run import run_dry
@@ -154,7 +154,7 @@ def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
         args = parse_args([*kept, *STAND_IN, *size, *plan])
         world = take_world(args)
         with redirect_stdout(io.StringIO()):
-            run_dry(RunConfig.from_args(args, world))
+            run_dry(configure(args, world))
     except UserError as error:
         return " ".join(str(error).split())
     return None

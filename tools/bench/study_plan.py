@@ -17,7 +17,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import configure
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import World
 from paro.errors import UserError, about, check_least
@@ -186,7 +186,7 @@ def take_settings(text: str | None, part: StudyPart) -> list[str]:
             ways = ", +".join(PREDICTED_WAYS[1:])
             raise UserError(f"--settings {candidate}: +{named.way} is not predicted: give +{ways}")
         flags = [*part.train_flags.split(), *TRAIN_FLAGS.split(), *named.flags]
-        RunConfig.from_args(parse_args(flags), world)
+        configure(parse_args(flags), world)
     return settings
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import RunConfig, configure
 from paro.distributed.world import World
 
 SMALL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16"
@@ -21,4 +21,4 @@ def training_config(flags: str, backend: str) -> RunConfig:
     words += ["--paro-strategy", "NNN"]
     if "--llama-preset" not in words and "--vocab-size" not in words:
         words += ["--vocab-size", "4096"]
-    return RunConfig.from_args(parse_args(words), World())
+    return configure(parse_args(words), World())

@@ -9,7 +9,7 @@ from pathlib import Path
 from data.answered import ANSWERED
 from data.loader import Samples, SplitCounts, build_datasets
 from paro.arguments.parser import build_parser
-from paro.config.run import RunConfig
+from paro.config.run import configure
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.training.assembly import count_samples
@@ -48,7 +48,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
             "--dump-samples with --train-iters needs --global-batch-size, which would follow from "
             "the number of ranks: give it, or --train-samples"
         )
-    config = RunConfig.from_args(Namespace(**settled), World())
+    config = configure(Namespace(**settled), World())
     count = count_samples(config).train
     counts = SplitCounts(train=count)
     datasets = build_datasets(config.data, counts, config.vocab_size, config.tokenizer)

@@ -20,8 +20,8 @@ from paro.arguments.model import (
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.batch_schedule import BatchSchedule
-from paro.config.context_parallel import ContextParallelConfig, sharing, take_context
-from paro.config.context_search import asked, choose, types_asked, ways_asked
+from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of, take_context
+from paro.config.context_search import SIZE, asked, choose, types_asked, ways_asked, with_batches
 from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model, vocab_size_given
 from paro.config.plan import RankDevice, Task
@@ -173,7 +173,6 @@ def case_of(args: Namespace) -> Workload:
     ahead, prefetch_units = args.paro_updated_ahead, args.paro_prefetch_units
     context = take_context(args)
     world = World(size=world_size, ranks_per_node=machine.group_size, group=group_size)
-    world = sharing(world, context.context_parallel_size)
     sharding = take(
         ShardingConfig,
         args,
@@ -181,7 +180,6 @@ def case_of(args: Namespace) -> Workload:
         context=context,
         updated_ahead=units_ahead(ahead, prefetch_units, by_nccl=machine.is_of_gpus),
         machine=machine,
-        is_unmeasured=False,
         elastic=False,
     )
     args.seq_length = seq_length_of(args)
@@ -190,9 +188,9 @@ def case_of(args: Namespace) -> Workload:
         model = replace(model, max_position_embeddings=args.seq_length)
     if not 0 <= args.memory_margin < 1:
         raise UserError(f"--memory-margin {args.memory_margin:g} must be at least 0 and below 1")
-    task, bits = task_of(args, model, sharding)
+    task, sharding = task_of(args, model, sharding)
     batch, size = args.global_batch_size, args.micro_batch_size
-    readers = world.data_parallel_size
+    readers = data_parallel_size_of(world, context.context_parallel_size)
     batches = BatchSchedule(
         micro_batch_size=size,
         global_batch_size=size * readers if batch is None else batch,
@@ -200,21 +198,21 @@ def case_of(args: Namespace) -> Workload:
     )
     fields = task._asdict() | {"device_type": task.device.type}
     check_plan(fields | {"batches": batches, "sharding": sharding})
-    workload = workload_of(task, batches, replace(sharding, inter_bits=bits))
+    workload = workload_of(task, batches, sharding)
     return replace(workload, memory_margin=args.memory_margin)
 
 
 def task_of(
     args: Namespace, model: LlamaConfig, sharding: ShardingConfig
-) -> tuple[Task, str | None]:
-    """What the ranks train, and whether bits between groups are to be chosen."""
+) -> tuple[Task, ShardingConfig]:
+    """What the ranks train, and whether bits between groups are to be chosen for it."""
     world, machine = sharding.world, sharding.machine
     assert machine is not None, "of a plan"
     given = take_precision(args)
     take_loss_scale(args)  # a launch has it
     if sharding.survive:
         check_feedback("--paro-survive", given)
-    bits, precision, _ = take_inter_bits(sharding.inter_bits, given, world.group_size, world.size)
+    sharding, precision, _ = take_inter_bits(sharding, given)
     kind = "cpu" if machine.device and machine.device.cores else "cuda"
     gigabytes = args.device_memory_gb
     launch = LaunchConfig(dry_run=True, world_size=world.size, device_memory_gb=gigabytes)
@@ -228,7 +226,7 @@ def task_of(
         args.seq_length,
         RankDevice(kind, launch.device_memory_gb),
     )
-    return task, bits
+    return task, sharding
 
 
 def seq_length_of(args: Namespace) -> int:
@@ -258,9 +256,10 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
 
     if not found:  # says why
         case_of(_with(args, **take_context(args).flags))
+    made = with_batches(found, args.micro_batch_size, make, grows=flag == SIZE)
     space = SearchSpace(collectives=(args.paro_collective,))
-    fields, lines = choose(flag, found, make, args.micro_batch_size, space)
-    return _with(args, **fields), lines
+    way, size, lines = choose(flag, next(iter(made.values())), made, space)
+    return _with(args, **way.flags, micro_batch_size=size), lines
 
 
 def _with(args: Namespace, **fields: object) -> Namespace:

@@ -91,12 +91,13 @@ class Estimator:
 
     def plan_of(self, candidate: Candidate) -> RunPlan:
         """What decides the memory of a candidate."""
-        workload = self.workload
+        workload, size, context = self.workload, candidate.micro_batch_size, candidate.context
         chosen = {
             "precision": candidate.precision(workload),
             "collective": candidate.collective,
             "materialize": candidate.materialize,
-            "micro_batch_size": candidate.micro_batch_size,
+            "micro_batch_size": size,
+            "context": context,
         }
         return RunPlan(
             **(self._given | chosen),
@@ -104,7 +105,7 @@ class Estimator:
             recompute=candidate.recompute,
             world_size=workload.world_size,
             strategy=candidate.strategy,
-            num_micro_batches=workload.micro_batches(candidate.micro_batch_size),
+            num_micro_batches=workload.micro_batches(size, context),
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
@@ -133,6 +134,7 @@ class Estimator:
     @cached_by(
         lambda run: (
             run.micro_batch_size,
+            run.context,
             run.recompute,
             run.materialize,
             run.strategy.params if run.materialize.rotates else None,

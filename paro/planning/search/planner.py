@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from paro.context_parallel.layout import ContextLayout
 from paro.errors import UserError
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimate, Estimator, faster_bits
@@ -131,7 +132,7 @@ class _Search:
         self._done: dict[_Bounded, Estimate | None] = {}
         self._counts_blocks = space.recomputes is None
         self._least = {row.candidate: row.least_seconds for row in rows}
-        self._saved: dict[tuple[int, Materialize], float] = {}  # by a recomputed block, at most
+        self._saved: dict[tuple[int, ContextLayout], float] = {}  # by a recomputed block, at most
 
     @property
     def num_simulated(self) -> int:
@@ -152,7 +153,7 @@ class _Search:
         for row in self.rows if self._counts_blocks else ():
             over, own = row.memory_bytes - limit, row.candidate
             if own.recompute is None and over > 0:
-                key = own.micro_batch_size, own.materialize
+                key = own.micro_batch_size, own.context
                 if key not in self._saved:
                     self._saved[key] = saved_bytes(self._estimator, own)
                 share = (over - 1) / self._saved[key]  # rounded by a byte
@@ -258,6 +259,15 @@ def best_that_fits(workload: Workload, space: SearchSpace, enough: float = _ANY)
     """The best candidate of `plan`, if it may take no longer than `enough` seconds."""
     search = _Search(workload, space, enough)
     return search.best(search.within(workload.choice_bytes))
+
+
+def best_by_context(workload: Workload, space: SearchSpace) -> dict[ContextLayout, Estimate | None]:
+    """The best candidate that fits for each way to share samples in the space."""
+    search = _Search(workload, space)
+    by_context: dict[ContextLayout, list[_Bounded]] = {own: [] for own, _ in space.sharings or ()}
+    for row in search.within(workload.choice_bytes):
+        by_context[row.candidate.context].append(row)
+    return {context: search.best(rows) for context, rows in by_context.items()}
 
 
 def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchResult:

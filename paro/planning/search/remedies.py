@@ -78,14 +78,14 @@ def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
     if not least.materialize.rotates:
         compute = workload.precision.compute
         sharing = fewest_sharing(
-            workload.context,
+            least.context,
             workload.context_limits,
-            lambda layout: _fits(replace(workload, context=layout), least),
+            lambda layout: _fits(workload, replace(least, context=layout)),
             in_parts=workload.model.parts_misfit(workload.device_type, compute) is None,
         )
         if sharing is not None:
             flags, layout = sharing
-            yield Change(flags, replace(workload, context=layout), least)
+            yield Change(flags, workload, replace(least, context=layout))
     yield from _smaller_way(workload, least)
     yield from _more_ranks(workload, least)
 
@@ -169,7 +169,7 @@ def _more_ranks(workload: Workload, least: Candidate) -> Iterator[Change]:
         strategy = more.strategy(f"{ranks},{ranks},{ranks}")
         return more, replace(least, strategy=strategy, materialize=Materialize.GATHER)
 
-    step = lcm(workload.group_size, workload.machine.group_size, workload.context.size)
+    step = lcm(workload.group_size, workload.machine.group_size, least.context.size)
     ranks = fewest_ranks(workload.world_size, step, lambda ranks: _fits(*spread(ranks)))
     if ranks is not None:
         how = ", gathered" if least.materialize.rotates else ""

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 from model.config import FP8_MULTIPLE, RecomputeConfig
 from model.trainable import Trainable
-from paro.context_parallel.layout import ContextLimits
+from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.errors import check_least, check_multiple
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
@@ -93,10 +93,14 @@ class Workload(RunFlags):
         less = f", less a margin of {percent:g}%" if percent else ""
         return f"{self.device_bytes / 1e9:g} GB of a device{less}"
 
-    def micro_batches(self, size: int) -> int:
-        """Micro-batches of this size per rank and step; `UserError` if it does not divide."""
+    def micro_batches(self, size: int, context: ContextLayout | None = None) -> int:
+        """Micro-batches of this size per rank and step; `UserError` if it does not divide.
+
+        None: samples are shared as the workload has it.
+        """
         check_least(1, micro_batch_size=size)
-        batch, num_ranks = self.global_batch_size, self.data_parallel_size
+        num_sharing = (context or self.context).size
+        batch, num_ranks = self.global_batch_size, self.world_size // num_sharing
         check_multiple("--global-batch-size", batch, size, num_ranks)
         return batch // (size * num_ranks)
 
@@ -108,6 +112,7 @@ class Workload(RunFlags):
         return Candidate(
             strategy=strategy,
             micro_batch_size=self.micro_batch_size,
+            context=self.context,
             collective=self.collective,
             recompute=self.model.recompute,
             materialize=self.materialize,
@@ -147,6 +152,7 @@ class Candidate:
 
     strategy: Strategy
     micro_batch_size: int
+    context: ContextLayout  # the neighbouring ranks that share a sample
     collective: str
     recompute: RecomputeConfig | None
     materialize: Materialize = Materialize.GATHER
@@ -190,6 +196,7 @@ class SearchSpace:
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
+    sharings: tuple[tuple[ContextLayout, int], ...] | None = None  # with sizes; None: as given
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
 
@@ -209,7 +216,10 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
     strategies = search_space.strategies or tuple(
         legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
     )
-    sizes = search_space.micro_batch_sizes or micro_batch_sizes(workload)
+    sharings = search_space.sharings or [
+        (workload.context, size)
+        for size in search_space.micro_batch_sizes or micro_batch_sizes(workload)
+    ]
     machine = workload.machine
     collectives = search_space.collectives or algorithms_of(machine, by_nccl=machine.is_of_gpus)
     recomputes = search_space.recomputes or (
@@ -220,12 +230,13 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
     way = workload.materialize
     possible = [s for s in strategies if workload.infeasible_reason(s, way) is None]
     inter_bits = (FULL_BITS, FEWEST_BITS) if workload.chooses_bits else (None,)
-    for strategy, size, collective, recompute, bits in product(
-        possible, sizes, collectives, recomputes, inter_bits
+    for strategy, (context, size), collective, recompute, bits in product(
+        possible, sharings, collectives, recomputes, inter_bits
     ):
         yield Candidate(
             strategy=strategy,
             micro_batch_size=size,
+            context=context,
             collective=collective,
             recompute=recompute,
             materialize=way,

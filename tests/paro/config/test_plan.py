@@ -9,9 +9,8 @@ import pytest
 
 from paro.arguments.parser import parse_args
 from paro.checkpoint.directory import begin_checkpoint, finish_checkpoint
-from paro.config.plan import take_sharding
 from paro.config.record import recorded_arguments
-from paro.config.run import RunConfig, take_world
+from paro.config.run import RunConfig, configure, take_world
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError
@@ -119,7 +118,7 @@ def test_a_run_that_continues_keeps_what_was_chosen(
 ) -> None:
     finish_checkpoint(begin_checkpoint(tmp_path, 5), 5, {"arguments": SAVED | saved})
     config = configured(f"{flags} --load {tmp_path} --no-load-optim")
-    assert config.sharding.is_unmeasured is (strategy is None)
+    assert (config.open is not None) is (strategy is None)
     assert strategy in (None, config.strategy.name)
     assert (config.precision.inter_param_bits, config.precision.inter_grad_bits) == bits
     anew = f"--paro-machine {'NAME' if '--dry-run' in flags else 'measure'} chooses anew"
@@ -140,12 +139,8 @@ def test_a_run_that_continues_keeps_what_was_chosen(
 )
 def test_until_the_machine_is_measured_nothing_is_refused(flags: str) -> None:
     config = configured(flags)
-    assert config.sharding.is_unmeasured
+    assert config.open is not None
     assert config.sharding.machine is None
-    measured = machine(world_size=32, group_size=8)
-    args = parse_args((RUN + flags).split())
-    sharding, _, _ = take_sharding(args, WORLD, config.model, measured)
-    assert (sharding.machine, sharding.is_unmeasured) == (measured, False)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +210,7 @@ def test_nodes_of_a_dry_run_are_the_groups_of_the_machine_as_in_a_plan(tmp_path:
 
     def dry_run(flags: str) -> tuple[World, ShardingConfig]:
         args = parse_args(f"{RUN} {own} --dry-run {flags}".split())
-        return take_world(args), RunConfig.from_args(args, take_world(args)).sharding
+        return take_world(args), configure(args, take_world(args)).sharding
 
     world, sharding = dry_run("")
     assert world == World(size=16, ranks_per_node=4)

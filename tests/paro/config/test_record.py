@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from model.config import LLAMA_PRESETS
-from paro.config import run as paro_config
+from paro.config import run
 from paro.config.record import model_line, recorded_arguments
-from paro.config.run import RunConfig
 from paro.config.settings import code_version, path_flags, settings_of
 from paro.distributed.rendezvous import first_difference
 from paro.distributed.world import World
@@ -35,10 +34,10 @@ LAUNCHES = [
 ]
 
 
-def given_again(recorded: dict[str, Any], **more: object) -> RunConfig:
+def given_again(recorded: dict[str, Any], **more: object) -> run.RunConfig:
     taken = {name: value for name, value in recorded.items() if name not in OTHER_WAYS}
     args = Namespace(**(dict.fromkeys(OTHER_WAYS) | taken | more))
-    return RunConfig.from_args(args, WORLD)
+    return run.configure(args, WORLD)
 
 
 @pytest.mark.parametrize("words", LAUNCHES)
@@ -73,7 +72,7 @@ def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.Monkey
     sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 128, "kv_channels": 8}
     heads = {"num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64}
     common = {"model": sizes | heads | {"tie_embeddings_and_output_weights": True}}
-    monkeypatch.setattr(paro_config, "saved_common", lambda _checkpoint: common)
+    monkeypatch.setattr("paro.config.resolve.saved_common", lambda _checkpoint: common)
     words = SMALL.replace("--train-iters 10", "--train-samples 330")
     config = configure(f"{words} --load x --use-checkpoint-args --llama-preset 7B", WORLD)
     recorded = recorded_arguments(config)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from paro.arguments.parser import parse_args
 from paro.collectives.schedule import Op
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -28,7 +27,7 @@ from paro.training.exit_signal import ExitSignal
 from tests.helpers.commands import output_of
 from tests.helpers.hopper import H100
 from tests.helpers.refusals import refused
-from tests.paro.config.test_run import SMALL, TWO_BY_TWO, configure
+from tests.paro.config.test_run import SMALL, configure
 from tests.paro.measuring.test_race import alone
 from tests.paro.planning.cases import machine
 
@@ -207,19 +206,18 @@ class Differing(Control):
 
 @pytest.mark.usefixtures("measured")
 def test_ranks_that_choose_differently_end(tmp_path: Path) -> None:
-    args = parse_args(f"{AUTO} --save {tmp_path}".split())
-    config = RunConfig.from_args(args, TWO_BY_TWO)
-    assert config.sharding.is_unmeasured
+    config = configure(f"{AUTO} --save {tmp_path}")
+    assert config.open is not None
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
 
         def planned(control: Control) -> RunConfig | None:
-            return start.planned(config, args, TWO_BY_TWO, control, watchdog)
+            return start.planned(config, control, watchdog)
 
         chosen = planned(alone())
         assert chosen is not None
         assert chosen.sharding.machine is not None
         assert chosen.sharding.machine.measured == ROWS
-        assert not chosen.sharding.is_unmeasured
+        assert chosen.open is None
         assert any(line.startswith("planner: chose ") for line in chosen.notices)
         differing = Differing(World(), torch.device("cpu"))
         refused(lambda: planned(differing), "--paro-strategy must be the same on all ranks ... GGG")
@@ -239,13 +237,12 @@ def test_a_signal_while_measuring_is_met_by_the_handler(
 
     monkeypatch.setattr(start, "measure_machine", measure)
     flags = f"{AUTO} --save {tmp_path} --exit-signal-handler --exit-signal SIGUSR2"
-    args = parse_args(flags.split())
-    config = RunConfig.from_args(args, TWO_BY_TWO)
+    config = configure(flags)
     before = {each: signal.getsignal(each) for each in ExitSignal.numbers(config.train)}
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
 
         def leave() -> None:
-            assert start.planned(config, args, TWO_BY_TWO, alone(), watchdog) is None
+            assert start.planned(config, alone(), watchdog) is None
 
         try:
             told = output_of(leave)
@@ -270,6 +267,5 @@ def test_a_signal_that_came_too_late_comes_again(monkeypatch: pytest.MonkeyPatch
 
 def test_what_says_its_strategy_measures_nothing() -> None:
     config = configure(f"{SMALL} --paro-strategy IIG")
-    args = parse_args(SMALL.split())
     with Watchdog(WatchConfig(hang_dump_minutes=0), rank=0, timeout_minutes=9) as watchdog:
-        assert start.planned(config, args, TWO_BY_TWO, alone(), watchdog) is config
+        assert start.planned(config, alone(), watchdog) is config

@@ -16,7 +16,7 @@ from model.hugging_face import hugging_face_config, hugging_face_name
 from model.initialization import initialize_whole
 from model.llama import Llama
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import RunConfig, configure
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for, keep_freed_memory
 from paro.distributed.world import World
@@ -128,7 +128,7 @@ def make_trainer(task: Task, *more: str) -> Step:
     world = World()
     if task.device.type == "cpu":
         keep_freed_memory()  # as `distributed` does
-    config = RunConfig.from_args(parse_args([*task.flags, *more]), world)
+    config = configure(parse_args([*task.flags, *more]), world)
     training = build_training(config, Control(world, device_for(config.runtime, world)))
     state, batches = start_state(config), itertools.repeat(task.batch)
 

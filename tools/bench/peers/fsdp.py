@@ -64,7 +64,7 @@ class FullySharded(Contender):
         if context.context_parallel_size > 1:
             if control.device.type != "cpu":
                 raise UserError("--contenders: on GPUs no peer shares samples here")
-            shape = task.run.world.data_parallel_size, context.context_parallel_size
+            shape = task.run.batches.data_parallel_size, context.context_parallel_size
             ranks = init_device_mesh(control.device.type, shape, mesh_dim_names=("data", "context"))
             self.model.core = torch_ring(ranks["context"].get_group(), context.cp_comm_type)
         units = [self.model.get_submodule(unit.name) for unit in self.model.units()]

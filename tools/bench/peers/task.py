@@ -159,7 +159,7 @@ def accumulate(
 
     Ranks that share a sample have shares of one mean, and means of ranks are averaged.
     """
-    sharing, losses = task.run.world.context_parallel_size, []
+    sharing, losses = task.run.context.context_parallel_size, []
     for number in range(1, task.num_micro_batches + 1):
         batch = next(batches)
         weights_BS = batch.loss_mask_BS * (sharing / (batch.mask_sum * task.num_micro_batches))

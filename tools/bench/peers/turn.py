@@ -117,8 +117,8 @@ def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
     source = MicroBatches(
         Fetch(datasets.train, ranges=ranges if layout.size > 1 else None),
         micro_batch_size=task.run.batches.micro_batch_size,
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=world.data_parallel_size,
+        data_parallel_rank=world.rank // layout.size,
+        data_parallel_size=task.run.batches.data_parallel_size,
     )
     return iter([batch.to(device) for batch in itertools.islice(source, num_micro_batches)])
 
@@ -129,7 +129,7 @@ def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
     Those are compiled kernels, scratch memory of threads and the like; on a GPU they do not count.
     """
     model = Llama(replace(run.model, num_layers=1)).to(compute_dtype)
-    length = run.data.seq_length // run.world.context_parallel_size
+    length = run.data.seq_length // run.context.context_parallel_size
     size = (run.batches.micro_batch_size, length)
     ids_BS = torch.zeros(size, dtype=torch.int64)
     model(ids_BS, ids_BS, torch.zeros(size)).backward()

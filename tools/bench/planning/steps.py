@@ -33,7 +33,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from data.loader import Batch
 from paro.arguments.parser import parse_args
-from paro.config.run import RunConfig
+from paro.config.run import RunConfig, configure
 from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.user_errors import run_script
@@ -132,7 +132,7 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
     configs = {}
     for candidate in args.settings.split(","):
         flags = [*args.train.split(), *parse_setting(candidate).flags]
-        configs[candidate] = RunConfig.from_args(parse_args(flags), world)
+        configs[candidate] = configure(parse_args(flags), world)
     first = next(iter(configs.values()))
     device = device_for(first.runtime, world)
     counts = [int(word) for word in args.counts.split(",")]

@@ -1,0 +1,116 @@
+"""Resolves flags: what checkpoints, ranks and the planner decide where flags leave it open."""
+
+# Each decides once, in this order, and says so in a line of the log:
+#
+#   1. With --use-checkpoint-args the sizes, the tokenizer and Muon's settings are those of --load.
+#   2. A run that continues on as many ranks keeps the strategy and the bits chosen for it.
+#   3. With --paro-elastic groups, degrees and collectives become what these ranks can have.
+#   4. --paro-machine has the groups, unless --paro-group-size gives them (paro/config/plan.py).
+#   5. auto of context parallelism: as in a run that continues, or without a machine by heads.
+#   6. The rest is the planner's (paro/config/decide.py). Where it needs a machine that is not
+#      measured yet, the answer is a stand-in, and the question stays open (`RunConfig.open`).
+
+from __future__ import annotations
+
+from argparse import Namespace
+from contextlib import suppress
+from dataclasses import replace
+
+from paro.arguments.megatron import changed_parts, ignored_lines
+from paro.arguments.needed import missing_flags
+from paro.arguments.parser import take
+from paro.checkpoint.config import CheckpointConfig
+from paro.config.batch_schedule import BatchSchedule
+from paro.config.checkpoint import (
+    keeping_choice,
+    resumed_arguments,
+    saved_common,
+    with_checkpoint_args,
+    with_saved_muon,
+)
+from paro.config.checks import flags_without_effect
+from paro.config.context_parallel import (
+    ContextParallelConfig,
+    data_parallel_size_of,
+    take_context,
+    without_machine,
+)
+from paro.config.context_search import SIZE, asked, types_asked, ways_asked, with_batches
+from paro.config.decide import Question
+from paro.config.fitting import with_values
+from paro.config.parts import take_batches
+from paro.config.plan import Taken, Task, check_measurable
+from paro.context_parallel.layout import ContextLimits
+from paro.distributed.world import World
+from paro.errors import UserError, check_multiple
+from paro.machine.files import MEASURE
+
+
+def with_saved(
+    args: Namespace, world: World
+) -> tuple[Namespace, tuple[str, ...], dict[str, object]]:
+    """The flags with what --load says of them, log lines, and what was read of the checkpoint."""
+    notices = (*changed_parts(args), *ignored_lines(args))
+    checkpoint = take(CheckpointConfig, args)
+    common = saved_common(checkpoint)
+    if checkpoint.use_checkpoint_args:
+        if common is None:
+            notices += (f"--load {args.load} holds no checkpoint: its sizes are the flags'",)
+        else:
+            args = with_saved_muon(with_checkpoint_args(args, common), checkpoint)
+        if missing := missing_flags(args, loaded=True):
+            raise UserError(*missing)
+    args, lines = keeping_choice(args, world, checkpoint)
+    notices += (*flags_without_effect(args), *lines)
+    return args, notices, {"checkpoint": checkpoint, "common": common or {}}
+
+
+def question_of(
+    args: Namespace, task: Task, taken: Taken, checkpoint: CheckpointConfig
+) -> Question:
+    """What is left to the planner, with the ways in which ranks may share samples."""
+    flag, given, sharding = asked(args), take_context(args), taken.sharding
+    world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
+
+    def batches(way: ContextParallelConfig, size: int) -> BatchSchedule:
+        readers = data_parallel_size_of(world, way.context_parallel_size)
+        return take_batches(with_values(args, {"micro_batch_size": size}), readers)
+
+    def only(way: ContextParallelConfig, size: int, *lines: str) -> Question:
+        return Question(task, taken, {(way, size): batches(way, size)}, flag, lines=lines)
+
+    if flag is None:
+        return only(given, size)
+    if sharding.materialize == "rotate":
+        return only(replace(given, context_parallel_size=1), size)
+    limits = ContextLimits.of(
+        task.model, world_size=world.size, group_size=world.group_size, seq_length=args.seq_length
+    )
+    types = types_asked(args, task.model, task.device.type, task.precision.compute)
+    found = ways_asked(args, types, limits)
+    if not found:  # check_context says why
+        return only(given, size)
+    saved = resumed_arguments(checkpoint)
+    for way in found if saved.get("world_size") == world.size else ():
+        if all(saved.get(name) == value for name, value in way.flags.items()):
+            kept = int(saved.get("micro_batch_size", 0)) if flag == SIZE else size
+            with suppress(UserError):  # the batch is no multiple any more
+                return only(way, kept, f"{flag} auto: as in --load {checkpoint.load}")
+    is_timed = machine is not None and machine.device is not None
+    if flag != SIZE and not (is_timed or taken.is_unmeasured):
+        way = without_machine(found, world.group_size)
+        return only(way, size, f"{flag} auto: {way.describe()}; --paro-machine would compare times")
+    if machine is None and not taken.is_unmeasured:
+        check_measurable([f"{flag} auto"], world, args.dry_run)
+        raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
+    if flag == SIZE and args.global_batch_size is args.step_batch_size_schedule is None:
+        raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
+
+    def whole(way: ContextParallelConfig, size: int) -> BatchSchedule:
+        made = batches(way, size)
+        batch, readers = made.global_batch_size, made.data_parallel_size
+        check_multiple("--global-batch-size", batch, size, readers)
+        return made
+
+    sharings = with_batches(found, size, whole, grows=flag == SIZE)
+    return Question(task, taken, sharings, flag, searches=True)
