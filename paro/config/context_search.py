@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from model.config import LlamaConfig
 from paro.config.context_parallel import (
@@ -24,7 +25,7 @@ from paro.config.context_parallel import (
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.planning.search.description import seconds_text
-from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import TIE, best_by_context
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.strategy import Strategy
@@ -33,18 +34,6 @@ SIZE, _TYPE = "--context-parallel-size", "--cp-comm-type"
 WORTH = 0.05  # share of a step that another type must save to be named
 
 Made = TypeVar("Made")
-
-
-class Sharing(NamedTuple):
-    """A way to share samples, and the best candidate with it that fits."""
-
-    way: ContextParallelConfig
-    best: Estimate | None
-
-    @property
-    def seconds(self) -> float:
-        """Of a step; 0 if nothing fits."""
-        return 0.0 if self.best is None else self.best.seconds
 
 
 def asked(args: Namespace) -> str | None:
@@ -99,23 +88,6 @@ def with_batches(
     return made or {(found[0], micro_batch_size): make(found[0], micro_batch_size)}  # says why
 
 
-def compared(
-    workload: Workload, found: Iterable[tuple[ContextParallelConfig, int]], space: SearchSpace
-) -> list[Sharing]:
-    """The ways, each with a size of micro-batches, those that fit first, fastest first."""
-    pairs = [*found]
-    space = replace(space, sharings=tuple((way.layout, size) for way, size in pairs))
-    best = best_by_context(workload, space)
-    sharings = [Sharing(way, best[way.layout]) for way in dict(pairs)]
-    least = min((one.seconds for one in sharings if one.best is not None), default=0.0)
-
-    def order(one: Sharing) -> tuple[object, ...]:
-        tied = one.best is not None and one.seconds <= least * (1 + TIE)
-        return one.best is None, 0.0 if tied else one.seconds, one.way.context_parallel_size
-
-    return sorted(sharings, key=order)
-
-
 def choose(
     flag: str,
     workload: Workload,
@@ -126,40 +98,38 @@ def choose(
 
     If nothing fits, the way that needs least memory, with micro-batches as given.
     """
-    sharings = compared(workload, found, space)
-    (way, best), *others = sharings
-    if best is not None:
-        lines = tuple(_described(flag, way, best, others))
-        return way, best.candidate.micro_batch_size, lines
-    (strategy, *_) = space.strategies or (workload.strategy("GGG"),)
-    given, estimator = workload.candidate(strategy), Estimator(workload)
-    way = min(
-        (one.way for one in sharings),
-        key=lambda way: estimator.memory(replace(given, context=way.layout)).total,
-    )
-    line = f"planner: {flag} auto: {way.describe()}, which needs least: nothing fits"
-    return way, workload.micro_batch_size, (line,)
+    pairs = [*found]
+    space = replace(space, sharings=tuple((way.layout, size) for way, size in pairs))
+    best = best_by_context(workload, space)
+    seconds = {way: own.seconds if (own := best[way.layout]) else math.inf for way, _ in pairs}
+    least = min(seconds.values())
 
+    def order(way: ContextParallelConfig) -> tuple[float, int]:
+        tied = seconds[way] <= least * (1 + TIE)
+        return 0.0 if tied else seconds[way], way.context_parallel_size
 
-def _described(
-    flag: str, way: ContextParallelConfig, best: Estimate, others: Sequence[Sharing]
-) -> list[str]:
-    """Lines about a choice among ways to share samples."""
-    text = (
-        f"planner: {flag} auto: {way.describe()}, micro-batches of "
-        f"{best.candidate.micro_batch_size}: {seconds_text(best.seconds)} a step, the best of "
-        f"{1 + len(others)} ways"
+    way, *others = sorted(seconds, key=order)
+    if (fastest := best[way.layout]) is None:
+        (strategy, *_) = space.strategies or (workload.strategy("GGG"),)
+        given, estimator = workload.candidate(strategy), Estimator(workload)
+        way = min(
+            (way, *others),
+            key=lambda way: estimator.memory(replace(given, context=way.layout)).total,
+        )
+        line = f"planner: {flag} auto: {way.describe()}, which needs least: nothing fits"
+        return way, workload.micro_batch_size, (line,)
+    size = fastest.candidate.micro_batch_size
+    line = (
+        f"planner: {flag} auto: {way.describe()}, micro-batches of {size}: "
+        f"{seconds_text(fastest.seconds)} a step, the best of {len(seconds)} ways"
     )
-    sizes = {way.context_parallel_size}
-    told = []
-    for one in others:
-        if one.way.context_parallel_size not in sizes or flag == _TYPE:
-            sizes.add(one.way.context_parallel_size)
-            more = (
-                "does not fit" if one.best is None else f"{one.seconds / best.seconds - 1:.1%} more"
-            )
-            told.append(f"{one.way.describe()}: {more}")
-    return [text, f"planner: {'; '.join(told)}"] if told else [text]
+    sizes, told = {way.context_parallel_size}, []
+    for other in others:
+        if other.context_parallel_size not in sizes or flag == _TYPE:
+            sizes.add(other.context_parallel_size)
+            more = f"{seconds[other] / fastest.seconds - 1:.1%} more"
+            told.append(f"{other.describe()}: {more if best[other.layout] else 'does not fit'}")
+    return way, size, (line, f"planner: {'; '.join(told)}") if told else (line,)
 
 
 def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Strategy) -> str | None:

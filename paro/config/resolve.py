@@ -7,14 +7,15 @@
 #   3. With --paro-elastic groups, degrees and collectives become what these ranks can have.
 #   4. --paro-machine has the groups, unless --paro-group-size gives them (paro/config/plan.py).
 #   5. auto of context parallelism: as in a run that continues, or without a machine by heads.
-#   6. The rest is the planner's (paro/config/decide.py). Where it needs a machine that is not
-#      measured yet, the answer is a stand-in, and the question stays open (`RunConfig.open`).
+#   6. The rest is the planner's (`decide`). Where it needs a machine that is not measured yet,
+#      the answer is a stand-in, and the question stays open (`RunConfig.open`).
 
 from __future__ import annotations
 
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
@@ -35,15 +36,53 @@ from paro.config.context_parallel import (
     take_context,
     without_machine,
 )
-from paro.config.context_search import SIZE, asked, types_asked, ways_asked, with_batches
-from paro.config.decide import Question
+from paro.config.context_search import SIZE, asked, choose, types_asked, ways_asked, with_batches
+from paro.config.elastic import nodes_line
 from paro.config.fitting import with_values
+from paro.config.inter_bits import inter_bits_notices, take_inter_bits
 from paro.config.parts import take_batches
-from paro.config.plan import Taken, Task, check_measurable
+from paro.config.plan import Taken, Task, case_of, check_measurable
+from paro.config.sharding import ShardingConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple
 from paro.machine.files import MEASURE
+from paro.machine.machine import Machine
+from paro.planning.search.description import bits_text, describe
+from paro.planning.search.estimator import Estimator
+from paro.planning.search.planner import plan
+from paro.planning.search.remedies import why_nothing_fits
+from paro.planning.search.search_space import SearchSpace, Workload
+from paro.precision import PrecisionConfig
+from paro.strategy import FLAG, Strategy, parse_strategy
+
+
+class Question(NamedTuple):
+    """What resolved flags leave to the planner, and what it needs to know of the run."""
+
+    task: Task
+    taken: Taken
+    # The ways to share samples with their batches, by micro-batch size.
+    sharings: dict[tuple[ContextParallelConfig, int], BatchSchedule]
+    flag: str | None  # of these, which says auto
+    searches: bool = False  # whether the planner chooses among them
+    lines: tuple[str, ...] = ()  # for the log
+
+    def measured(self, machine: Machine) -> Question:
+        """The question of a run whose machine is now measured."""
+        sharding = replace(self.taken.sharding, machine=machine)
+        return self._replace(taken=self.taken._replace(sharding=sharding, is_unmeasured=False))
+
+
+class Decision(NamedTuple):
+    """The answer: fields of a RunConfig, log lines, and values of flags that said auto."""
+
+    sharding: ShardingConfig
+    strategy: Strategy
+    precision: PrecisionConfig
+    batches: BatchSchedule
+    lines: tuple[str, ...]
+    flags: dict[str, object]
 
 
 def with_saved(
@@ -114,3 +153,71 @@ def question_of(
 
     sharings = with_batches(found, size, whole, grows=flag == SIZE)
     return Question(task, taken, sharings, flag, searches=True)
+
+
+def decide(question: Question) -> Decision:
+    """What the planner chooses, all else as given; `UserError` if nothing fits.
+
+    Until the machine is measured, auto stands for what no other flag refuses.
+    """
+    task, (sharding, strategy, told, is_unmeasured) = question.task, question.taken
+    (context, batches), lines = _shared(question)
+    sharding, world = replace(sharding, context=context), sharding.world
+    flags = context.flags | {"micro_batch_size": batches.micro_batch_size} if question.flag else {}
+    lines += told
+    if sharding.elastic:
+        lines += nodes_line(batches, world, context.context_parallel_size)
+    sharding, precision, told = take_inter_bits(sharding, task.precision)
+    lines += told
+    if is_unmeasured:
+        strategy = strategy or _unplanned(sharding)
+        return Decision(sharding, strategy, precision, batches, lines, flags)
+    if strategy is None or sharding.inter_bits is not None:
+        workload = case_of(task._replace(precision=precision), batches, sharding)
+        strategy, precision, told = _chosen(workload, strategy)
+        lines += told
+    if sharding.inter_bits is None:
+        lines += inter_bits_notices(precision, world.group_size, strategy, world.size)
+    return Decision(sharding, strategy, precision, batches, lines, flags)
+
+
+def _shared(
+    question: Question,
+) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
+    """The ranks that share a sample, the batches with them, and log lines about a choice."""
+    sharding, strategy, _, is_unmeasured = question.taken
+    (way, size), batches = next(iter(question.sharings.items()))
+    if question.flag is None or not question.searches or is_unmeasured:
+        return (way, batches), question.lines
+    space = SearchSpace(
+        strategies=None if strategy is None else (strategy,),
+        collectives=(sharding.collective,),
+        recomputes=(question.task.model.recompute,),
+    )
+    workload = case_of(question.task, batches, replace(sharding, context=way))
+    way, size, lines = choose(question.flag, workload, question.sharings, space)
+    return (way, question.sharings[way, size]), lines
+
+
+def _unplanned(sharding: ShardingConfig) -> Strategy:
+    """What stands for a strategy until it is chosen: it rotates or not, and survives."""
+    letters = "III" if sharding.materialize == "rotate" else "NNN"
+    world = sharding.world
+    return parse_strategy(letters, world_size=world.size, group_size=world.group_size)
+
+
+def _chosen(
+    workload: Workload, strategy: Strategy | None
+) -> tuple[Strategy, PrecisionConfig, tuple[str, ...]]:
+    """The fastest strategy that fits, unless one is given, its bits, and lines that explain them.
+
+    `UserError` if no strategy fits.
+    """
+    if strategy is not None:
+        own, other = Estimator(workload).estimate_bits(workload.candidate(strategy))
+        lines = () if other is None else (f"planner: {bits_text(own, other)}",)
+        return strategy, own.precision, lines
+    found = plan(workload, workload.as_given())
+    if found.best is None:
+        raise UserError(f"{FLAG} auto: {why_nothing_fits(workload, found)}")
+    return found.best.candidate.strategy, found.best.precision, describe(found)

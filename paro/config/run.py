@@ -17,7 +17,6 @@ from paro.checkpoint.config import CheckpointConfig
 from paro.config.batch_schedule import BatchSchedule
 from paro.config.checks import CHECKS, check_load, check_local_copies, check_save, check_trackers
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
-from paro.config.decide import Question, decide, measured
 from paro.config.fitting import fitting_batches, with_values
 from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model
@@ -31,7 +30,7 @@ from paro.config.parts import (
 )
 from paro.config.plan import RankDevice, Task, launched, take_sharding
 from paro.config.planned_checks import needs_of
-from paro.config.resolve import question_of, with_saved
+from paro.config.resolve import Question, decide, question_of, with_saved
 from paro.config.sharding import ShardingConfig
 from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
@@ -117,17 +116,10 @@ class RunConfig:
         assert self.open is not None, "the machine was known before"
         runtime = self.runtime
         machine = launched(machine, runtime.distributed_backend, runtime.paro_nccl_launch_order)
-        sharding, strategy, precision, batches, lines, flags = decide(measured(self.open, machine))
-        config = replace(
-            self,
-            sharding=sharding,
-            strategy=strategy,
-            precision=precision,
-            batches=batches,
-            notices=self.notices + lines,
-            given={**self.given, **flags},
-            open=None,
-        )
+        changes = decide(self.open.measured(machine))._asdict()
+        notices = self.notices + changes.pop("lines")
+        given = {**self.given, **changes.pop("flags")}
+        config = replace(self, **changes, notices=notices, given=given, open=None)
         for check in CHECKS:
             check(*(getattr(config, name) for name in needs_of(check)))
         return config

@@ -298,7 +298,7 @@ DECIDES = {
     "checkpoint.use_checkpoint_args": "paro.config.resolve.with_saved",
     "checkpoint.use_checkpoint_opt_param_scheduler": "paro.config.checkpoint.saved_common",
     "sharding.context": "paro.config.run.RunConfig.context",
-    "sharding.inter_bits": "paro.config.decide.decide",
+    "sharding.inter_bits": "paro.config.resolve.decide",
     "sharding.elastic": "paro.config.run.RunConfig.local_copies_interval",
     "sharding.world": "paro.config.run.RunConfig.world",
     "launch.ranks_per_node": "paro.config.run.take_world",
