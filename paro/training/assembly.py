@@ -75,7 +75,7 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     groups, context_groups = _make_groups(config, control, plan, planned.communication(plan))
     sharded = _spread(model, config, control, planned.step(plan), groups, links, timers)
     groups.registered.reserve(planned.tally(plan).registered, control)
-    if sharing > 1:
+    if config.context.layout.size > 1:
         model.core = _context_attention(config, control, context_groups, links)
     optimizer = ParoOptimizer(
         sharded, config.optim, config.precision, config.train.seed, config.muon
