@@ -17,10 +17,9 @@ from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
 from paro.planning.run_plan import Materialize, MicroBatch
 from paro.planning.search.run_memory import RunMemory
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
-from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.sharding_spec import state_bytes
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, run_of
@@ -107,19 +106,6 @@ def assert_counted(
     rank.step(2)  # sends no updated parameters yet
     for num_micro_batches in (1, 3):
         assert rank.step(num_micro_batches) == plans.sent(run, num_micro_batches)
-
-
-@pytest.mark.parametrize("letters", ["GGG", "IIG", "INI", "NNN"])
-@pytest.mark.parametrize(("world_size", "group_size"), [(6, 3), (4, 1), (2, 2), (1, 1)])
-def test_state_bytes_in_fp32_on_other_shapes(
-    letters: str, world_size: int, group_size: int
-) -> None:
-    strategy, topology = on_ranks(letters, world_size=world_size, group_size=group_size)
-    precision = PrecisionConfig(compute="fp32")
-    rank = lone_rank(SMALL, strategy, topology, precision)
-    units = units_of(SMALL, world_size=world_size)
-    states = state_bytes(specs_of(units, strategy, topology, precision))
-    assert rank.optimizer.model_state_bytes() == states.total
 
 
 COMPILED = replace(MODERN, torch_compile="aot_eager")

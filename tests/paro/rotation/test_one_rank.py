@@ -60,17 +60,6 @@ def test_formulas_equal_what_a_rank_counts_and_stores(
     assert_counted(monkeypatch, config, is_trained, letters, rotates=True, in_place=in_place)
 
 
-@pytest.mark.parametrize("in_place", MODES)
-def test_codes_of_updated_adapters_are_counted(
-    monkeypatch: pytest.MonkeyPatch, *, in_place: bool
-) -> None:
-    """They are in one unit with the norms, and large enough here to be sent as codes."""
-    lora = LoraConfig(rank=16, targets=("wo", "w_up"))
-    config = replace(SMALL, hidden_size=256, ffn_hidden_size=512, kv_channels=64, lora=lora)
-    of_rank = partial(assert_counted, monkeypatch, config, is_adapter, "IIG", rotates=True)
-    of_rank(in_place=in_place, inter_param_bits=4)
-
-
 WIDE = replace(SMALL, hidden_size=128, ffn_hidden_size=4096, num_layers=2, vocab_size=8192)
 
 
