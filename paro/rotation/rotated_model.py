@@ -36,7 +36,6 @@ class RotatedModel(DistributedModel):
         needed = [[numbers[unit] for unit in part.units] for part in parts.parts]
         needed[0] += range(len(parts.replicated))
         super().__init__(model, units, parts.state, timers, UpdatingPolicy(needed, updated_ahead))
-        self.context = parts.rotating[0].context  # norms have a separate, replicated one
         self._parts = parts.parts
         for index, part in enumerate(parts.parts):
             part.before_first_slice = partial(self._before_forward, index)

@@ -43,11 +43,14 @@ class RotatingUnit(UnitShards):
             ]
             for index in range(ring.size)
         ]
+        slots = spec.slots(context.device.type)
+        shard = spec.param_numel, spec.param_dtype
+        assert slots[Slot.SPARE] == shard, f"{self.name}: {slots} for slices of {shard}"
         self._spares = {
             slot: ElasticBuffer(
                 size, dtype=TORCH_TYPES[kind], tally=context.ledger.slices, device=context.device
             )
-            for slot, (size, kind) in spec.slots(context.device.type).items()
+            for slot, (size, kind) in slots.items()
         }
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard

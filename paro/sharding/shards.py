@@ -23,7 +23,7 @@ from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.strategy import Strategy
-from paro.topology import Topology, by_units, nested_range
+from paro.topology import Topology, Use, by_units, nested_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +161,13 @@ class UnitShards:
         for one in sent:
             dtype = TORCH_TYPES[one.dtype]
             request = Request(one.op, whole, one.span, dtype, shard, after, one.units)
-            of_shards = one.numel if shard is None else shard.numel() * one.num_shards
-            sizes = {one.numel, whole.numel(), of_shards}
-            assert (len(sizes), request.use) == (1, one.use), f"{self.name}: {sizes} for {one}"
+            own = request.own(self.context.rank)
+            sizes = {one.numel, whole.numel(), own.numel() * one.num_shards}
+            types = {dtype, whole.dtype, own.dtype} if one.op is Op.ALL_GATHER else {dtype}
+            found = len(sizes), len(types), request.use
+            assert found == (1, 1, one.use), f"{self.name}: {sizes}, {types} for {one}"
             after = self.context.collectives.run(request)
-            if one.op is Op.REDUCE_SCATTER:
-                whole = request.own(self.context.rank)
+            whole = own if one.op is Op.REDUCE_SCATTER else whole
         return whole, after
 
     # Communication once a step #
@@ -224,6 +225,9 @@ class UnitShards:
         assert exchange is not None, f"{self.name} has codes"
         assert codes is not None, f"{self.name} sends codes"
         span, *replicas = (one.span for one in encoded)
+        sent = [(one.use, one.op, one.numel // one.num_shards) for one in encoded]
+        ops = (Op.REDUCE_SCATTER, Op.ALL_GATHER)[: len(sent)]
+        assert sent == [(Use.EXCHANGE, op, codes.range_bytes) for op in ops], f"{self.name}: {sent}"
         contribution = Contribution(
             values=gradients,
             start=self._start_at(span[0].inner),

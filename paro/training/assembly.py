@@ -46,7 +46,7 @@ from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
 from paro.spec.sharding_spec import ShardingSpec, specs_of
-from paro.step.actions import StepShape
+from paro.step.actions import StepShape, Verb
 from paro.topology import Use
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
@@ -160,7 +160,7 @@ def _spread(
     if isinstance(shape, StepShape):
         sharded = make_sharded_units(model, specs, context)
         return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)
-    span = groups.topology.axes_between(1, config.strategy.params)
+    (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
     ring, in_place = Ring(Use.ROTATE, span, groups, links), shape.ring.in_place
     parts = cut_into_parts(model, model.units(), specs, context, ring, in_place=in_place)
     return RotatedModel(model, parts, timers, updated_ahead=ahead)

@@ -144,8 +144,8 @@ def test_a_rank_sends_and_holds_what_is_predicted(name: str) -> None:
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def sends(verb: Verb, **changes: Callable[[Any], object]) -> Patch:
-    """Changes fields of the collectives of an action."""
+def sends(verb: Verb, *, coded: bool = False, **changes: Callable[[Any], object]) -> Patch:
+    """Changes fields of the collectives of an action, of those of codes or the others."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         original = ShardingSpec.collectives.func
@@ -154,6 +154,8 @@ def sends(verb: Verb, **changes: Callable[[Any], object]) -> Patch:
             found = dict(original(spec))
             new = [
                 one._replace(**{field: of(getattr(one, field)) for field, of in changes.items()})
+                if one.is_coded is coded
+                else one
                 for one in found.get(verb, ())
             ]
             return found | {verb: tuple(one for one in new if one.span)}
@@ -230,13 +232,37 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "codes are sent in every step": ("codes", has("exact", lambda spec, _: spec)),
     "updates are sent exactly": ("codes", has("update_codes", lambda *_: None)),
     "gradients are sent exactly": ("codes", has("grad_codes", lambda *_: None)),
-    "replicas of codes are gathered along no axis": (
+    "codes of updates are gathered along no axis": (
         "codes",
-        sends(Verb.GATHER_UPDATED, span=lambda _: ()),
+        sends(Verb.GATHER_UPDATED, coded=True, span=lambda _: ()),
+    ),
+    "codes of gradients are twice as long": (
+        "codes",
+        sends(Verb.STEP_REDUCE, coded=True, numel=lambda n: 2 * n),
+    ),
+    "codes of gradients are gathered": (
+        "codes",
+        sends(Verb.STEP_REDUCE, coded=True, op=lambda _: Op.ALL_GATHER),
+    ),
+    "updated parameters are gathered in fp32": (
+        "Muon",
+        sends(Verb.GATHER_UPDATED, dtype=lambda _: "fp32"),
+    ),
+    "parameters are gathered in fp32": (
+        "all sharded",
+        sends(Verb.GATHER, dtype=lambda _: "fp32"),
+    ),
+    "slices of weights rotate in fp32": (
+        "rotation",
+        sends(Verb.GATHER, dtype=lambda _: "fp32"),
+    ),
+    "slices of weights rotate over twice the ranks": (
+        "rotation",
+        sends(Verb.GATHER, span=lambda span: tuple(replace(a, outer=2 * a.outer) for a in span)),
     ),
     "buckets have twice as many units": ("Muon", in_pairs),
     "buckets are counted as one unit": ("Muon", sends(Verb.STEP_REDUCE, numel=lambda n: n // 2)),
-    "slices rotate in fp32": ("rotation", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
+    "gradients of slices rotate in fp32": ("rotation", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
     "norms are sharded as weights are": (
         "rotation",
         constant("replicated", lambda strategy: strategy),
