@@ -34,34 +34,19 @@ class UnitSize:
         return self.trainable.numel
 
     @property
-    def frozen_numel(self) -> int:
-        """Elements of the frozen parameters, with padding."""
-        return self.frozen.numel
-
-    @property
     def numel(self) -> int:
         return self.trainable.numel + self.frozen.numel
 
     @property
-    def num_slices(self) -> int:
-        """The number of equal slices of the trainable buffer."""
-        return self.trainable.num_slices
-
-    @property
-    def matrix_stop(self) -> int:
-        """Matrices are before this element of each slice of the trainable buffer."""
-        return self.trainable.decayed_stop
-
-    @property
     def traffic_kind(self) -> tuple[int, ...]:
         """The same collectives of units of equal kind send the same."""
-        numels = self.trainable_numel, self.frozen_numel, self.matrix_stop
+        numels = self.trainable.numel, self.frozen.numel, self.trainable.decayed_stop
         return *numels, self.replicated, self.dealt
 
     @property
     def trains(self) -> tuple[bool, ...]:
         """Whether the parameters of each of its buffers train."""
-        return (True,) * bool(self.trainable_numel) + (False,) * bool(self.frozen_numel)
+        return (True,) * bool(self.trainable.numel) + (False,) * bool(self.frozen.numel)
 
 
 class Buffer(NamedTuple):
@@ -78,10 +63,6 @@ class Buffer(NamedTuple):
     @property
     def layout(self) -> UnitLayout:
         return self.unit.trainable if self.trains else self.unit.frozen
-
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
 
 
 def buffers_of(units: Iterable[UnitSize]) -> list[Buffer]:

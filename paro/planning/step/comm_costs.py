@@ -81,10 +81,15 @@ class CommCosts:
         return device_of(self.times.machine)
 
     @cached_property
+    def specs(self) -> list[ShardingSpec]:
+        """How the buffers are sharded, by their numbers."""
+        return self.run.specs(self.counts.units)
+
+    @cached_property
     def of_buffers(self) -> list[BufferCosts]:
         """The costs of every buffer; those of equal kind have equal costs."""
-        alike, specs = self.counts.alike, self.run.specs(self.counts.units)
-        known = {first: self._of_kind(specs[first]) for first in dict.fromkeys(alike)}
+        alike = self.counts.alike
+        known = {first: self._of_kind(self.specs[first]) for first in dict.fromkeys(alike)}
         return [known[first] for first in alike]
 
     @cached_property

@@ -23,7 +23,6 @@ from paro.planning.step.comm_costs import THREAD, CommCosts
 from paro.planning.step.computing import Computing, coding_seconds
 from paro.planning.step.context import ContextCosts
 from paro.planning.step.simulation import Compute, Program, Queue, Queued, Wait
-from paro.precision import BYTES_OF
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.units import UnitSize
 
@@ -74,8 +73,7 @@ class StepCosts:
         if verb >= Verb.FORWARD:  # as in `buffer_of`, but this is called most of all
             halves = self.counts.shape.halves(number)
         first = number if halves is None else halves[slots[0] if slots else 0][0]
-        buffer = self.counts.buffers[first]
-        unit, took = buffer.unit, 0.0
+        unit, took = self.counts.buffers[first].unit, 0.0
         if halves is not None:
             share = 1 / (num_slices * len(halves))
             took = self.computing.per_unit[number].get(verb, 0.0) * share
@@ -87,11 +85,8 @@ class StepCosts:
         elif verb is Verb.REDUCE and unit.replicated:
             took = self.collect_seconds(unit.trainable_numel)
         elif verb in PASS_OF and slots[0] == slots[1]:  # in place, a copy out of staging
-            precision = self.run.precision
-            kind = precision.compute if buffer.trains else precision.frozen
-            kind = precision.wire if verb is Verb.SHIFT_GRADS else kind
-            num_bytes = 2 * buffer.numel * BYTES_OF[kind] // num_slices
-            took = self.computing.memory_seconds(num_bytes)
+            (one,) = self.comm_costs.specs[number].collectives[PASS_OF[verb]]
+            took = self.computing.memory_seconds(2 * one.num_bytes // num_slices)
         return unit, took
 
     def collect_seconds(self, numel: int) -> float:
@@ -106,7 +101,7 @@ class StepCosts:
 
         For bytes as ranks send them on average.
         """
-        run, specs = self.run, self.run.specs(self.counts.units)
+        run, specs = self.run, self.comm_costs.specs
         dealt = muon_rounds(specs)
         steps = run.muon.muon_num_ns_steps
         flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
