@@ -160,7 +160,7 @@ class UnitShards:
         """
         for one in sent:
             dtype = TORCH_TYPES[one.dtype]
-            request = Request(one.op, whole, one.span, dtype, shard, after, one.units)
+            request = Request(one.op, whole, one.span, dtype, shard, after=after, units=one.units)
             own = request.own(self.context.rank)
             sizes = {one.numel, whole.numel(), own.numel() * one.num_shards}
             types = {dtype, whole.dtype, own.dtype} if one.op is Op.ALL_GATHER else {dtype}

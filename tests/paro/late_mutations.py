@@ -81,13 +81,6 @@ MUTATIONS = (
         more=f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
     ),
     _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),
-    Mutation(
-        UnitShards,
-        "step_reduce",
-        "self._sum_over_world(self._reduced)",
-        "self._sum_over_world(DONE)",
-        "IIG",
-    ),
     _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("gather_updated", "unit._updated = updated", "pass"),
     Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
@@ -111,9 +104,6 @@ CAUGHT = {
     "collectives.coded CodedReduction.reduce: after=after": ("IIG", CODES),
     "collectives.flat FlatCollectives.run: after=request.after": ("IIG", FLAT),
     "collectives.interface Endpoint._submit: after=after": ("IIG", ""),
-    "collectives.interface Collectives.all_gather: after=after": ("IIG", ""),
-    "collectives.interface Collectives.reduce_scatter: after=after": ("IIG", ""),
-    "collectives.interface Collectives.all_reduce: after=after": ("NNI", ""),
     "collectives.interface Collectives.run_after: after=after": ("GGG", AUTO),
     "collectives.native NativeCollectives._gather: after=event": ("GGG", ""),
     "collectives.native NativeCollectives._scatter: after=event": ("GGG", ""),
@@ -151,10 +141,9 @@ CAUGHT = {
     "sharding.shards UnitShards.wait_for_updated_params: "
     "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": ("IIG", ""),
     "sharding.shards UnitShards.gather_updated: after=gathered": ("IIG", CODES),
-    "sharding.shards UnitShards._sum_over_world: after=event": ("IIG", CODES),
-    "sharding.shards UnitShards._sum_over_world: after=event #2": ("IIG", CODES),
-    "sharding.shards UnitShards._sum_over_world: after=event #3": ("IIG", ""),
-    "sharding.shards UnitShards._sum_over_world: after=event #4": ("IIG", ""),
+    "sharding.shards UnitShards._exchange: after=event": ("IIG", CODES),
+    "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
+    "sharding.shards UnitShards.step_reduce: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
     "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),
