@@ -14,7 +14,6 @@ from model.config import LlamaConfig
 from paro.arguments.parser import given
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import describe_saved, newest_whole
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import resumed_samples
 from paro.config.plan import check_survival
 from paro.config.planned_checks import PLANNED_CHECKS, check_feedback
@@ -29,6 +28,7 @@ from paro.planning.rotation import rotation_infeasible_reason
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.strategy import Strategy
 from paro.text import count_text
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from model.config import LlamaConfig
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import data_parallel_size_of
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
@@ -16,6 +15,7 @@ from paro.machine.files import MEASURE, find_machine
 from paro.planning.rotation import rotation_conflict, rotation_infeasible_reason
 from paro.planning.search.search_space import legal_strategies
 from paro.planning.survival import survival
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.strategy import (
     Strategy,
     check_group_size,

@@ -8,9 +8,9 @@ from dataclasses import replace
 from paro.arguments.parser import take
 from paro.config.sharding import ShardingConfig
 from paro.errors import UserError, contradiction
-from paro.optim.loss_scale import LossScaleConfig
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.schedule.loss_scale import LossScaleConfig
 from paro.strategy import Strategy, effective_letters
 from paro.text import count_text
 

@@ -11,13 +11,13 @@ from data.tokenizer import Tokenizer, build_tokenizer
 from data.tokenizer_config import TokenizerConfig, tokenizer_config
 from paro.arguments.needed import VOCABULARY
 from paro.arguments.parser import take
-from paro.config.batch_schedule import BatchSchedule, parse_steps
 from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.model import vocab_size_given
 from paro.config.train import TrainConfig
 from paro.errors import UserError, contradiction
-from paro.optim.lr_schedule import ScheduleConfig
 from paro.report.profiler import ProfileConfig
+from paro.schedule.batch_schedule import BatchSchedule, parse_steps
+from paro.schedule.lr_schedule import ScheduleConfig
 
 
 def take_batches(args: Namespace, readers: int) -> BatchSchedule:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from model.config import LlamaConfig
 from model.trainable import Trainable
 from paro.arguments.parser import take
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import take_context
 from paro.config.elastic import fitted_to_ranks
 from paro.config.inter_bits import AUTO
@@ -33,6 +32,7 @@ from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
 from paro.text import size_text

@@ -9,13 +9,13 @@ from model.config import FP8_MULTIPLE, LlamaConfig
 from model.trainable import Trainable
 from model.units import parameter_shapes
 from paro.collectives.schedule import NCCL_COLLECTIVES
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import check_parts
 from paro.config.sharding import ShardingConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.planning.rotation import MUON_ROTATES
 from paro.precision import PrecisionConfig
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.states import is_for_muon
 
 

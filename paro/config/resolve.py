@@ -21,7 +21,6 @@ from paro.arguments.megatron import changed_parts, ignored_lines
 from paro.arguments.needed import missing_flags
 from paro.arguments.parser import take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.checkpoint import (
     keeping_choice,
     resumed_arguments,
@@ -54,6 +53,7 @@ from paro.planning.search.planner import plan
 from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import PrecisionConfig
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.strategy import FLAG, Strategy, parse_strategy
 
 

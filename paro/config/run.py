@@ -14,7 +14,6 @@ from model.fusion import Fusions
 from model.trainable import Trainable
 from paro.arguments.parser import check_flags, take
 from paro.checkpoint.config import CheckpointConfig
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.checks import CHECKS, check_load, check_local_copies, check_save, check_trackers
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of
 from paro.config.fitting import fitting_batches, with_values
@@ -38,15 +37,16 @@ from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
-from paro.optim.loss_scale import LossScaleConfig
-from paro.optim.lr_schedule import ScheduleConfig
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
-from paro.optim.step_checks import StepChecksConfig
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.report.watchdog import WatchConfig
+from paro.schedule.batch_schedule import BatchSchedule
+from paro.schedule.loss_scale import LossScaleConfig
+from paro.schedule.lr_schedule import ScheduleConfig
+from paro.schedule.step_checks import StepChecksConfig
 from paro.strategy import Strategy
 
 

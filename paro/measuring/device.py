@@ -25,7 +25,6 @@ from data.loader import Batch
 from model.config import LlamaConfig
 from model.fusion import usable_kernels
 from model.trainable import Trainable
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.run import RunConfig
 from paro.distributed.comm_stream import CommStreams, make_comm_streams
 from paro.distributed.control import Control
@@ -44,6 +43,7 @@ from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
 from paro.quantization.ranges import GRADIENT_BLOCK
 from paro.report.memory import anonymous_bytes
+from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
 from paro.training.assembly import build_training, start_state
 from paro.training.step import Training, train_step

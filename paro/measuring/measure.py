@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from model.trainable import Trainable
 from paro.collectives.schedule import COLLECTIVES, NCCL_COLLECTIVES
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.inter_bits import AUTO
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
@@ -27,10 +26,11 @@ from paro.measuring.device import (
 from paro.measuring.links import time_links, with_measured
 from paro.measuring.memory import with_communicators
 from paro.measuring.race import Race
-from paro.optim.step_checks import StepChecksConfig
 from paro.planning.units import units_of
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
+from paro.schedule.batch_schedule import BatchSchedule
+from paro.schedule.step_checks import StepChecksConfig
 from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.strategy import parse_strategy
 from paro.text import size_text

@@ -28,8 +28,6 @@ from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links, make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.machine.choice import choice_of
-from paro.optim.loss_scale import start_loss_scale
-from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import muon_rounds
 from paro.planning.memory.device import Communication
@@ -40,6 +38,8 @@ from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.partition import cut_into_parts
 from paro.rotation.rotated_model import RotatedModel
+from paro.schedule.loss_scale import start_loss_scale
+from paro.schedule.lr_schedule import LrSchedule
 from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel

@@ -20,8 +20,8 @@ from paro.config.train import TrainConfig
 from paro.distributed.control import Control
 from paro.errors import UserError, reading
 from paro.optim.finite import not_finite
-from paro.optim.loss_scale import start_loss_scale
 from paro.report.log import Log
+from paro.schedule.loss_scale import start_loss_scale
 from paro.text import count_text
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState

@@ -14,7 +14,6 @@ from torch import Tensor
 from data.loader import Batch
 from model.lora import drops_of
 from paro.collectives.coded import FORGOTTEN_AFTER
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.train import TrainConfig
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.control import Control
@@ -22,11 +21,12 @@ from paro.distributed.exposed_time import Exposed, Exposure
 from paro.distributed.groups import Groups
 from paro.distributed.timers import Timers
 from paro.errors import UserError
-from paro.optim.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
-from paro.optim.lr_schedule import LrSchedule
 from paro.optim.optimizer import ParoOptimizer
-from paro.optim.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.report.rank_times import RankTimes
+from paro.schedule.batch_schedule import BatchSchedule
+from paro.schedule.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
+from paro.schedule.lr_schedule import LrSchedule
+from paro.schedule.step_checks import Expectation, StepChecksConfig, Verdict, expect_after, judge
 from paro.sharding.distributed_model import DistributedModel
 from paro.training.token_weights import TokenWeights
 

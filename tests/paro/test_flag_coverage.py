@@ -354,7 +354,7 @@ def can_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_gpt2(tmp_path)
     (tmp_path / "files").symlink_to(ROOT / "tests" / "fixtures" / "2026-11-21")
     write_corpus("corpus", [[range(13)]] * 30)
-    monkeypatch.setattr("paro.optim.step_checks._WARMUP_STEPS", 2)
+    monkeypatch.setattr("paro.schedule.step_checks._WARMUP_STEPS", 2)
     outcomes = [StorageError("the disk is full"), DEFAULT, DEFAULT]
     saves = MagicMock(wraps=write_states, side_effect=outcomes)
     monkeypatch.setattr("paro.checkpoint.save.write_states", saves)

@@ -19,7 +19,6 @@ from paro.arguments.model import (
 )
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
-from paro.config.batch_schedule import BatchSchedule
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of, take_context
 from paro.config.context_search import SIZE, asked, choose, types_asked, ways_asked, with_batches
 from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
@@ -34,6 +33,7 @@ from paro.machine.files import find_machine, machine_of_launch
 from paro.machine.machine import Machine, Nic
 from paro.optim.muon_config import MuonConfig
 from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
+from paro.schedule.batch_schedule import BatchSchedule
 from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.optim.step_checks import Verdict
+from paro.schedule.step_checks import Verdict
 from paro.training.step import StepResult, Training, TrainState, train_step
 from tests.helpers.corpora import write_conversations
 from tests.helpers.margins import assert_near

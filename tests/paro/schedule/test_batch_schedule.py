@@ -2,7 +2,7 @@
 
 import pytest
 
-from paro.config.batch_schedule import BatchSchedule, parse_steps
+from paro.schedule.batch_schedule import BatchSchedule, parse_steps
 from tests.helpers.refusals import refused
 
 Ramp, Steps = tuple[int, int, int], tuple[tuple[int, int], ...]

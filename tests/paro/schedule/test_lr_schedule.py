@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paro.optim.lr_schedule import (
+from paro.schedule.lr_schedule import (
     DECAY_STYLES,
     WSD_DECAY_STYLES,
     LrSchedule,

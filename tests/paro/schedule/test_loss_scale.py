@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from paro.optim.loss_scale import LossScaleConfig, start_loss_scale, update_loss_scale
+from paro.schedule.loss_scale import LossScaleConfig, start_loss_scale, update_loss_scale
 from tests.helpers.refusals import refused
 
 

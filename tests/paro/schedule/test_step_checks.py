@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from paro.optim.step_checks import (
+from paro.schedule.step_checks import (
     EXIT_AFTER_SKIPPED,
     Expectation,
     StepChecksConfig,
