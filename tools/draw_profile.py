@@ -16,7 +16,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about
-from paro.planning.step.simulation import Activity
+from paro.planning.simulation import Activity
 from paro.report.log import print_line
 from paro.text import align
 from paro.untrusted.schema import Count, conform, read_json

@@ -21,14 +21,14 @@ from paro.distributed.control import PlannedControl
 from paro.errors import UserError
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of, workload_of
+from paro.planning.device_memory import DeviceMemory
 from paro.planning.listing import step_lines
-from paro.planning.memory.device import DeviceMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import TIE, SearchResult
 from paro.planning.search.planner import plan as search
 from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import MEMORY_MARGIN, Workload
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block

@@ -16,12 +16,12 @@ from paro.config.run import RunConfig
 from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.layout import Shape
-from paro.planning.memory.device import DeviceMemory
+from paro.planning.device_memory import DeviceMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import RunPlan
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.recomputation import least_recomputation, of_first, recompute_flags
 from paro.planning.search.remedies import fewest_ranks, fewest_sharing
-from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import Workload
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes

@@ -27,7 +27,7 @@ _FLOPS = 12  # of two tokens and a channel: two products in forward, and twice a
 
 
 class AttentionRates(NamedTuple):
-    """FLOP/s of forward and backward, counted in full as in paro/planning/step/computing.py."""
+    """FLOP/s of forward and backward, counted in full as in paro/planning/computing.py."""
 
     of_micro_batch: float  # by the kernel of a training alone
     of_sequence: float

@@ -5,7 +5,7 @@
 # additional micro-batch, less that of attention, which is timed alone (attention.py); the speed of
 # what only reads and writes memory follows from the time of an update alone; the rest of a step is
 # counted separately. These are the rates in
-# paro/planning/step/computing.py, so a device is right for models like the one it was timed with.
+# paro/planning/computing.py, so a device is right for models like the one it was timed with.
 # The cost of cutting a part of a model into slices follows from a model that is one such slice.
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from paro.distributed.world import World
 from paro.machine.machine import Device
 from paro.machine.rules import Slowed
 from paro.measuring.attention import attention_rates
+from paro.planning.comm_costs import CODING_BYTES
+from paro.planning.computing import Computing
 from paro.planning.passes import StepCounts
 from paro.planning.run_plan import MicroBatch
-from paro.planning.step.comm_costs import CODING_BYTES
-from paro.planning.step.computing import Computing
 from paro.planning.units import shape_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode

@@ -6,7 +6,7 @@
 # Or it is queued so many units ahead of the unit's first use, behind the gathers that an earlier
 # unit's forward queues: then no gather is queued behind what only later units need. That is faster
 # where collectives begin in the order in which they are queued, on whichever stream
-# (planning/step/simulation.py). A unit is gathered `prefetch_units` ahead, and behind its own
+# (planning/simulation.py). A unit is gathered `prefetch_units` ahead, and behind its own
 # updates, which are therefore queued at least one unit further ahead.
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from paro.distributed.timers import Timers, synchronize
 from paro.machine.choice import choice_of
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.planning.cost_model import muon_rounds
-from paro.planning.memory.device import Communication
+from paro.planning.device_memory import Communication
 from paro.planning.passes import StepCounts
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import Materialize, RunPlan
-from paro.planning.search.run_memory import RunMemory
 from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.partition import cut_into_parts

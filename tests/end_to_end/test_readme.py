@@ -12,7 +12,7 @@ import pytest
 from model.config import LLAMA_PRESETS
 from paro.arguments.megatron import rule_of
 from paro.arguments.parser import build_parser
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.survival import survival
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics

@@ -20,7 +20,7 @@ def package_of(module: str) -> str:
     if parts[0] == "tools":
         return "tools.bench" if parts[1:2] == ["bench"] else "tools"
     folder = ".".join(parts[:-1])
-    return module if folder in ("", "paro", "paro.planning") else folder
+    return module if folder in ("", "paro") else folder
 
 
 def modules_named(source: Source, modules: Iterable[str]) -> set[str]:

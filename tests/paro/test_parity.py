@@ -12,7 +12,7 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.step.units import UnitSize
 from paro.strategy import legal_letters

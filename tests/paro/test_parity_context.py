@@ -11,7 +11,7 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
 from paro.training.assembly import build_data, build_sources, plan_of, start_state
 from paro.training.step import Evaluation, Training, evaluate

@@ -9,7 +9,7 @@ import pytest
 
 from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.strategy import legal_letters
 from paro.training.assembly import plan_of
 from tests.helpers.flags import configured

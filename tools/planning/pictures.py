@@ -10,7 +10,7 @@ from pathlib import Path
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.search_space import Workload
-from paro.planning.step.simulation import Activity
+from paro.planning.simulation import Activity
 from paro.strategy import legal_letters
 from paro.text import count_text
 from tools.shared.picture import drawing, log_scale, name_rows

@@ -10,16 +10,16 @@ from model.units import first_trained_unit, unit_specs
 from paro.distributed.byte_counter import Sent
 from paro.machine.caching import cached_by
 from paro.machine.collective_time import CollectiveTimes
-from paro.planning.memory.device import DeviceMemory
+from paro.planning.comm_costs import CommCosts
+from paro.planning.computing import Computing, coding_seconds, device_of
+from paro.planning.context_costs import ContextCosts
+from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import RunFlags, RunPlan
-from paro.planning.search.run_memory import RunMemory
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
-from paro.planning.step.comm_costs import CommCosts
-from paro.planning.step.computing import Computing, coding_seconds, device_of
-from paro.planning.step.context import ContextCosts
-from paro.planning.step.costs import StepCosts
-from paro.planning.step.timeline import Timeline, simulate
+from paro.planning.step_costs import StepCosts
+from paro.planning.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 

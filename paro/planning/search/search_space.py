@@ -13,9 +13,9 @@ from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.errors import check_least, check_multiple
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
+from paro.planning.computing import device_of
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
 from paro.planning.run_plan import Materialize, RunFlags
-from paro.planning.step.computing import device_of
 from paro.planning.survival import Survival, check_nodes, survival
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig

@@ -33,7 +33,7 @@ from paro.optim.muon_kernels import (
 )
 from paro.optim.rounding import Rounding
 from paro.planning.cost_model import in_buckets, muon_rounds
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import specs_of

@@ -16,7 +16,7 @@ from paro.machine.machine import (
 )
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import SearchSpace, Workload
-from paro.planning.step.costs import StepCosts
+from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
 from paro.step.plan import StepPlan
 

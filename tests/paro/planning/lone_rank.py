@@ -32,7 +32,7 @@ from paro.distributed.timers import Timers
 from paro.distributed.world import World
 from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES

@@ -15,7 +15,7 @@ from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
 from tests.paro.planning.lone_rank import attention_of, silence

@@ -11,9 +11,9 @@ from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable
 from paro.machine.files import find_machine
+from paro.planning.computing import device_of
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.search_space import Workload
-from paro.planning.step.computing import device_of
 from tests.paro.planning.cases import workload
 
 SMALL = LLAMA_PRESETS["7B"]

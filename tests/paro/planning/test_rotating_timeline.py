@@ -9,7 +9,7 @@ import pytest
 from paro.planning.run_plan import Materialize
 from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import SearchSpace
-from paro.planning.step.timeline import simulate
+from paro.planning.timeline import simulate
 from paro.precision import PrecisionConfig
 from paro.step.actions import Verb
 from tests.helpers.refusals import refused

@@ -15,7 +15,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.groups import make_groups
 from paro.distributed.links import Links
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender
 from paro.spec.sharding_spec import Collective
 from paro.text import size_text

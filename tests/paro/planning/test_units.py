@@ -15,8 +15,8 @@ from model.initialization import initialize_whole
 from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import Materialize, MicroBatch
-from paro.planning.search.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.spec.sharding_spec import state_bytes

@@ -18,8 +18,8 @@ from paro.planning.run_plan import Materialize
 from paro.precision import PrecisionConfig
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
-from tests.paro.planning.memory.test_gathering import BF16, FP32, assert_predicted, run
 from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.test_gathering import BF16, FP32, assert_predicted, run
 from tests.paro.planning.test_units import SMALL as GROUPED
 from tests.paro.planning.test_units import assert_counted, keep_norms_and_embedding, upper_half
 

@@ -18,8 +18,8 @@ from paro.precision import PrecisionConfig
 from paro.training.step import train_step
 from tests.helpers.training import TINY, begun, built
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
-from tests.paro.planning.memory.test_gathering import SMALL
 from tests.paro.planning.on_ranks import on_ranks
+from tests.paro.planning.test_gathering import SMALL
 
 FLAGS = (
     f"{TINY} --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 "

@@ -16,8 +16,8 @@ from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.planning import cost_model
 from paro.planning.cost_model import traffic_of
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import Materialize
-from paro.planning.search.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.spec import sharding_spec
 from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes

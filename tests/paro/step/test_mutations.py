@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paro.planning.search.estimator import Estimator
-from paro.planning.step.timeline import simulate
+from paro.planning.timeline import simulate
 from paro.step import plan
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy

@@ -16,9 +16,9 @@ from paro.distributed.groups import bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.launch.prediction import predict_memory
-from paro.planning.memory.device import COMMUNICATOR_BYTES, Communication
+from paro.planning.device_memory import COMMUNICATOR_BYTES, Communication
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import RunPlan
-from paro.planning.search.run_memory import RunMemory
 from paro.topology import Use
 from paro.training import assembly
 from paro.training.assembly import plan_of

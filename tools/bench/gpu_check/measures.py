@@ -30,7 +30,7 @@ _MEMORY_CASES = {  # flags; sequences in a micro-batch; micro-batches
     "bf16, compiled": ("--bf16 --torch-compile inductor", 1, 1),
     "fp32": ("", 1, 1),
 }
-_MEMORY_TOLERANCE = 0.1  # as in tests/paro/planning/memory/test_gathering.py, on a GPU
+_MEMORY_TOLERANCE = 0.1  # as in tests/paro/planning/test_gathering.py, on a GPU
 _SLOWDOWN = """
 import json, pathlib, sys, torch
 from paro.measuring.slowdown import slowed_matmuls
@@ -99,7 +99,7 @@ def memory_failure(figures: Mapping[str, int]) -> str | None:
     """How a GPU's memory contradicts its prediction; None if it does not, and on a CPU.
 
     Too little is predicted if torch's allocator holds more than the prediction with its share for
-    fragmentation (planning/memory/device.py), which covers library workspaces too. Too much is, if
+    fragmentation (planning/device_memory.py), which covers library workspaces too. Too much is, if
     tensors take less than the prediction by more than the tests of the prediction allow on a GPU.
     """
     if "max reserved" not in figures:

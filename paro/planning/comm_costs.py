@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from paro.machine.collective_time import CollectiveTimes, TimedJob
 from paro.machine.machine import Device
+from paro.planning.computing import coding_seconds, device_of
 from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.run_plan import RunPlan
-from paro.planning.step.computing import coding_seconds, device_of
-from paro.planning.step.simulation import Queued
+from paro.planning.simulation import Queued
 from paro.precision import BYTES_OF
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import PASS_OF, Verb

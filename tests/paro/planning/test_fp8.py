@@ -14,7 +14,7 @@ from model import kernels
 from model.lora_config import LoraConfig, targets_of
 from paro.planning.run_plan import RunPlan
 from paro.precision import PrecisionConfig
-from tests.paro.planning.memory.test_gathering import (
+from tests.paro.planning.test_gathering import (
     BF16,
     EACH,
     FP32,

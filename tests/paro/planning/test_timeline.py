@@ -16,8 +16,8 @@ from paro.machine.files import find_machine
 from paro.machine.machine import GroupSpeed, LaunchOrder
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
-from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
-from paro.planning.step.timeline import simulate
+from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
+from paro.planning.timeline import simulate
 from paro.strategy import legal_letters
 from tests.paro.planning.cases import (
     DEVICE,

@@ -11,6 +11,8 @@ from itertools import chain
 from paro.collectives.schedule import Op
 from paro.machine.collective_time import CollectiveTimes, ParallelJobs
 from paro.machine.machine import GroupSpeed
+from paro.planning.comm_costs import THREAD, busy_of
+from paro.planning.computing import Computing
 from paro.planning.context_parallel import (
     Attending,
     Attention,
@@ -20,9 +22,7 @@ from paro.planning.context_parallel import (
     Send,
 )
 from paro.planning.sending import To
-from paro.planning.step.comm_costs import THREAD, busy_of
-from paro.planning.step.computing import Computing
-from paro.planning.step.simulation import Compute, Program, Queue, Queued, Simulation, Wait
+from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.step.actions import Move, Verb
 
 KIND = "context"  # of exposed time, and the use of the comm streams

@@ -10,13 +10,13 @@ from model.config import RecomputeConfig
 from model.trainable import Trainable, TrainableKind
 from paro.context_parallel.layout import ContextLayout
 from paro.machine.machine import Nic
+from paro.planning.comm_costs import THREAD
+from paro.planning.context_costs import ContextCosts
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic, messages_of
 from paro.planning.search.search_space import Workload
 from paro.planning.sending import Sender
-from paro.planning.step.comm_costs import THREAD
-from paro.planning.step.context import ContextCosts
-from paro.planning.step.costs import StepCosts
-from paro.planning.step.timeline import simulate
+from paro.planning.step_costs import StepCosts
+from paro.planning.timeline import simulate
 from paro.step.actions import Verb
 from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
 

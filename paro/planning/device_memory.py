@@ -37,8 +37,8 @@ from paro.collectives.spans import has_both_links, needed_groups, ring_levels
 from paro.layout import ALIGN
 from paro.machine.machine import Device
 from paro.planning.cost_model import muon_rounds
-from paro.planning.memory.tally import MemorySnapshot
 from paro.planning.run_plan import RunPlan
+from paro.planning.tally import MemorySnapshot
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, Verb
 from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use

@@ -10,10 +10,10 @@ import pytest
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.context_parallel.layout import ALONE, ContextLayout
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import RunPlan
-from paro.planning.search.run_memory import RunMemory
 from tests.paro.planning.lone_rank import silence
-from tests.paro.planning.memory.test_gathering import (
+from tests.paro.planning.test_gathering import (
     EACH,
     KEEPS_CORE,
     SMALL,

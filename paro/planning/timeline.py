@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from paro.machine.machine import GroupSpeed
 from paro.machine.rules import Slowed
-from paro.planning.step.costs import StepCosts
-from paro.planning.step.simulation import Activity, Simulation
+from paro.planning.simulation import Activity, Simulation
+from paro.planning.step_costs import StepCosts
 
 _MAX_SIMULATED = 4
 # Of a communicator: what distributed/groups.py gives each of 8 on a GPU of 128 multiprocessors.

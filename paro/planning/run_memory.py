@@ -12,18 +12,18 @@ from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
 from paro.planning.cost_model import in_buckets, traffic_of
-from paro.planning.memory.device import (
+from paro.planning.device_memory import (
     Communication,
     DeviceMemory,
     communication_of,
     device_memory,
 )
-from paro.planning.memory.rotating import PartActivations
-from paro.planning.memory.tally import MemorySnapshot, StepTally
 from paro.planning.passes import StepCounts
+from paro.planning.rotating_activations import PartActivations
 from paro.planning.rotation import rotation_shape
 from paro.planning.run_plan import RunPlan
 from paro.planning.sending import Sender
+from paro.planning.tally import MemorySnapshot, StepTally
 from paro.planning.units import Activations, shape_of, units_of
 from paro.precision import BYTES_OF
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes

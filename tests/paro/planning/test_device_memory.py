@@ -14,7 +14,7 @@ from paro.collectives.native import NativeCollectives
 from paro.collectives.wire import Wire
 from paro.distributed.groups import Groups
 from paro.machine.collective_time import algorithms_of
-from paro.planning.memory.device import (
+from paro.planning.device_memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -23,17 +23,17 @@ from paro.planning.memory.device import (
     communication_of,
     device_memory,
 )
-from paro.planning.memory.tally import MemorySnapshot
+from paro.planning.run_memory import RunMemory
 from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.run_memory import RunMemory
+from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.topology import AxisSpan, Spans, Use, make_topology
 from paro.training import assembly
 from tests.paro.planning.cases import DEVICE, machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
-from tests.paro.planning.memory.test_gathering import SMALL
 from tests.paro.planning.on_ranks import on_ranks, run_of
+from tests.paro.planning.test_gathering import SMALL
 
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 TINY = replace(SMALL, num_layers=3, vocab_size=192)

@@ -1,1 +1,0 @@
-"""Peak memory of a rank, and what it takes of its device."""

@@ -1,1 +1,0 @@
-"""Step time: costs of a training step's parts, and their simulation."""
