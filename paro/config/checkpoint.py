@@ -16,9 +16,9 @@ from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.machine.files import MEASURE, why_unmeasurable
-from paro.optim.muon_config import MuonConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.lr_schedule import ScheduleConfig
+from paro.spec.muon_config import MuonConfig
 from paro.untrusted.schema import conform
 
 _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")

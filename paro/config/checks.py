@@ -22,13 +22,13 @@ from paro.config.train import TrainConfig
 from paro.distributed.process_group import RuntimeConfig
 from paro.distributed.world import LaunchConfig
 from paro.errors import UserError, check_least
-from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.muon_config import MuonConfig
 from paro.strategy import Strategy
 from paro.text import count_text
 

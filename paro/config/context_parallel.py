@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from model.config import LlamaConfig
-from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError, check_least
+from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.text import listed
 
 AUTO = "auto"

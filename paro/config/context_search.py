@@ -22,12 +22,12 @@ from paro.config.context_parallel import (
     usable_types,
     ways,
 )
-from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.planning.search.description import seconds_text
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import TIE, best_by_context
 from paro.planning.search.search_space import SearchSpace, Workload
+from paro.spec.context_layout import ContextLimits
 from paro.strategy import Strategy
 
 SIZE, _TYPE = "--context-parallel-size", "--cp-comm-type"

@@ -24,16 +24,16 @@ from paro.machine.files import (
     why_unmeasurable,
 )
 from paro.machine.machine import Machine
-from paro.optim.muon_config import MuonConfig
-from paro.planning.cost_model import in_buckets
 from paro.planning.rotation import rotation_infeasible_reason
-from paro.planning.run_plan import Materialize
 from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.deal import in_buckets
+from paro.spec.muon_config import MuonConfig
+from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.units import units_of
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy
 from paro.text import size_text
 

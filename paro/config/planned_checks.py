@@ -11,11 +11,11 @@ from model.units import parameter_shapes
 from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.config.context_parallel import check_parts
 from paro.config.sharding import ShardingConfig
-from paro.context_parallel.layout import ContextLimits
 from paro.errors import UserError
 from paro.planning.rotation import MUON_ROTATES
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.context_layout import ContextLimits
 from paro.spec.states import is_for_muon
 
 

@@ -42,7 +42,6 @@ from paro.config.inter_bits import inter_bits_notices, take_inter_bits
 from paro.config.parts import take_batches
 from paro.config.plan import Taken, Task, case_of, check_measurable
 from paro.config.sharding import ShardingConfig
-from paro.context_parallel.layout import ContextLimits
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple
 from paro.machine.files import MEASURE
@@ -54,6 +53,7 @@ from paro.planning.search.remedies import why_nothing_fits
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
+from paro.spec.context_layout import ContextLimits
 from paro.strategy import FLAG, Strategy, parse_strategy
 
 

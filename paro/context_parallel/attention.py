@@ -17,11 +17,11 @@ from model.kept import KeptAttention
 from paro.collectives.choice import AlgorithmChoice
 from paro.context_parallel.exchange import Exchange, Trip
 from paro.context_parallel.gather import make_gather
-from paro.context_parallel.layout import ContextLayout, num_pieces
 from paro.context_parallel.partwise import partwise
 from paro.context_parallel.ring import make_rings
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
+from paro.spec.context_layout import ContextLayout, num_pieces
 
 
 class ContextAttention:

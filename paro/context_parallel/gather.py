@@ -12,12 +12,12 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
-from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See, in_two
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
+from paro.spec.context_layout import ContextLayout
 from paro.topology import AxisSpan, Use, nested_range
 
 

@@ -20,8 +20,8 @@ from model.attention import Core, Documents, documents_of
 from model.block_attention import Partial, attend_block, attend_causally, block_grads, causal_grads
 from model.config import AttentionBackend
 from model.kept import Attended, KeptAttention
-from paro.context_parallel.layout import heads_at_first
 from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
+from paro.spec.context_layout import heads_at_first
 
 See = Callable[[int, Tensor], None]  # a place, and its keys and values
 Share = Callable[[Tensor], None]  # adds gradients of a place's keys and values to an fp32 tensor

@@ -14,8 +14,8 @@ from torch import Tensor
 from model.attention import Documents, documents_of
 from model.block_attention import TILE, attend_keeping
 from model.config import AttentionBackend
-from paro.context_parallel.layout import ContextLayout
 from paro.errors import RunError
+from paro.spec.context_layout import ContextLayout
 
 _CHUNK = 16  # tokens
 _WITHIN = {torch.float32: 1e-4}  # of the largest value; other types have 8 bits or more

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
-from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import GradsOf, See, Share, in_two
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
+from paro.spec.context_layout import ContextLayout
 from paro.topology import Use
 
 

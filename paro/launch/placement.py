@@ -8,9 +8,9 @@ from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.launch.prediction import workload_of
-from paro.optim.deal import newton_schulz_flops
 from paro.planning.survival import Survival, survival
 from paro.sharding.shards import UnitShards
+from paro.spec.deal import newton_schulz_flops
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.strategy import FLAG, Strategy, effective_letters
 from paro.text import align, count_text, ranks_text, size_text

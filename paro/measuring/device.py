@@ -36,8 +36,6 @@ from paro.measuring.attention import attention_rates
 from paro.planning.comm_costs import CODING_BYTES
 from paro.planning.computing import Computing
 from paro.planning.passes import StepCounts
-from paro.planning.run_plan import MicroBatch
-from paro.planning.units import shape_of, units_of
 from paro.precision import BYTES_OF
 from paro.quantization.blocks import decode, encode
 from paro.quantization.formats import BlockFormat
@@ -45,6 +43,8 @@ from paro.quantization.ranges import GRADIENT_BLOCK
 from paro.report.memory import anonymous_bytes
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.run_plan import MicroBatch
+from paro.spec.units import shape_of, units_of
 from paro.training.assembly import build_training, start_state
 from paro.training.step import Training, train_step
 

@@ -26,12 +26,12 @@ from paro.measuring.device import (
 from paro.measuring.links import time_links, with_measured
 from paro.measuring.memory import with_communicators
 from paro.measuring.race import Race
-from paro.planning.units import units_of
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.step_checks import StepChecksConfig
 from paro.spec.sharding_spec import specs_of, state_bytes
+from paro.spec.units import units_of
 from paro.strategy import parse_strategy
 from paro.text import size_text
 from paro.topology import AxisSpan

@@ -12,11 +12,11 @@ from torch import Tensor
 from paro.collectives.matrices import MatrixExchange
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.optim.deal import Dealt, Matrix, Places, Round, deal
-from paro.optim.muon_config import Coefficients, MuonConfig
 from paro.optim.muon_kernels import MomentumUpdate, MuonKernels, Square, square_by_torch
 from paro.optim.rounding import Rounding
 from paro.sharding.shards import UnitShards
+from paro.spec.deal import Dealt, Matrix, Places, Round, deal
+from paro.spec.muon_config import Coefficients, MuonConfig
 
 _EPS = 1e-7  # of the norm by which a matrix is divided
 

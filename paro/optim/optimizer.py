@@ -20,16 +20,16 @@ from paro.distributed.profile_range import profile_range
 from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
 from paro.optim.adamw import AdamW, Update, choose_adamw, find_apex
-from paro.optim.deal import muon_boxes
 from paro.optim.finite import square_sum
 from paro.optim.matrices import MuonRange, MuonStep
-from paro.optim.muon_config import MuonConfig
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
+from paro.spec.deal import muon_boxes
+from paro.spec.muon_config import MuonConfig
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, adamw_states
 
 # (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU

@@ -13,9 +13,9 @@ from paro.machine.collective_time import CollectiveTimes, TimedJob
 from paro.machine.machine import Device
 from paro.planning.computing import coding_seconds, device_of
 from paro.planning.passes import QUEUES, StepCounts
-from paro.planning.run_plan import RunPlan
 from paro.planning.simulation import Queued
 from paro.precision import BYTES_OF
+from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import PASS_OF, Verb
 

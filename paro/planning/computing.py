@@ -26,8 +26,8 @@ from model.units import PartSpec, unit_specs
 from paro.errors import UserError
 from paro.machine.machine import Device, Machine
 from paro.planning.passes import StepCounts
-from paro.planning.run_plan import MicroBatch
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.spec.run_plan import MicroBatch
 from paro.spec.states import adamw_states, bytes_of
 from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy

@@ -32,10 +32,10 @@ from model.config import LlamaConfig
 from model.lora_config import down_name, up_name
 from model.units import first_trained_unit, unit_specs
 from paro.collectives.schedule import Op
-from paro.context_parallel.layout import heads_at_first, num_pieces
 from paro.distributed.byte_counter import Sent
-from paro.planning.run_plan import MicroBatch
 from paro.planning.sending import Sender, To
+from paro.spec.context_layout import heads_at_first, num_pieces
+from paro.spec.run_plan import MicroBatch
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, Topology, Use

@@ -24,24 +24,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from math import prod
 
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.pipeline import SLOTS, cut_evenly
 from paro.collectives.schedule import Op
-from paro.collectives.spans import has_both_links, needed_groups, ring_levels
+from paro.collectives.spans import has_both_links, ring_levels
 from paro.layout import ALIGN
 from paro.machine.machine import Device
-from paro.planning.cost_model import muon_rounds
-from paro.planning.run_plan import RunPlan
 from paro.planning.tally import MemorySnapshot
+from paro.spec.groups import collectives_of, groups_of
+from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import Collective, ShardingSpec
-from paro.step.actions import PASS_OF, Verb
-from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use
+from paro.step.actions import Verb
+from paro.topology import COLLECTIVE_USES, AxisSpan, Use
 
 CONTEXT_BYTES = 667 * 10**6
 COMMUNICATOR_BYTES = 688 << 20
@@ -104,20 +102,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """The process groups of a run, which every rank makes, and the buffers of a rank.
+    """The number of process groups of a run, and the buffers of a rank.
 
     Those of collectives, and those of updates that are sent as codes.
     """
 
-    groups: Spans = field(default_factory=dict)  # on the topology of the model states
-    context_groups: Spans = field(default_factory=dict)  # on that of ranks that share samples
+    num_groups: int = 0
     buffer_bytes: int = 0
     code_bytes: int = 0
-
-    @property
-    def num_groups(self) -> int:
-        """The number of process groups that have a rank."""
-        return sum(map(len, chain(self.groups.values(), self.context_groups.values())))
 
 
 def device_memory(
@@ -152,37 +144,10 @@ def communication_of(
 ) -> Communication:
     """What a run with these buffers communicates in, with collectives by the `choice`."""
     return Communication(
-        groups=_groups_of(run, specs, choice),
-        context_groups=run.context.groups(run.context_topology, choice),
+        num_groups=groups_of(run, specs, choice).number,
         buffer_bytes=_buffer_bytes(run, specs, choice),
         code_bytes=_code_bytes(specs),
     )
-
-
-def _sent(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collective]:
-    """The different collectives; those that are a pass round a ring rotate."""
-    passes = PASS_OF.values() if run.materialize.rotates else ()
-    return {
-        one._replace(use=Use.ROTATE) if verb in passes else one
-        for spec in {(s.unit.traffic_kind, s.buffer.trains): s for s in specs}.values()
-        for verb, collectives in spec.collectives.items()
-        for one in collectives
-    }
-
-
-def _groups_of(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
-    """The process groups of model states: of all that a step sends, with codes and without.
-
-    Where there are codes, the first steps of a run send none.
-    """
-    spans: defaultdict[Use, set[AxisSpan]] = defaultdict(set)
-    for one in _sent(run, specs) | _sent(run, (spec.exact for spec in specs)):
-        by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
-        spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
-    spans[Use.EXCHANGE].update(places.span(run.topology) for places in muon_rounds(specs))
-    along = {use: frozenset(filter(None, of_use)) for use, of_use in spans.items()}
-    by_algorithms = {use: along.pop(use, frozenset()) for use in COLLECTIVE_USES}
-    return {**along, **needed_groups(choice, by_algorithms)}
 
 
 def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
@@ -191,7 +156,7 @@ def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: Algorithm
     names, pieces = choice.names, choice.pieces
     if pieces is None:
         return 0
-    for one in _sent(run, specs):
+    for one in collectives_of(run, specs):
         if one.use not in COLLECTIVE_USES:
             continue
         taken = {}

@@ -10,13 +10,12 @@ from itertools import chain
 
 from paro.machine.caching import cached_by
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
-from paro.step.plan import StepPlan
+from paro.step.plan import LISTED_MICRO_BATCHES, StepPlan
 from paro.step.rotation_plan import RotationShape, plan_of
 from paro.step.units import Buffer, UnitSize, buffers_of
 
 Counts = Mapping[Move, int]
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
-LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from model.config import loss_chunk
+from paro.planning.activations import Activations, UnitActivations
 from paro.planning.passes import StepCounts
-from paro.planning.rotation import unit_parts
-from paro.planning.units import Activations, UnitActivations
+from paro.spec.units import unit_parts
 
 
 class PartActivations(Activations):

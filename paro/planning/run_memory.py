@@ -10,8 +10,8 @@ from paro.machine.caching import cached_by
 from paro.machine.choice import choice_of, pieces_by
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
+from paro.planning.activations import Activations
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
-from paro.planning.cost_model import in_buckets, traffic_of
 from paro.planning.device_memory import (
     Communication,
     DeviceMemory,
@@ -20,16 +20,12 @@ from paro.planning.device_memory import (
 )
 from paro.planning.passes import StepCounts
 from paro.planning.rotating_activations import PartActivations
-from paro.planning.rotation import rotation_shape
-from paro.planning.run_plan import RunPlan
-from paro.planning.sending import Sender
+from paro.planning.sending import Sender, traffic_of
 from paro.planning.tally import MemorySnapshot, StepTally
-from paro.planning.units import Activations, shape_of, units_of
 from paro.precision import BYTES_OF
+from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
-from paro.step.actions import StepShape
-from paro.step.rotating import RingShape
-from paro.step.rotation_plan import RotationShape
+from paro.spec.units import shape_of_run, units_of_run
 from paro.step.units import UnitSize
 
 
@@ -43,42 +39,23 @@ class RunMemory:
         self._machine = machine
         self._pieces = pieces_by(machine)
 
-    def units(self, plan: RunPlan) -> tuple[UnitSize, ...]:
-        """The units of a plan, in the buckets in which Muon's matrices are dealt."""
-        degree = plan.strategy.params if plan.materialize.rotates else 1
-        return self._units(plan, degree)
-
-    @cached_by(lambda plan, degree: (plan.trained, degree, plan.materialize, plan.places))
-    def _units(self, plan: RunPlan, degree: int) -> tuple[UnitSize, ...]:
-        units = units_of(
-            plan.model,
-            world_size=plan.world_size,
-            is_trained=plan.trained.__contains__,
-            rotated_over=degree,
-            in_place=plan.materialize.in_place,
+    @cached_by(
+        lambda plan: (
+            plan.trained,
+            plan.materialize.rotates and plan.strategy.params,
+            plan.materialize,
+            plan.places,
         )
-        return in_buckets(units, plan.strategy, plan.precision, plan.group_size)
+    )
+    def units(self, plan: RunPlan) -> tuple[UnitSize, ...]:
+        """The units of a plan."""
+        return units_of_run(plan)
 
     @cached_by(lambda plan: plan.step_kind)
     def step(self, plan: RunPlan) -> StepCounts:
         """The actions of a step."""
-        units, strategy = self.units(plan), plan.strategy
-        shape: StepShape | RotationShape
-        if plan.materialize.rotates:
-            ring = RingShape(
-                num_steps=strategy.params,
-                in_place=plan.materialize.in_place,
-                shares_scratch=plan.precision.compute == plan.precision.wire,
-            )
-            shape = rotation_shape(plan.config, units, ring, plan.trained)
-        else:
-            shape = shape_of(
-                plan.config,
-                units,
-                gathers=strategy.params > 1,
-                reduces=strategy.grads > 1,
-                prefetch_units=plan.prefetch_units,
-            )
+        units = self.units(plan)
+        shape = shape_of_run(plan, units)
         return StepCounts(shape=shape, units=units, updated_ahead=plan.updated_ahead)
 
     def sender(self, plan: RunPlan, rank: int | None = None) -> Sender:

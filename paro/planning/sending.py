@@ -1,4 +1,4 @@
-"""What a rank sends for a collective, or a message, inside its group and between groups."""
+"""What a rank sends for a collective, a message or a step, in its group and between groups."""
 
 # An algorithm runs over parts of an axis span, and over each a rank sends (n - 1) / n of its part's
 # buffer, an all-reduce twice as much. To whom decides which links carry it, if the part has both:
@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,8 +21,14 @@ from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans
 from paro.distributed.byte_counter import Sent
-from paro.spec.sharding_spec import Collective
-from paro.topology import AxisSpan, Use
+from paro.precision import BYTES_OF
+from paro.spec.deal import (
+    muon_rounds,
+    sent_numels,
+)
+from paro.spec.sharding_spec import Collective, ShardingSpec
+from paro.step.actions import PASS_OF, Move
+from paro.topology import AxisSpan, Link, Use
 
 
 class To(Enum):
@@ -86,3 +92,38 @@ class Sender:
             place = self.rank % self.group_size // inner
             between = num_bytes if place == (inside - 1 if to is To.NEXT else 0) else 0
         return Sent(num_bytes - between, between)
+
+
+def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender: Sender) -> Sent:
+    """Bytes that a rank sends for the actions of a step, each of which comes so often.
+
+    The all-gather of updated parameters is lazy: a step gathers what the previous one updated. So
+    the first step of a run sends less.
+    """
+    found = exchanged(specs, sender.rank)
+    for (verb, number, *_), count in moves.items():
+        spec = specs[number]
+        # A pass sends as much as a gather, or as a reduction, in several shifts.
+        shifts = spec.strategy.params - 1 if verb in PASS_OF else 1
+        whole = sender.sent(spec.collectives.get(PASS_OF.get(verb, verb), ()))
+        found += Sent(whole.intra // shifts, whole.inter // shifts) * count
+    return found
+
+
+def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
+    """Bytes that a rank sends in a step to make Muon's matrices whole, and to spread the result.
+
+    Ranks send different amounts: without `rank` it is their mean.
+    """
+    total, topology = Sent(), specs[0].topology
+    of_element = BYTES_OF[specs[0].precision.matrix_wire]
+    for places, rounds in muon_rounds(specs).items():
+        sent = dict.fromkeys(Link, 0)
+        ranks = topology.in_order_of_shards(places.span(topology), rank or 0)
+        for (sender, receiver), numel in sent_numels(rounds, places).items():
+            inside = ranks[sender] // topology.group_size == ranks[receiver] // topology.group_size
+            if rank in (None, ranks[sender]):
+                sent[Link.INTRA if inside else Link.INTER] += numel * of_element
+        share = places.number if rank is None else 1
+        total += Sent(sent[Link.INTRA] // share, sent[Link.INTER] // share)
+    return total

@@ -15,14 +15,14 @@ from functools import cached_property
 
 from paro.machine.collective_time import TimedJob, scalar_seconds
 from paro.machine.machine import Device, Machine, Nic
-from paro.optim.deal import newton_schulz_flops
 from paro.planning.comm_costs import THREAD, CommCosts
 from paro.planning.computing import Computing, coding_seconds
 from paro.planning.context_costs import ContextCosts
-from paro.planning.cost_model import exchanged, muon_rounds
 from paro.planning.passes import QUEUES, Counts, StepCounts
-from paro.planning.run_plan import RunPlan
+from paro.planning.sending import exchanged
 from paro.planning.simulation import Compute, Program, Queue, Queued, Wait
+from paro.spec.deal import muon_rounds, newton_schulz_flops
+from paro.spec.run_plan import RunPlan
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.units import UnitSize
 

@@ -23,14 +23,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from paro.optim.deal import most_bytes
-from paro.planning.cost_model import muon_rounds
-from paro.planning.passes import LISTED_MICRO_BATCHES, StepCounts
-from paro.planning.run_plan import RunPlan
-from paro.planning.units import UnitActivations
+from paro.planning.activations import UnitActivations
+from paro.planning.passes import StepCounts
 from paro.precision import BYTES_OF
+from paro.spec.deal import most_bytes, muon_rounds
+from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import ShardingSpec, state_bytes
+from paro.spec.units import registered_room
 from paro.step.actions import Move, Verb
+from paro.step.plan import LISTED_MICRO_BATCHES
 
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.GATHER: ("whole_params", 1),
@@ -144,19 +145,8 @@ class StepTally:
 
     @cached_property
     def registered(self) -> dict[bool, tuple[int, int]]:
-        """The memory for whole parameters that copy engines fill, of those that train and others.
-
-        Bytes of the largest buffer, which each gets, and how many are whole at once at most.
-        """
-        now, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
-        for verb, number, *_ in self._actions() if self.run.copy_engine else ():
-            counted, sign = _ALLOCATIONS.get(verb, ("", 0))
-            if counted == "whole_params":
-                trains = self.step.buffers[number].trains
-                now[trains] += sign
-                most |= now
-                largest |= Counter({trains: self._sizes[number][counted]})
-        return {trains: (largest[trains], number) for trains, number in most.items()}
+        """The memory for whole parameters that copy engines fill: see `registered_room`."""
+        return registered_room(self.run, self.step.units)
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
         """Follows an action; what is alive, without model states, if it computes or copies."""

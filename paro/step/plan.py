@@ -94,3 +94,6 @@ def _backward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
     yield Verb.GRADIENTS, index
     for buffer in trainable:
         yield from policy.last_gradient(buffer)
+
+
+LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike

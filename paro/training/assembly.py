@@ -29,11 +29,6 @@ from paro.distributed.links import Links, make_links
 from paro.distributed.timers import Timers, synchronize
 from paro.machine.choice import choice_of
 from paro.optim.optimizer import Initializer, ParoOptimizer
-from paro.planning.cost_model import muon_rounds
-from paro.planning.device_memory import Communication
-from paro.planning.passes import StepCounts
-from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import Materialize, RunPlan
 from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
 from paro.rotation.partition import cut_into_parts
@@ -45,7 +40,11 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
-from paro.spec.sharding_spec import ShardingSpec, specs_of
+from paro.spec.deal import muon_rounds
+from paro.spec.groups import groups_of
+from paro.spec.run_plan import Materialize, RunPlan
+from paro.spec.sharding_spec import ShardingSpec
+from paro.spec.units import registered_room, shape_of_run, units_of_run
 from paro.step.actions import StepShape, Verb
 from paro.topology import Use
 from paro.training.loop import HeldOut, Sources
@@ -69,12 +68,14 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
-    planned, by_nccl = RunMemory(config.sharding.machine), config.runtime.by_nccl
-    plan = plan_of(config, "cuda" if by_nccl else "cpu")
+    plan = plan_of(config, "cuda" if config.runtime.by_nccl else "cpu")
+    units = units_of_run(plan)
+    specs = plan.specs(units)
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
-    groups, context_groups = _make_groups(config, control, plan, planned.communication(plan))
-    sharded = _spread(model, config, control, planned.step(plan), groups, links, timers)
-    groups.registered.reserve(planned.tally(plan).registered, control)
+    groups, context_groups = _make_groups(config, control, plan, specs)
+    context = _sharding_context(config, control, specs, groups, links)
+    sharded = _spread(model, plan, specs, context, groups, links, timers)
+    groups.registered.reserve(registered_room(plan, units), control)
     if config.context.layout.size > 1:
         model.core = _context_attention(config, control, context_groups, links)
     optimizer = ParoOptimizer(
@@ -130,33 +131,33 @@ def start_state(config: RunConfig) -> TrainState:
 
 
 def _make_groups(
-    config: RunConfig, control: Control, plan: RunPlan, communication: Communication
+    config: RunConfig, control: Control, plan: RunPlan, specs: Sequence[ShardingSpec]
 ) -> tuple[Groups, Groups]:
     """The process groups of model states, and of ranks that share samples: all that a run has."""
     rank, device = control.world.rank, control.device
+    spans = groups_of(plan, specs, _algorithm(config))
     settings = of_context = None
     if device.type != "meta":
-        settings = config.runtime.groups_on(device, communication.num_groups)
+        settings = config.runtime.groups_on(device, spans.number)
         of_context = replace(settings, copy_engine=False)  # registered memory is for parameters
     return (
-        make_groups(plan.topology, rank, communication.groups, settings),
-        make_groups(plan.context_topology, rank, communication.context_groups, of_context),
+        make_groups(plan.topology, rank, spans.states, settings),
+        make_groups(plan.context_topology, rank, spans.context, of_context),
     )
 
 
 def _spread(
     model: Llama,
-    config: RunConfig,
-    control: Control,
-    step: StepCounts,
+    plan: RunPlan,
+    specs: Sequence[ShardingSpec],
+    context: ShardingContext,
     groups: Groups,
     links: Links,
     timers: Timers,
 ) -> DistributedModel:
     """Shards the model's states over the ranks; its parameters are gathered or rotated."""
-    specs = specs_of(step.units, config.strategy, groups.topology, config.precision)
-    context = _sharding_context(config, control, specs, groups, links)
-    shape, ahead = step.shape, step.updated_ahead
+    units = [*{spec.buffer.unit_index: spec.unit for spec in specs}.values()]
+    shape, ahead = shape_of_run(plan, units), plan.updated_ahead
     if isinstance(shape, StepShape):
         sharded = make_sharded_units(model, specs, context)
         return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)

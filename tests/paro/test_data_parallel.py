@@ -11,12 +11,12 @@ from paro.arguments.parser import parse_args
 from paro.config.elastic import nodes_line
 from paro.config.fitting import better_values
 from paro.config.run import RunConfig
-from paro.context_parallel.layout import ContextLayout
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.launch.dry_run import run_dry
 from paro.planning.search.search_space import micro_batch_sizes
 from paro.report.record import RunFacts, summarize
+from paro.spec.context_layout import ContextLayout
 from paro.training.assembly import build_training, run_facts
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused

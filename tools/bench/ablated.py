@@ -22,9 +22,9 @@ from torch import Tensor
 from paro.collectives import coded
 from paro.distributed.user_errors import run_script
 from paro.optim import matrices
-from paro.optim.muon_config import MuonConfig
 from paro.quantization import blocks, ranges
 from paro.quantization.formats import PAD
+from paro.spec.muon_config import MuonConfig
 from pretrain_llama import main as pretrain
 
 WITHOUT = ("transform", "transform+blocks", "whole-matrices")

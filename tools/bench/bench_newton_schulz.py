@@ -21,11 +21,11 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 from paro.distributed.timers import time_of
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, check_least
-from paro.optim.deal import Dealt, Matrix, newton_schulz_flops
 from paro.optim.matrices import orthogonal
-from paro.optim.muon_config import MuonConfig
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.report.log import print_line
+from paro.spec.deal import Dealt, Matrix, newton_schulz_flops
+from paro.spec.muon_config import MuonConfig
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of, peak_flops

@@ -16,12 +16,12 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import RunFlags, RunPlan
 from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.spec.run_plan import RunFlags, RunPlan
 
 BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from paro.context_parallel.layout import ContextLayout
 from paro.errors import UserError
-from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimate, Estimator, faster_bits
 from paro.planning.search.recomputation import saved_bytes, with_fewest_blocks, with_more_blocks
 from paro.planning.search.search_space import (
@@ -26,6 +24,8 @@ from paro.planning.search.search_space import (
     Workload,
     all_candidates,
 )
+from paro.spec.context_layout import ContextLayout
+from paro.spec.run_plan import Materialize
 from paro.strategy import legal_letters
 
 RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets

@@ -9,8 +9,6 @@ from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
-from paro.context_parallel.layout import ContextLayout, ContextLimits
-from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.planner import SearchResult
 from paro.planning.search.recomputation import (
@@ -19,6 +17,8 @@ from paro.planning.search.recomputation import (
     recompute_flags,
 )
 from paro.planning.search.search_space import Candidate, Workload
+from paro.spec.context_layout import ContextLayout, ContextLimits
+from paro.spec.run_plan import Materialize
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried

@@ -9,17 +9,17 @@ from itertools import pairwise, product
 
 from model.config import FP8_MULTIPLE, RecomputeConfig
 from model.trainable import Trainable
-from paro.context_parallel.layout import ContextLayout, ContextLimits
 from paro.errors import check_least, check_multiple
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.computing import device_of
 from paro.planning.rotation import MUON_ROTATES, rotation_infeasible_reason
-from paro.planning.run_plan import Materialize, RunFlags
 from paro.planning.survival import Survival, check_nodes, survival
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
+from paro.spec.context_layout import ContextLayout, ContextLimits
+from paro.spec.run_plan import Materialize, RunFlags
+from paro.spec.units import units_of
 from paro.step.units import UnitSize
 from paro.strategy import Strategy, effective_letters, parse_strategy
 from paro.text import listed

@@ -13,11 +13,11 @@ from paro.config.context_search import faster_type
 from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.settings import settings_of
-from paro.context_parallel.layout import ContextLayout
 from paro.distributed.world import World
 from paro.launch.prediction import workload_of
 from paro.machine.files import machine_to_json
 from paro.planning.search.estimator import Estimate, Estimator
+from paro.spec.context_layout import ContextLayout
 from tests.helpers.flags import configured as configured_on
 from tests.paro.planning.cases import DEVICE, machine
 

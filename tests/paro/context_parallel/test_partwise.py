@@ -21,7 +21,6 @@ from paro.collectives.spans import needed_groups
 from paro.context_parallel.attention import ContextAttention
 from paro.context_parallel.exchange import Exchange
 from paro.context_parallel.gather import ContextStreams, GatherTravel
-from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.partwise import Travel, partwise
 from paro.context_parallel.ring import RingTravel
 from paro.distributed.byte_counter import ByteCounter
@@ -29,6 +28,7 @@ from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStrea
 from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import Links
+from paro.spec.context_layout import ContextLayout
 from paro.topology import COLLECTIVE_USES, Use, make_topology
 from tests.helpers.hopper import hopper
 from tests.helpers.late_streams import LateStreams

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from model.attention import Documents, attend
 from model.kept import KeptAttention
-from paro.context_parallel.layout import ContextLayout
 from paro.context_parallel.probe import check_core
+from paro.spec.context_layout import ContextLayout
 from tests.helpers.refusals import refused
 
 

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from model.config import LLAMA_PRESETS
-from paro.optim.deal import (
-    Matrix,
-    Places,
-    deal,
-    first_of_buckets,
-    most_bytes,
-    newton_schulz_flops,
-    sent_numels,
-)
 from paro.optim.matrices import newton_schulz, orthogonal
-from paro.optim.muon_config import COEFFICIENT_TYPES, MuonConfig
 from paro.optim.muon_kernels import (
     BY_TORCH,
     MomentumUpdate,
@@ -32,11 +22,22 @@ from paro.optim.muon_kernels import (
     square_by_torch,
 )
 from paro.optim.rounding import Rounding
-from paro.planning.cost_model import in_buckets, muon_rounds
 from paro.planning.run_memory import RunMemory
-from paro.planning.units import units_of
 from paro.precision import PrecisionConfig
+from paro.spec.deal import (
+    Matrix,
+    Places,
+    deal,
+    first_of_buckets,
+    in_buckets,
+    most_bytes,
+    muon_rounds,
+    newton_schulz_flops,
+    sent_numels,
+)
+from paro.spec.muon_config import COEFFICIENT_TYPES, MuonConfig
 from paro.spec.sharding_spec import specs_of
+from paro.spec.units import units_of
 from paro.training.step import Training
 from tests.helpers.training import TINY, built
 from tests.helpers.triton_kernels import interpreter

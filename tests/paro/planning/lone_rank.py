@@ -22,7 +22,6 @@ from paro.collectives import wire
 from paro.config.run import RunConfig
 from paro.config.sharding import ShardingConfig
 from paro.context_parallel.attention import ContextAttention, make_context_attention
-from paro.context_parallel.layout import ContextLayout
 from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.control import PlannedControl
@@ -30,13 +29,14 @@ from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
-from paro.optim.muon_config import MuonConfig
 from paro.optim.optimizer import OptimConfig, ParoOptimizer
-from paro.planning.run_memory import RunMemory
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
+from paro.spec.context_layout import ContextLayout
+from paro.spec.muon_config import MuonConfig
+from paro.spec.units import units_of_run
 from paro.strategy import Strategy
 from paro.topology import Topology
 from paro.training import assembly
@@ -154,9 +154,11 @@ def lone_rank(
     )
     links = Links(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    step = RunMemory(None).step(plan_of(run, "cpu"))
+    plan = plan_of(run, "cpu")
+    specs = plan.specs(units_of_run(plan))
     groups = make_groups(topology, world.rank, {}, None)
-    model = assembly._spread(llama, run, control, step, groups, links, Timers())
+    context = assembly._sharding_context(run, control, specs, groups, links)
+    model = assembly._spread(llama, plan, specs, context, groups, links, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from model.config import LlamaConfig
 from model.units import parameter_shapes
-from paro.planning.run_plan import RunPlan
 from paro.precision import PrecisionConfig
+from paro.spec.run_plan import RunPlan
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Topology, make_topology
 

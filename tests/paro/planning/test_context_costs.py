@@ -8,7 +8,6 @@ import pytest
 
 from model.config import RecomputeConfig
 from model.trainable import Trainable, TrainableKind
-from paro.context_parallel.layout import ContextLayout
 from paro.machine.machine import Nic
 from paro.planning.comm_costs import THREAD
 from paro.planning.context_costs import ContextCosts
@@ -17,6 +16,7 @@ from paro.planning.search.search_space import Workload
 from paro.planning.sending import Sender
 from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import simulate
+from paro.spec.context_layout import ContextLayout
 from paro.step.actions import Verb
 from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
 

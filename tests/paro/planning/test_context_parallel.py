@@ -10,7 +10,6 @@ import torch
 from model.config import LlamaConfig, RecomputeConfig
 from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter
-from paro.context_parallel.layout import ContextLayout
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.links import Links
 from paro.distributed.world import World
@@ -18,6 +17,7 @@ from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
+from paro.spec.context_layout import ContextLayout
 from tests.paro.planning.lone_rank import attention_of, silence
 from tests.paro.planning.on_ranks import run_of
 

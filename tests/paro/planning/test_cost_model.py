@@ -8,8 +8,7 @@ import pytest
 
 from paro.launch.placement import describe_placement
 from paro.layout import UnitLayout
-from paro.planning.cost_model import traffic_of
-from paro.planning.sending import Sender
+from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ModelStateBytes, specs_of, state_bytes
 from paro.step.actions import Move, Verb

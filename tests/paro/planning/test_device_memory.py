@@ -24,11 +24,13 @@ from paro.planning.device_memory import (
     device_memory,
 )
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
-from paro.topology import AxisSpan, Spans, Use, make_topology
+from paro.spec.groups import groups_of
+from paro.spec.run_plan import Materialize
+from paro.spec.units import units_of_run
+from paro.topology import AxisSpan, Spans, Use
 from paro.training import assembly
 from tests.paro.planning.cases import DEVICE, machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
@@ -37,9 +39,6 @@ from tests.paro.planning.test_gathering import SMALL
 
 BF16 = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 TINY = replace(SMALL, num_layers=3, vocab_size=192)
-AXES = make_topology(world_size=8, group_size=4, degrees=(2,)).axes
-TWO = {Use.GATHER: frozenset({AXES[:1]}), Use.REDUCE: frozenset({AXES[:1]})}
-THREE = TWO | {Use.REDUCE: frozenset({AXES[:1], AXES})}
 SNAPSHOT = MemorySnapshot(name="the update", states=8_000_000_000, transient=2_000_000_000)
 
 
@@ -100,7 +99,9 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
         rank.model.wait_for_updated_params()
         run = run_of(TINY, text, precision, collective=collective, materialize=materialize)
         run = replace(run, device_type="cpu")
-        assert groups_in(RunMemory(None).communication(run).groups) == used, text
+        choice = AlgorithmChoice(names=(collective,))
+        described = groups_of(run, run.specs(units_of_run(run)), choice)
+        assert groups_in(described.states) == used, text
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
 
 
 def test_figures_are_the_machine_file_s_or_published_ones() -> None:
-    communication = Communication(groups=THREE, buffer_bytes=10**9)
+    communication = Communication(num_groups=3, buffer_bytes=10**9)
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
     for device, context, communicator, fragmentation in (
         (None, CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION),
@@ -206,7 +207,7 @@ def test_figures_are_the_machine_file_s_or_published_ones() -> None:
 
 
 def test_cpu_ranks_have_only_what_their_process_takes() -> None:
-    groups, allocated = Communication(groups=THREE), DeviceMemory(allocations=SNAPSHOT)
+    groups, allocated = Communication(num_groups=3), DeviceMemory(allocations=SNAPSHOT)
     assert device_memory(SNAPSHOT, groups, None, "cpu") == allocated
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
     assert device_memory(SNAPSHOT, groups, typed, "cpu") == replace(allocated, context=5)
@@ -216,7 +217,7 @@ def test_cpu_ranks_have_only_what_their_process_takes() -> None:
 
 
 def test_the_parts_in_words() -> None:
-    memory = device_memory(SNAPSHOT, Communication(context_groups=TWO), None, "cuda")
+    memory = device_memory(SNAPSHOT, Communication(num_groups=2), None, "cuda")
     assert memory.describe() == (
         "12.6 GB at the update: model states 8.0, transient 2.0, fragmentation 0.5, "
         "communicators 1.4, context 0.7"

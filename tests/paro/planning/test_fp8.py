@@ -12,8 +12,8 @@ from torch import Tensor
 
 from model import kernels
 from model.lora_config import LoraConfig, targets_of
-from paro.planning.run_plan import RunPlan
 from paro.precision import PrecisionConfig
+from paro.spec.run_plan import RunPlan
 from tests.paro.planning.test_gathering import (
     BF16,
     EACH,

@@ -14,8 +14,8 @@ from model.fusion import Fusions, usable_kernels
 from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable, TrainableKind
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import RunPlan
 from paro.precision import PrecisionConfig
+from paro.spec.run_plan import RunPlan
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import run_of
 

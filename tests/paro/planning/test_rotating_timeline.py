@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from paro.planning.run_plan import Materialize
 from paro.planning.search.planner import letter_rows, plan, rotated_rows
 from paro.planning.search.search_space import SearchSpace
 from paro.planning.timeline import simulate
 from paro.precision import PrecisionConfig
+from paro.spec.run_plan import Materialize
 from paro.step.actions import Verb
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, DEVICE, costs, machine, workload

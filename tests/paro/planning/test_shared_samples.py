@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from model.config import LlamaConfig, RecomputeConfig
-from paro.context_parallel.layout import ALONE, ContextLayout
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import RunPlan
+from paro.spec.context_layout import ALONE, ContextLayout
+from paro.spec.run_plan import RunPlan
 from tests.paro.planning.lone_rank import silence
 from tests.paro.planning.test_gathering import (
     EACH,

@@ -6,9 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from paro.planning.cost_model import traffic_of
 from paro.planning.search.search_space import legal_strategies
-from paro.planning.sending import Sender
+from paro.planning.sending import Sender, traffic_of
 from paro.planning.survival import survival
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.sharding_spec import specs_of

@@ -16,9 +16,9 @@ from model.llama import Llama
 from model.lora_config import LoraConfig, is_adapter, targets_of
 from model.rotary import rotations
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import Materialize, MicroBatch
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
+from paro.spec.run_plan import Materialize, MicroBatch
 from paro.spec.sharding_spec import state_bytes
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence

@@ -15,11 +15,11 @@ from model.lora_config import LoraConfig, is_adapter
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.planning import cost_model
-from paro.planning.cost_model import traffic_of
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import Materialize
+from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec import sharding_spec
+from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
 from paro.step.actions import Verb
 from paro.topology import AxisSpan, Use

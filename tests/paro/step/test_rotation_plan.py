@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from model.lora_config import LoraConfig, targets_of
-from paro.planning.run_plan import Materialize
 from paro.planning.search.search_space import Workload
 from paro.rotation.rotating_unit import RotatingUnit
+from paro.spec.run_plan import Materialize
 from paro.step.actions import Move, Verb
 from tests.paro.planning.cases import ORDERS, costs, machine, order_case, plan_of
 from tests.paro.planning.lone_rank import LoneRank, silence

@@ -8,7 +8,7 @@ import pytest
 
 from paro.distributed.comm_stream import Event
 from paro.layout import UnitLayout
-from paro.planning.run_plan import Materialize
+from paro.spec.run_plan import Materialize
 from paro.step.actions import Buckets, Verb, number_buffers
 from paro.step.units import UnitSize
 from paro.step.updating import UpdatingPolicy

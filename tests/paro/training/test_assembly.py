@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from paro.distributed.groups import bounded_ctas
 from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.launch.prediction import predict_memory
-from paro.planning.device_memory import COMMUNICATOR_BYTES, Communication
+from paro.planning.device_memory import COMMUNICATOR_BYTES
 from paro.planning.run_memory import RunMemory
-from paro.planning.run_plan import RunPlan
-from paro.topology import Use
+from paro.spec import groups
+from paro.spec.units import registered_room, units_of_run
+from paro.topology import Spans, Use
 from paro.training import assembly
 from paro.training.assembly import plan_of
 from paro.training.step import Training
@@ -96,18 +98,17 @@ def test_all_communicators_of_a_rank_fit_on_its_gpu(
 def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    described = RunMemory.communication
+    described = groups._of_states
 
-    def without_gathers(memory: RunMemory, plan: RunPlan) -> Communication:
-        found = described(memory, plan)
-        return replace(found, groups={**found.groups, Use.GATHER: frozenset()})
+    def without_gathers(*of_run: Any) -> Spans:
+        return {**described(*of_run), Use.GATHER: frozenset()}
 
     made, predicted = [], []
     for _ in range(2):
         run = built(monkeypatch, "--paro-strategy IIG")
         made.append(sum(RANK in call["ranks"] for call in run.nccl.calls))
         predicted.append(predict_memory(run.config, "cuda").communicators // COMMUNICATOR_BYTES)
-        monkeypatch.setattr(RunMemory, "communication", without_gathers)
+        monkeypatch.setattr(groups, "_of_states", without_gathers)
     assert made == predicted == [4, 2]
     with pytest.raises(KeyError):
         run.training.model.units[0].gather()  # type: ignore[attr-defined]
@@ -158,7 +159,8 @@ def test_whole_parameters_have_all_the_registered_memory_that_they_ever_take(
     predicted = predict_memory(run.config, "cuda").allocations
     assert predicted.whole_params == sum(reserved)
 
-    room = RunMemory(None).tally(plan_of(run.config, "cpu")).registered
+    plan = plan_of(run.config, "cpu")
+    room = registered_room(plan, units_of_run(plan))
     fewer = {trains: (size, number - 1) for trains, (size, number) in room.items()}
     context.collectives.registered.reserve(fewer, run.training.control)
     with pytest.raises(AssertionError, match="more parameters are whole"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paro.optim import matrices
-from paro.optim.muon_config import MuonConfig
 from paro.quantization.blocks import hadamard
+from paro.spec.muon_config import MuonConfig
 from tools.bench import ablated
 from tools.bench.ablated import EVERY, in_parts, scaled, update
 

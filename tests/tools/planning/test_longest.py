@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from paro.context_parallel.layout import ContextLayout
 from paro.planning.search.estimator import Estimator
 from paro.planning.search.search_space import Workload
+from paro.spec.context_layout import ContextLayout
 from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tools.plan import main

@@ -12,7 +12,6 @@ import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.trainable import Trainable, TrainableKind
-from paro.planning.run_plan import Materialize
 from paro.planning.search.description import describe
 from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
@@ -22,6 +21,7 @@ from paro.planning.search.search_space import (
     all_candidates,
     legal_strategies,
 )
+from paro.spec.run_plan import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import FEW, SMALL, machine, workload

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
+from paro.spec.run_plan import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import workload

@@ -1,4 +1,4 @@
-"""A run as the planner sees it: what decides its memory, its traffic and its actions."""
+"""A run as engine and planner see it: what decides its memory, its traffic and its actions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
-from paro.context_parallel.layout import ALONE, ContextLayout
-from paro.optim.deal import places_to_deal_to
-from paro.optim.muon_config import MuonConfig
 from paro.precision import BYTES_OF, PrecisionConfig
+from paro.spec.context_layout import ALONE, ContextLayout
+from paro.spec.deal import places_to_deal_to
+from paro.spec.muon_config import MuonConfig
 from paro.spec.sharding_spec import ShardingSpec, specs_of
 from paro.step.units import UnitSize
 from paro.strategy import Strategy

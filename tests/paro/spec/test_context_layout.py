@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import pytest
 
-from paro.context_parallel.layout import ContextLayout, ContextLimits, num_pieces
+from paro.spec.context_layout import ContextLayout, ContextLimits, num_pieces
 
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 1), (4, 2), (4, 4), (6, 3), (6, 2), (8, 4), (8, 1)]
 

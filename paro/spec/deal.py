@@ -21,13 +21,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from paro.layout import PlacedBox, UnitLayout
 from paro.precision import PrecisionConfig
+from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
+from paro.step.units import UnitSize
 from paro.strategy import Strategy
 from paro.topology import AxisSpan, Topology
 
@@ -212,3 +214,30 @@ def _most_held(one: Round, places: Places) -> int:
         for place, low, high in places.parts(dealt.matrix):
             held[place] = held.get(place, 0) + high - low
     return max(held.values())
+
+
+def in_buckets(
+    units: Sequence[UnitSize], strategy: Strategy, precision: PrecisionConfig, group_size: int
+) -> tuple[UnitSize, ...]:
+    """The same units with the buckets in which they are dealt to places."""
+    places = places_to_deal_to(strategy, precision, group_size)
+    trained = [unit for unit in units if unit.trainable_numel]
+    kinds = [(unit.trainable_numel, unit.matrices) if unit.matrices else None for unit in trained]
+    dealt = iter(first_of_buckets(kinds, places))
+    return tuple(replace(one, dealt=next(dealt)) if one.trainable_numel else one for one in units)
+
+
+def muon_rounds(specs: Iterable[ShardingSpec]) -> dict[Places, tuple[Round, ...]]:
+    """A rank's rounds if Muon updates, by the places among which their matrices are dealt.
+
+    Those of a bucket are all groups' alike: of the unit that each has.
+    """
+    found: dict[Places, list[Matrix]] = {}
+    for number, spec in enumerate(specs):
+        if spec.muon_stop and spec.unit.dealt:
+            degree = spec.optim_degree
+            places = Places(degree if degree > 1 else spec.topology.group_size, degree)
+            numel = spec.layout.numel
+            matrices = [Matrix(number, numel, *place) for place in spec.unit.matrices]
+            found.setdefault(places, []).extend(matrices)
+    return {places: deal(tuple(matrices), places.number) for places, matrices in found.items()}

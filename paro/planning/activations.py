@@ -1,4 +1,4 @@
-"""Sizes of LLaMA's units, and the activations that each keeps for backward."""
+"""The activations that each unit of a LLaMA keeps for backward, and needs to compute."""
 
 # Letters as in model/llama.py, T = B * S tokens of a micro-batch. A block keeps for backward
 #
@@ -27,20 +27,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from model.config import LlamaConfig
-from model.units import recomputed_groups, unit_specs
-from paro.layout import make_whole_layout
+from model.units import unit_specs
 from paro.planning.context_parallel import travelling_bytes
-from paro.planning.cost_model import unit_size
 from paro.planning.passes import StepCounts
-from paro.planning.rotation import rotating_units_of
-from paro.planning.run_plan import MicroBatch
-from paro.step.actions import StepShape, number_buffers
-from paro.step.units import UnitSize
+from paro.spec.run_plan import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,56 +50,6 @@ class UnitActivations:
     in_loss: int = 0  # in forward, from the unit's first gradient on, if it makes any
     kept_to_the_end: int = 0  # part of `kept`: until the end of the whole backward
     casts: int = 0  # of its weights in fp8, while their values stay
-
-
-def units_of(
-    config: LlamaConfig,
-    *,
-    world_size: int,
-    is_trained: Callable[[str], bool] = lambda _name: True,
-    rotated_over: int = 1,
-    in_place: bool = False,
-) -> tuple[UnitSize, ...]:
-    """The model's units, sharded over `world_size` ranks: embedding, blocks and head.
-
-    Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and all
-    norms form one more unit.
-    """
-    if rotated_over > 1:
-        return rotating_units_of(
-            config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
-        )
-    layout = partial(make_whole_layout, world_size=world_size)
-    return tuple(
-        replace(
-            unit_size(spec.name, spec.parameters, layout, is_trained),
-            borrows=spec.borrows,
-            backward_needs_weight=spec.backward_needs_weight,
-        )
-        for spec in unit_specs(config)
-    )
-
-
-def shape_of(
-    config: LlamaConfig,
-    units: Sequence[UnitSize],
-    *,
-    gathers: bool,
-    reduces: bool,
-    prefetch_units: int,
-) -> StepShape:
-    """What the actions of a step with these units depend on, where parameters are not rotated."""
-    # The loss writes gradients of the output weight in forward, if no other unit has it too.
-    writes = units[-1].trainable_numel and not config.tie_embeddings_and_output_weights
-    shape = StepShape(
-        units=number_buffers(units),
-        gathers=gathers,
-        reduces=reduces,
-        prefetch_units=prefetch_units,
-        grads_in_forward=frozenset({len(units) - 1} if writes else ()),
-    )
-    recomputed = recomputed_groups(unit_specs(config), shape.first_trained)
-    return replace(shape, recomputed=recomputed)
 
 
 @dataclass(frozen=True, kw_only=True)

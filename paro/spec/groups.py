@@ -1,0 +1,61 @@
+"""The process groups of a run: all ranks make them, and the planner counts them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.schedule import Op
+from paro.collectives.spans import needed_groups
+from paro.spec.deal import muon_rounds
+from paro.spec.run_plan import RunPlan
+from paro.spec.sharding_spec import Collective, ShardingSpec
+from paro.step.actions import PASS_OF
+from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use
+
+
+class RunGroups(NamedTuple):
+    """The axis spans of a run's process groups."""
+
+    states: Spans  # on the topology of the model states
+    context: Spans  # on that of the ranks that share samples
+
+    @property
+    def number(self) -> int:
+        """The number of process groups that have a rank."""
+        return sum(map(len, chain(self.states.values(), self.context.values())))
+
+
+def groups_of(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
+    """The process groups of a run with these buffers, whose collectives are by the `choice`."""
+    of_context = run.context.groups(run.context_topology, choice)
+    return RunGroups(_of_states(run, specs, choice), of_context)
+
+
+def collectives_of(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collective]:
+    """The different collectives; those that are a pass round a ring rotate."""
+    passes = PASS_OF.values() if run.materialize.rotates else ()
+    return {
+        one._replace(use=Use.ROTATE) if verb in passes else one
+        for spec in {(s.unit.traffic_kind, s.buffer.trains): s for s in specs}.values()
+        for verb, collectives in spec.collectives.items()
+        for one in collectives
+    }
+
+
+def _of_states(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
+    """The process groups of model states: of all that a step sends, with codes and without.
+
+    Where there are codes, the first steps of a run send none.
+    """
+    spans: defaultdict[Use, set[AxisSpan]] = defaultdict(set)
+    for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):
+        by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
+        spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
+    spans[Use.EXCHANGE].update(places.span(run.topology) for places in muon_rounds(specs))
+    along = {use: frozenset(filter(None, of_use)) for use, of_use in spans.items()}
+    by_algorithms = {use: along.pop(use, frozenset()) for use in COLLECTIVE_USES}
+    return {**along, **needed_groups(choice, by_algorithms)}

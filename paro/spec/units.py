@@ -1,0 +1,216 @@
+"""The units of a run, with their flat buffers, and what the actions of a step depend on."""
+
+# Where weights rotate, a pass carries every slice to every rank of the ring: d - 1 shifts of a
+# slice. A matrix makes one pass in forward, one in backward, and its gradient one; one more if its
+# block is recomputed. The embedding's backward reads no weight. A tied head uses the embedding's
+# slices.
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+from model.config import LlamaConfig
+from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
+from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_whole_layout
+from paro.spec.deal import in_buckets, muon_places
+from paro.spec.run_plan import RunPlan
+from paro.step.actions import StepShape, Verb, number_buffers
+from paro.step.plan import LISTED_MICRO_BATCHES
+from paro.step.rotating import RingShape
+from paro.step.rotation_plan import PartShape, RotationShape, plan_of
+from paro.step.units import EMPTY, UnitSize
+
+
+def unit_size(
+    name: str,
+    shapes: Mapping[str, Shape],
+    layout: Callable[[Mapping[str, Shape]], UnitLayout],
+    is_trained: Callable[[str], bool],
+) -> UnitSize:
+    """A unit, whose trained and frozen parameters have layouts of their own."""
+    of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
+    of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
+    trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
+    return UnitSize(name=name, trainable=trainable, frozen=frozen, matrices=muon_places(trainable))
+
+
+def rotating_units_of(
+    config: LlamaConfig,
+    degree: int,
+    *,
+    world_size: int,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    in_place: bool = False,
+) -> tuple[UnitSize, ...]:
+    """Units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, an untied head.
+
+    A parameter trains unless `is_trained(name)` is false; below the first that trains there is no
+    backward. Names are those of sharding: `blocks.0.attention`, or `blocks.0.mlp 1/2` and `2/2`
+    `in_place`, where slices are sent in halves.
+    """
+    shapes, units = parameter_shapes(config), []
+    for spec, part in unit_parts(config):
+        if spec.borrows:  # a tied head has the embedding's
+            continue
+        label, cuts = spec.label_of(part), spec.cuts_of(part)
+        own = {name: shapes.pop(name) for name in cuts}  # what is left is replicated
+        halves: tuple[int | None, ...] = (None,)
+        if in_place:
+            halves = halves_of(own, cuts=cuts, number=degree, shares=part.shares)
+        for half in halves:
+            layout = partial(
+                make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
+            )
+            name = label if half is None else f"{label} {half + 1}/2"
+            units.append(replace(unit_size(name, own, layout, is_trained), part=label))
+    whole = partial(make_whole_layout, world_size=world_size)
+    return replace(unit_size("norms", shapes, whole, is_trained), replicated=True), *units
+
+
+def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
+    """The parts of all units in forward order, each with its unit."""
+    return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
+
+
+def rotation_shape(
+    config: LlamaConfig, units: Sequence[UnitSize], ring: RingShape, trained: frozenset[str]
+) -> RotationShape:
+    """What the actions of a step depend on; `units` are those of `rotating_units_of`."""
+    numbers = number_buffers(units)
+    halves: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for unit, numbered in zip(units, numbers, strict=True):
+        halves[unit.part].append(numbered.needed)
+    specs, parts = unit_specs(config), unit_parts(config)
+    names = (
+        (spec.cuts_of(part), {f"{spec.name}.{name}" for name in part.replicated})
+        for spec, part in parts
+    )
+    first_cut, first_replicated = (
+        next((n for n, own in enumerate(of_parts) if not trained.isdisjoint(own)), len(parts))
+        for of_parts in zip(*names, strict=True)
+    )
+    first = min(first_cut, first_replicated)
+    starts = [*accumulate((len(spec.parts) for spec in specs), initial=0)]  # of units, and the end
+    groups = recomputed_groups(specs, bisect_right(starts, first) - 1)
+    return RotationShape(
+        ring=ring,
+        parts=tuple(
+            PartShape(
+                halves=tuple(halves[spec.label_of(part)]),
+                backward_needs_weight=spec.backward_needs_weight,
+                completes=not spec.borrows,
+            )
+            for spec, part in parts
+        ),
+        trainable=tuple(buffer for unit in numbers for buffer in unit.trainable),
+        replicated=numbers[0].needed,
+        first_trained=first,
+        first_replicated=first_replicated,
+        recomputed=tuple(range(starts[group[0]], starts[group[-1] + 1]) for group in groups),
+    )
+
+
+def units_of(
+    config: LlamaConfig,
+    *,
+    world_size: int,
+    is_trained: Callable[[str], bool] = lambda _name: True,
+    rotated_over: int = 1,
+    in_place: bool = False,
+) -> tuple[UnitSize, ...]:
+    """The model's units, sharded over `world_size` ranks: embedding, blocks and head.
+
+    Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and all
+    norms form one more unit.
+    """
+    if rotated_over > 1:
+        return rotating_units_of(
+            config, rotated_over, world_size=world_size, is_trained=is_trained, in_place=in_place
+        )
+    layout = partial(make_whole_layout, world_size=world_size)
+    return tuple(
+        replace(
+            unit_size(spec.name, spec.parameters, layout, is_trained),
+            borrows=spec.borrows,
+            backward_needs_weight=spec.backward_needs_weight,
+        )
+        for spec in unit_specs(config)
+    )
+
+
+def shape_of(
+    config: LlamaConfig,
+    units: Sequence[UnitSize],
+    *,
+    gathers: bool,
+    reduces: bool,
+    prefetch_units: int,
+) -> StepShape:
+    """What the actions of a step with these units depend on, where parameters are not rotated."""
+    # The loss writes gradients of the output weight in forward, if no other unit has it too.
+    writes = units[-1].trainable_numel and not config.tie_embeddings_and_output_weights
+    shape = StepShape(
+        units=number_buffers(units),
+        gathers=gathers,
+        reduces=reduces,
+        prefetch_units=prefetch_units,
+        grads_in_forward=frozenset({len(units) - 1} if writes else ()),
+    )
+    recomputed = recomputed_groups(unit_specs(config), shape.first_trained)
+    return replace(shape, recomputed=recomputed)
+
+
+def units_of_run(run: RunPlan) -> tuple[UnitSize, ...]:
+    """The units of a run, in the buckets in which Muon's matrices are dealt."""
+    units = units_of(
+        run.model,
+        world_size=run.world_size,
+        is_trained=run.trained.__contains__,
+        rotated_over=run.strategy.params if run.materialize.rotates else 1,
+        in_place=run.materialize.in_place,
+    )
+    return in_buckets(units, run.strategy, run.precision, run.group_size)
+
+
+def shape_of_run(run: RunPlan, units: Sequence[UnitSize]) -> StepShape | RotationShape:
+    """What the actions of a run's steps depend on, with the units of the run."""
+    params, grads, _ = run.strategy.degrees
+    if run.materialize.rotates:
+        ring = RingShape(
+            num_steps=params,
+            in_place=run.materialize.in_place,
+            shares_scratch=run.precision.compute == run.precision.wire,
+        )
+        return rotation_shape(run.config, units, ring, run.trained)
+    return shape_of(
+        run.config,
+        units,
+        gathers=params > 1,
+        reduces=grads > 1,
+        prefetch_units=run.prefetch_units,
+    )
+
+
+def registered_room(run: RunPlan, units: Sequence[UnitSize]) -> dict[bool, tuple[int, int]]:
+    """The memory for whole parameters that copy engines fill, of those that train and others.
+
+    Bytes of the largest buffer, which each gets, and how many are whole at once at most.
+    """
+    if not run.copy_engine:
+        return {}
+    now, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
+    specs, signs = run.specs(units), {Verb.GATHER: 1, Verb.RELEASE: -1}
+    num_micro_batches = min(run.num_micro_batches, LISTED_MICRO_BATCHES)
+    step = plan_of(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
+    for verb, number, *_ in step.actions():
+        if verb in signs:
+            trains, gathers = specs[number].buffer.trains, specs[number].collectives[Verb.GATHER]
+            now[trains] += signs[verb]
+            most |= now
+            largest |= Counter({trains: sum(one.num_bytes for one in gathers)})
+    return {trains: (largest[trains], number) for trains, number in most.items()}
