@@ -120,8 +120,9 @@ def run(
     )
     report.is_live = is_live and not terminal.keeps_lines
     if is_live and log.is_last:
+        title = reporting.title_of(config.model, config.strategy)
         report.view = terminal.open_view(
-            facts, title=reporting.title_of(config), placement=placement, bytes_before=bytes_before
+            facts, title=title, placement=placement, bytes_before=bytes_before
         )
     train(loop, report, config, control)
 
@@ -131,7 +132,7 @@ def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> No
     with reporting.closing(report, control):
         is_complete = loop.run()
     if not is_complete:
-        report.log.log0(reporting.how_to_continue(config, loop.state))
+        report.log.log0(reporting.how_to_continue(config.checkpoint, loop.state.iteration))
     if control.device.type == "cuda":
         loop.training.close()  # gloo's groups end with the process
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from model.config import RecomputeConfig
+from model.config import LlamaConfig, RecomputeConfig
+from model.trainable import Trainable
 from model.units import num_parameters, parameter_shapes
+from paro.precision import PrecisionConfig
 
 if TYPE_CHECKING:
     from paro.config.run import RunConfig
@@ -53,40 +55,38 @@ def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
     }
 
 
-def precision_line(config: RunConfig) -> str:
+def precision_line(model: LlamaConfig, precision: PrecisionConfig) -> str:
     """The types of states and messages, and of matmuls in fp8, logged at the start of a run."""
-    fp8 = config.model.fp8_format
-    text = config.precision.describe()
+    fp8, text = model.fp8_format, precision.describe()
     how = f"({fp8}, recipe tensorwise: a scale per tensor)"
     return f"{text}; blocks multiply in fp8 {how}" if fp8 else text
 
 
-def model_line(config: RunConfig) -> str:
+def model_line(model: LlamaConfig, seq_length: int, vocab_size: int) -> str:
     """The model's sizes in one line, logged at the start of a run."""
-    model = config.model
     grouped = model.num_query_groups < model.num_attention_heads
     groups = f" in {model.num_query_groups} query groups" if grouped else ""
     tied = "tied" if model.tie_embeddings_and_output_weights else "untied"
     return (
         f"> model: {num_parameters(model):,} parameters, {model.num_layers} layers, hidden size "
         f"{model.hidden_size}, FFN {model.ffn_hidden_size}, {model.num_attention_heads} heads of "
-        f"{model.kv_channels}{groups}, sequences of {config.data.seq_length}, vocabulary of "
-        f"{config.vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
+        f"{model.kv_channels}{groups}, sequences of {seq_length}, vocabulary of "
+        f"{vocab_size:,} padded to {model.vocab_size:,}, output layer {tied}"
     )
 
 
-def trained_lines(config: RunConfig) -> Iterator[str]:
+def trained_lines(model: LlamaConfig, trainable: Trainable) -> Iterator[str]:
     """How much of the model trains, for a run that freezes a part of it."""
-    if not config.trainable.is_part(config.model):
+    if not trainable.is_part(model):
         return
-    what, lora = f"--trainable {config.trainable}", config.model.lora
+    what, lora = f"--trainable {trainable}", model.lora
     if lora is not None:
         what = (
             f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g} on "
             f"{', '.join(lora.targets)}"
         )
-    shapes = parameter_shapes(config.model)
-    trained, total = config.trainable.names(config.model), num_parameters(config.model)
+    shapes = parameter_shapes(model)
+    trained, total = trainable.names(model), num_parameters(model)
     count = sum(math.prod(shapes[name]) for name in trained)
     yield (
         f"> {what}: {count:,} of {total:,} parameters "

@@ -245,8 +245,8 @@ def _batch(plan: PlannedRun) -> Iterator[str]:
 
 def _model(plan: PlannedRun) -> Iterator[str]:
     model, seq_length = plan.config.model, plan.config.data.seq_length
-    yield model_line(plan.config)
-    yield from trained_lines(plan.config)
+    yield model_line(model, seq_length, plan.config.vocab_size)
+    yield from trained_lines(model, plan.config.trainable)
     trained = plan.config.trained
     full = flops_per_token(model, seq_length, trained, causal=False)
     causal = flops_per_token(model, seq_length, trained, causal=True)
@@ -259,7 +259,7 @@ def _model(plan: PlannedRun) -> Iterator[str]:
 
 def _placement(plan: PlannedRun) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
-    yield f"> precision: {precision_line(plan.config)}"
+    yield f"> precision: {precision_line(plan.config.model, plan.config.precision)}"
 
 
 def _units(plan: PlannedRun) -> Iterator[str]:
@@ -339,7 +339,7 @@ def _checkpoints(plan: PlannedRun) -> Iterator[str]:
 def _local_copies(plan: PlannedRun) -> Iterator[str]:
     interval = plan.config.local_copies_interval
     if interval is not None:
-        size = size_text(local_copies_bytes(plan.config, plan.training))
+        size = size_text(local_copies_bytes(plan.config.world.ranks_per_node, plan.training))
         yield f"> local copies {every_text(interval)}: {size} of the memory of each node"
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from data.waits import Wait
+from model.config import LlamaConfig
 from model.units import num_parameters
 from paro.arguments.parser import take
 from paro.checkpoint.claim import Claim
+from paro.checkpoint.config import CheckpointConfig
 from paro.config.record import precision_line, recorded_arguments
 from paro.config.run import RunConfig
 from paro.distributed.control import Control
@@ -25,6 +27,7 @@ from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
 from paro.report.watchdog import WatchConfig, Watchdog
+from paro.strategy import Strategy
 from paro.training.assembly import run_facts
 from paro.training.step import Training, TrainState
 
@@ -84,7 +87,8 @@ def start_report(
         states_bytes=memory.allocations.states,
         bytes_before=bytes_before,
     )
-    report.start({"precision": precision_line(config), "memory": memory.describe()})
+    precision = precision_line(config.model, config.precision)
+    report.start({"precision": precision, "memory": memory.describe()})
     return report, facts
 
 
@@ -97,10 +101,9 @@ def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Obser
     )
 
 
-def title_of(config: RunConfig) -> str:
+def title_of(model: LlamaConfig, strategy: Strategy) -> str:
     """The title of the terminal view: model size and strategy."""
-    millions = num_parameters(config.model) / 1e6
-    return f"LLaMA, {millions:,.1f}M parameters, {config.strategy.name}"
+    return f"LLaMA, {num_parameters(model) / 1e6:,.1f}M parameters, {strategy.name}"
 
 
 @contextmanager
@@ -122,12 +125,11 @@ def closing(report: Report, control: Control) -> Iterator[None]:
     report.close()
 
 
-def how_to_continue(config: RunConfig, state: TrainState) -> str:
+def how_to_continue(checkpoint: CheckpointConfig, iteration: int) -> str:
     """The last log line of a run that ended early: where it is saved, how to continue."""
-    checkpoint = config.checkpoint
     if checkpoint.save is None:
-        return f"iteration {state.iteration} is not saved: there was no --save"
-    saved = f"iteration {state.iteration} is saved in {checkpoint.save}"
+        return f"iteration {iteration} is not saved: there was no --save"
+    saved = f"iteration {iteration} is saved in {checkpoint.save}"
     if checkpoint.continues:
         return f"{saved}: the same command continues from there"
     without = [flag for flag in ("finetune", "start_over") if getattr(checkpoint, flag)]

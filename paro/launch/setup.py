@@ -54,7 +54,9 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
     torch.manual_seed(config.train.seed)
     training = build_training(with_kernels, control, initialized=False)
     placement = placement_lines(config, training)
-    for line in (*config.notices, model_line(config), *trained_lines(config), *placement):
+    model = model_line(config.model, config.data.seq_length, config.vocab_size)
+    trained = trained_lines(config.model, config.trainable)
+    for line in (*config.notices, model, *trained, *placement):
         log.log0(line)
     check_placement(config, training)
     return training, placement
@@ -89,7 +91,7 @@ def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) 
     if config.train.skip_train:
         del corpora["train"]
     check_answers(corpora)
-    rows = resumed.frozen_rows(config)
+    rows = resumed.frozen_rows(config.model, config.trained)
     if rows is not None and rows < config.vocab_size and not config.train.skip_train:
         check_rows(corpora, rows)
         log.log0(

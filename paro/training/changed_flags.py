@@ -13,7 +13,9 @@ from data.loader import Datasets
 from data.sample_order import parse_split
 
 if TYPE_CHECKING:
+    from paro.config.batch_schedule import BatchSchedule
     from paro.config.run import RunConfig
+    from paro.config.train import TrainConfig
 
 Record = Mapping[str, Any]
 
@@ -45,7 +47,7 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
         "data_flag": "--mock-data" if blend is None else blend.flag.rstrip(":"),
         "corpora": [],
         "epochs": datasets.train_order(),
-        **_length_record(config),
+        **_length_record(config.train, config.batches),
     }
     if blend is not None:
         weights = [None] * len(blend.prefixes) if blend.weights is None else blend.shares()
@@ -95,18 +97,19 @@ def schedule_change(common: Record, config: RunConfig) -> str | None:
         return f"{flag} was {saved[name]}{unit} and is {now[name]}{unit}"
     if not differ:
         return None
-    causes = list(_length_changes(common.get("order") or {}, _as_read(_length_record(config))))
+    lengths = _as_read(_length_record(config.train, config.batches))
+    causes = list(_length_changes(common.get("order") or {}, lengths))
     cause = " and ".join(causes) or "--train-iters, --train-samples or --global-batch-size changed"
     return f"{cause}: it ends after {now[_TOTAL]} samples instead of {saved[_TOTAL]}"
 
 
-def _length_record(config: RunConfig) -> dict[str, Any]:
+def _length_record(train: TrainConfig, batches: BatchSchedule) -> dict[str, Any]:
     """The flags that determine how many samples the run trains on."""
     return {
-        "train_iters": None if config.train.train_samples else config.train.train_iters,
-        "train_samples": config.train.train_samples,
-        "global_batch_size": config.batches.global_batch_size,
-        "rampup_batch_size": config.batches.rampup_batch_size,
+        "train_iters": None if train.train_samples else train.train_iters,
+        "train_samples": train.train_samples,
+        "global_batch_size": batches.global_batch_size,
+        "rampup_batch_size": batches.rampup_batch_size,
     }
 
 

@@ -23,6 +23,7 @@ from data.tokenizer_config import unpadded_vocab_size
 from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
 from paro.checkpoint.boxes import boxed_states, rectangles_of
+from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, newest_whole
 from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
 from paro.checkpoint.local.generation import NUM_SLOTS, GenerationWriter
@@ -65,11 +66,11 @@ class LocalCopies:
         Copies that are no newer than the checkpoint of --load are not used.
         """
         begin, control = time.monotonic(), self._folder.control
-        newest = control.gather(_newest_saved(self._config))[0]
+        newest = control.gather(_newest_saved(self._config.checkpoint))[0]
         found = recover(
             self._folder,
             boxed_states(training.optimizer.flat_shards()),
-            _flags(self._config),
+            _flags(self._config.given),
             newer_than=newest,
             log=self._log.log0,
         )
@@ -102,7 +103,7 @@ class LocalCopies:
             name=f"rank-{rank:05d}{self._start}",
             rank=rank,
             states=states,
-            flags=_flags(self._config),
+            flags=_flags(self._config.given),
             constant=states.keys() - boxed_states(optimizer.flat_shards(frozen=False)).keys(),
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
@@ -149,9 +150,9 @@ class LocalCopies:
             self._folder.discard()
 
 
-def local_copies_bytes(config: RunConfig, training: Training) -> int:
+def local_copies_bytes(ranks_per_node: int, training: Training) -> int:
     """The memory of a node that local copies take if each of its ranks copies as much as this."""
-    near = range(config.world.ranks_per_node)
+    near = range(ranks_per_node)
     states = boxed_states(training.optimizer.flat_shards(), writers=near)
     of_rank = sum(values.nbytes for values in rectangles_of(states).values())
     return NUM_SLOTS * len(near) * of_rank
@@ -177,16 +178,16 @@ def every_text(interval: int) -> str:
     return "every iteration" if interval == 1 else f"every {interval} iterations"
 
 
-def _flags(config: RunConfig) -> dict[str, str]:
+def _flags(given: Mapping[str, object]) -> dict[str, str]:
     """What the copies of another run differ in."""
     free = names_in(*_FREE_GROUPS).union(_FREE)
-    return {name: str(value) for name, value in config.given.items() if name not in free}
+    return {name: str(value) for name, value in given.items() if name not in free}
 
 
-def _newest_saved(config: RunConfig) -> int:
+def _newest_saved(checkpoint: CheckpointConfig) -> int:
     """The newest whole iteration in the folder from which the run continues, or -1."""
-    load = config.checkpoint.load
-    if load is None or not config.checkpoint.continues or config.checkpoint.ckpt_step is not None:
+    load = checkpoint.load
+    if load is None or not checkpoint.continues or checkpoint.ckpt_step is not None:
         return -1
     directory = newest_whole(load)
     return -1 if directory is None else int(common_of(directory)["iteration"])

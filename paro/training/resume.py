@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from data.hub import how_to_fetch
 from data.loader import Datasets
 from data.tokenizer_config import unpadded_vocab_size
+from model.config import LlamaConfig
 from model.units import BY_VOCABULARY, parameter_shapes
 from paro.checkpoint.base import as_base, stored_parameters
 from paro.checkpoint.config import CheckpointConfig, saved_fields
@@ -210,9 +211,9 @@ class Resumed(NamedTuple):
     unpadded_vocab_size: int | None = None  # rows of what was loaded; None: nothing was
     trained_on: frozenset[str] | None = None  # fingerprints of tokenizers of its training data
 
-    def saved_iteration(self, config: RunConfig) -> int | None:
+    def saved_iteration(self, checkpoint: CheckpointConfig) -> int | None:
         """The iteration that was loaded from --save, and is not saved again."""
-        if self.state is None or self.recovery is not None or not config.checkpoint.continues:
+        if self.state is None or self.recovery is not None or not checkpoint.continues:
             return None
         return self.state.iteration
 
@@ -222,23 +223,23 @@ class Resumed(NamedTuple):
         Those of what was loaded, else of --padded-vocab-size: --make-vocab-size-divisible-by pads.
         The tokenizer's other ids have a row only where it trains.
         """
-        if (frozen := self.frozen_rows(config)) is not None:
+        if (frozen := self.frozen_rows(config.model, config.trained)) is not None:
             return frozen
         rows = self.unpadded_vocab_size
         if rows is None:
             rows = config.given["padded_vocab_size"] or 0
         return min(max(rows, config.vocab_size), config.model.vocab_size)
 
-    def frozen_rows(self, config: RunConfig) -> int | None:
+    def frozen_rows(self, model: LlamaConfig, trained: frozenset[str]) -> int | None:
         """Returns how many vocabulary rows the loaded model had, if any of its rows are frozen.
 
         An id without such a row is never learnt. None if all rows train, or nothing was loaded.
         """
-        frozen = parameter_shapes(config.model).keys() - config.trained
+        frozen = parameter_shapes(model).keys() - trained
         rows = self.unpadded_vocab_size
         if rows is None or frozen.isdisjoint(BY_VOCABULARY):
             return None
-        return min(rows, config.model.vocab_size)
+        return min(rows, model.vocab_size)
 
 
 FROM_NOTHING = Resumed()

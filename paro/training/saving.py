@@ -72,8 +72,8 @@ class Saver:
         self._under_way: int | None = None
         # The last iteration that was saved, maybe not whole yet; and the newest that is whole on
         # every node.
-        self._saved = resumed.saved_iteration(config)
-        self._whole = resumed.saved_iteration(config)
+        self._saved = resumed.saved_iteration(config.checkpoint)
+        self._whole = resumed.saved_iteration(config.checkpoint)
         control = training.control
         self._ranks = with_claim(claim, control, config.runtime.timeout)
         if len(claim.folders) > 1:

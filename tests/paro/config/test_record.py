@@ -83,7 +83,8 @@ def test_samples_and_a_checkpoints_sizes_are_recorded(monkeypatch: pytest.Monkey
 
 
 def test_the_model_in_a_line() -> None:
-    assert model_line(configure(f"{PRESET} --llama-preset llama3.2-1B", WORLD)) == (
+    config = configure(f"{PRESET} --llama-preset llama3.2-1B", WORLD)
+    assert model_line(config.model, config.data.seq_length, config.vocab_size) == (
         "> model: 1,235,814,400 parameters, 16 layers, hidden size 2048, FFN 8192, 32 heads of 64 "
         "in 8 query groups, sequences of 512, vocabulary of 128,256 padded to 128,256, output "
         "layer tied"

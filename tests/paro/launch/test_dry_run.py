@@ -292,7 +292,7 @@ def test_local_copies_take_memory_of_every_node(
     words = f"{MOCK} {local} --dry-run --world-size 8 --ranks-per-node 4"
     plan = planned(words)
     numel = sum(p.numel() for p in plan.training.model.model.parameters())
-    found = local_copies_bytes(plan.config, plan.training)
+    found = local_copies_bytes(plan.config.world.ranks_per_node, plan.training)
     assert found == pytest.approx(2 * bytes_of_element * numel, rel=0.02)
     line = f"> local copies every iteration: {size_text(found)} of the memory of each node"
     assert line in printed(words, capsys)
