@@ -20,9 +20,7 @@ from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (
     best_first,
     best_that_fits,
-    letter_rows,
     plan,
-    rotated_rows,
 )
 from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
 from paro.planning.search.search_space import Workload
@@ -69,8 +67,8 @@ def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
         print_line(described(workload.machine), "")
     if args.machine_file is not None:
         write_text(args.machine_file, machine_to_json(workload.machine))
-    rotated = rotated_rows(workload) if workload.materialize.rotates else ()
-    rows = best_first((*letter_rows(workload), *rotated))
+    rotated = tables.rotated_rows(workload) if workload.materialize.rotates else ()
+    rows = best_first((*tables.letter_rows(workload), *rotated))
     if any(row.fits for row in rows):
         notes = (*tables.on_bytes(workload), *tables.misfits(workload, rows), tables.NODES)
         print_line(tables.rows_table(workload, rows), *notes, "")

@@ -13,9 +13,9 @@ from data.loader import Datasets
 from data.sample_order import parse_split
 
 if TYPE_CHECKING:
-    from paro.config.batch_schedule import BatchSchedule
     from paro.config.run import RunConfig
     from paro.config.train import TrainConfig
+    from paro.schedule.batch_schedule import BatchSchedule
 
 Record = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import TIE, letter_rows
+from paro.planning.search.planner import TIE
 from paro.planning.search.planner import plan as search
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
@@ -23,7 +23,7 @@ from tests.paro.planning.cases import BF16, FEW, machine, workload
 from tools import plan
 from tools.plan import main
 from tools.planning.pictures import chrome_trace
-from tools.planning.tables import as_json, front_table, rows_table
+from tools.planning.tables import as_json, front_table, letter_rows, rows_table
 from tools.planning.workload import case_of, make_parser
 
 CASE = (

@@ -14,10 +14,10 @@ from paro.planning.search.description import behind, exposed_text, seconds_text
 from paro.planning.search.estimator import Estimate
 from paro.planning.search.planner import SearchResult, plan
 from paro.planning.search.recomputation import recompute_flags
-from paro.planning.search.remedies import enough_alone
 from paro.planning.search.search_space import SearchSpace, Workload
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
+from tools.planning.tables import enough_alone
 
 # What the planner chooses, or a dry run alone needs: written anew, or left out.
 _ANEW = {

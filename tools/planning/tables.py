@@ -9,7 +9,7 @@ from typing import Any
 
 from model.units import num_parameters
 from paro.planning.search.description import exposed_text, seconds_text
-from paro.planning.search.estimator import Estimate
+from paro.planning.search.estimator import Estimate, Estimator
 from paro.planning.search.planner import (
     FRONT_STEP,
     MEMORY_TIE,
@@ -17,8 +17,10 @@ from paro.planning.search.planner import (
     best_first,
     best_that_fits,
 )
-from paro.planning.search.remedies import enough_alone, estimator_of, single_changes
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.search.remedies import estimator_of, single_changes
+from paro.planning.search.search_space import Candidate, SearchSpace, Workload
+from paro.spec.run_plan import Materialize
+from paro.strategy import legal_letters
 from paro.text import align, count_text, ranks_text
 from paro.topology import Link
 from tools.shared.output import text_table
@@ -30,6 +32,32 @@ SECONDS = {
 }
 
 NODES = "nodes: how many may be lost at once while the others still hold every state"
+
+
+def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
+    """Every legal letter strategy, gathered, with the other flags as given; best first."""
+    return _rows(workload, (Materialize.GATHER,))
+
+
+def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
+    """Letter strategies under which weights may rotate, out of place and in place; best first."""
+    return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
+
+
+def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
+    estimator = Estimator(workload)
+    return best_first(
+        estimator.estimate_bits(replace(workload.candidate(strategy), materialize=materialize))[0]
+        for strategy in map(workload.strategy, legal_letters())
+        for materialize in materializes
+        if workload.infeasible_reason(strategy, materialize) is None
+    )
+
+
+def enough_alone(workload: Workload, least: Candidate) -> str:
+    """The single changes after which a candidate fits, in words."""
+    changes = "; or ".join(change.what for change in single_changes(workload, least))
+    return f"enough alone: {changes}" if changes else "no flag is enough alone"
 
 
 def title(workload: Workload) -> str:

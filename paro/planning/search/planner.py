@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paro.errors import UserError
 from paro.planning.search.estimator import Estimate, Estimator, faster_bits
@@ -25,8 +25,6 @@ from paro.planning.search.search_space import (
     all_candidates,
 )
 from paro.spec.context_layout import ContextLayout
-from paro.spec.run_plan import Materialize
-from paro.strategy import legal_letters
 
 RESOLUTION = 0.002  # relative: how close to the fastest step time a search gets
 
@@ -76,26 +74,6 @@ def best_first(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
         found.append(min(smaller, key=lambda e: (e.memory_bytes, e.seconds), default=first))
         left.remove(found[-1])
     return tuple(found)
-
-
-def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
-    """Every legal letter strategy, gathered, with the other flags as given; best first."""
-    return _rows(workload, (Materialize.GATHER,))
-
-
-def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
-    """Letter strategies under which weights may rotate, out of place and in place; best first."""
-    return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
-
-
-def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
-    estimator = Estimator(workload)
-    return best_first(
-        estimator.estimate_bits(replace(workload.candidate(strategy), materialize=materialize))[0]
-        for strategy in map(workload.strategy, legal_letters())
-        for materialize in materializes
-        if workload.infeasible_reason(strategy, materialize) is None
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,12 +52,6 @@ def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
     )
 
 
-def enough_alone(workload: Workload, least: Candidate) -> str:
-    """The single changes after which a candidate fits, in words."""
-    changes = "; or ".join(change.what for change in single_changes(workload, least))
-    return f"enough alone: {changes}" if changes else "no flag is enough alone"
-
-
 def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
     """Flags, and a number of ranks, each of which would be enough alone."""
     at_once = replace(workload, prefetch_units=0)

@@ -30,11 +30,11 @@ from paro.machine.machine import (
     Measured,
     Nic,
 )
-from paro.planning.search.planner import letter_rows
 from paro.topology import Axes
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import DEVICE, machine, speed, workload
+from tools.planning.tables import letter_rows
 
 MACHINE = Machine(
     name="two-nodes",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paro.planning.search.planner import letter_rows, plan, rotated_rows
+from paro.planning.search.planner import plan
 from paro.planning.search.search_space import SearchSpace
 from paro.planning.timeline import simulate
 from paro.precision import PrecisionConfig
@@ -14,6 +14,7 @@ from paro.spec.run_plan import Materialize
 from paro.step.actions import Verb
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, DEVICE, costs, machine, workload
+from tools.planning.tables import letter_rows, rotated_rows
 
 
 def test_a_part_costs_what_its_slices_do() -> None:

@@ -14,11 +14,10 @@ from model.config import LlamaConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
-from paro.planning import cost_model
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
-from paro.spec import sharding_spec
+from paro.spec import deal, sharding_spec
 from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
 from paro.step.actions import Verb
@@ -196,8 +195,8 @@ def keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets have other sizes than there are groups."""
-    of = cost_model.places_to_deal_to
-    monkeypatch.setattr(cost_model, "places_to_deal_to", lambda *given: 2 * of(*given))
+    of = deal.places_to_deal_to
+    monkeypatch.setattr(deal, "places_to_deal_to", lambda *given: 2 * of(*given))
 
 
 def constant(name: str, value: object) -> Patch:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from matplotlib.text import Text
 
-from paro.planning.search.planner import letter_rows, plan, rotated_rows
+from paro.planning.search.planner import plan
 from paro.planning.search.search_space import Workload
 from tests.paro.planning.cases import FEW, machine, workload
 from tools.planning import pictures
 from tools.planning.labels import is_within
 from tools.planning.pictures import draw_front
+from tools.planning.tables import letter_rows, rotated_rows
 
 ONE_NODE = {"machine": machine(world_size=8), "global_batch_size": 48}
 
