@@ -113,10 +113,7 @@ def check_sizes(
 def check_local_copies(
     checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
 ) -> None:
-    """`UserError` for flags of local copies without any, or a restart that would not continue.
-
-    It needs the bits as given, not what one group makes of them: a restart may have more groups.
-    """
+    """`UserError` for flags of local copies without any, or a restart that would not continue."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
     if not (is_local or sharding.needs_local_copies):
         for flag, value in (
@@ -128,7 +125,7 @@ def check_local_copies(
         return
     needed_by = "--paro-elastic" if sharding.elastic else "--paro-survive"
     flag = "--non-persistent-ckpt-type local" if is_local else needed_by
-    check_feedback(flag, as_given)
+    check_feedback(flag, as_given)  # not what one group makes of it: a restart may have more
     if checkpoint.save is not None and not checkpoint.continues:
         raise UserError(
             f"{flag} is for a command that continues when it is started again: give --load "

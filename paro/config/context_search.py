@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -73,18 +74,12 @@ def with_batches(
     Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
     `UserError` if the batch allows none.
     """
-
-    def sizes(way: ContextParallelConfig) -> Iterator[int]:
-        most = way.context_parallel_size if grows else 1
-        return (n * micro_batch_size for n in range(1, most + 1) if most % n == 0)
-
     made = {}
     for way in found:
-        for size in sizes(way):
-            try:
+        most = way.context_parallel_size if grows else 1
+        for size in (n * micro_batch_size for n in range(1, most + 1) if most % n == 0):
+            with suppress(UserError):  # the batch is no multiple
                 made[way, size] = make(way, size)
-            except UserError:  # the batch is no multiple
-                continue
     return made or {(found[0], micro_batch_size): make(found[0], micro_batch_size)}  # says why
 
 

@@ -15,7 +15,6 @@ from paro.config.checkpoint import with_checkpoint_schedule
 from paro.config.model import vocab_size_given
 from paro.config.train import TrainConfig
 from paro.errors import UserError, contradiction
-from paro.report.profiler import ProfileConfig
 from paro.schedule.batch_schedule import BatchSchedule, parse_steps
 from paro.schedule.lr_schedule import ScheduleConfig
 
@@ -161,7 +160,3 @@ def take_tokenizer(args: Namespace) -> tuple[TokenizerConfig, Tokenizer]:
             raise UserError(*lines, f"{last}; {VOCABULARY}") from error
     config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=size)
     return config, build_tokenizer(config)
-
-
-def take_profile(args: Namespace) -> ProfileConfig:
-    return take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks))

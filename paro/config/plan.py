@@ -6,7 +6,7 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from model.config import LlamaConfig
 from model.trainable import Trainable
@@ -23,7 +23,6 @@ from paro.machine.files import (
     machine_of_launch,
     why_unmeasurable,
 )
-from paro.machine.machine import Machine
 from paro.planning.rotation import rotation_infeasible_reason
 from paro.planning.search.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
@@ -71,7 +70,9 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
             group_size=args.paro_group_size,
             any_ranks=args.paro_elastic,
         )
-        machine = launched(machine, args.distributed_backend, args.paro_nccl_launch_order)
+    by_nccl = args.distributed_backend == "nccl"
+    if machine is not None and by_nccl:
+        machine = replace(machine, launch_order=args.paro_nccl_launch_order)
     strategy = None
     if text != AUTO:
         strategy = parse_strategy(text, world_size=world.size, group_size=group_size)
@@ -81,7 +82,6 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
             f"--use-distributed-optimizer means --paro-strategy {DISTRIBUTED_OPTIMIZER_STRATEGY} "
             f"and contradicts --paro-strategy {given}: give one of them"
         )
-    by_nccl = args.distributed_backend == "nccl"
     ahead = units_ahead(args.paro_updated_ahead, args.paro_prefetch_units, by_nccl=by_nccl)
     sharding = take(
         ShardingConfig,
@@ -99,12 +99,6 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
     if is_unmeasured:
         check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
     return Taken(sharding, strategy, lines, is_unmeasured)
-
-
-def launched(machine: Machine, backend: str, launch_order: Any) -> Machine:
-    """The machine with the launch order of a run, if it has GPUs that launch."""
-    by_nccl = backend == "nccl"
-    return replace(machine, launch_order=launch_order) if by_nccl else machine
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:

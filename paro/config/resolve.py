@@ -170,7 +170,10 @@ def decide(question: Question) -> Decision:
     sharding, precision, told = take_inter_bits(sharding, task.precision)
     lines += told
     if is_unmeasured:
-        strategy = strategy or _unplanned(sharding)
+        # It rotates or not, and survives.
+        letters = "III" if sharding.materialize == "rotate" else "NNN"
+        stand_in = parse_strategy(letters, world_size=world.size, group_size=world.group_size)
+        strategy = strategy or stand_in
         return Decision(sharding, strategy, precision, batches, lines, flags)
     if strategy is None or sharding.inter_bits is not None:
         workload = case_of(task._replace(precision=precision), batches, sharding)
@@ -197,13 +200,6 @@ def _shared(
     workload = case_of(question.task, batches, replace(sharding, context=way))
     way, size, lines = choose(question.flag, workload, question.sharings, space)
     return (way, question.sharings[way, size]), lines
-
-
-def _unplanned(sharding: ShardingConfig) -> Strategy:
-    """What stands for a strategy until it is chosen: it rotates or not, and survives."""
-    letters = "III" if sharding.materialize == "rotate" else "NNN"
-    world = sharding.world
-    return parse_strategy(letters, world_size=world.size, group_size=world.group_size)
 
 
 def _chosen(

@@ -22,12 +22,11 @@ from paro.config.model import take_model
 from paro.config.parts import (
     take_batches,
     take_data,
-    take_profile,
     take_schedule,
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, Task, launched, take_sharding
+from paro.config.plan import RankDevice, Task, take_sharding
 from paro.config.planned_checks import needs_of
 from paro.config.resolve import Question, decide, question_of, with_saved
 from paro.config.sharding import ShardingConfig
@@ -114,8 +113,8 @@ class RunConfig:
     def on_measured(self, machine: Machine) -> RunConfig:
         """The configuration with what was open until the machine was measured; `UserError`."""
         assert self.open is not None, "the machine was known before"
-        runtime = self.runtime
-        machine = launched(machine, runtime.distributed_backend, runtime.paro_nccl_launch_order)
+        if self.device_type == "cuda":
+            machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
         changes = decide(self.open.measured(machine))._asdict()
         notices = self.notices + changes.pop("lines")
         given = {**self.given, **changes.pop("flags")}
@@ -209,9 +208,7 @@ def _task(
     return Task(model, trainable, as_given, muon, data.seq_length, device, apart)
 
 
-def _scheduled_batches(args: Namespace, readers: int) -> BatchSchedule | None:
-    if None in (args.step_batch_size_schedule, args.global_batch_size):
-        return None
+def _scheduled(args: Namespace, readers: int) -> BatchSchedule:
     return take_batches(with_values(args, {"global_batch_size": None}), readers)
 
 
@@ -250,7 +247,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("decision", lambda question, wrong: None if wrong else decide(question)),
     ("batches", lambda decision: decision.batches),
     ("batches", take_batches),
-    ("batches", _scheduled_batches),
+    ("batches", lambda args, readers: args.step_batch_size_schedule and _scheduled(args, readers)),
     ("batches", _fitting_batches),
     ("sharding", lambda decision: decision.sharding),
     ("sharding", lambda taken: taken.sharding),
@@ -261,7 +258,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("train", take_train),
     ("schedule", take_schedule),
     ("loss_scale", take_loss_scale),
-    ("profile", take_profile),
+    ("profile", lambda args: take(ProfileConfig, args, profile_ranks=tuple(args.profile_ranks))),
     ("seq_length", lambda data: data.seq_length),
     ("device_type", lambda args: RankDevice.of(args.distributed_backend, None).type),
     *((check.__name__, check) for check in (*CHECKS, check_local_copies)),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class RuntimeConfig:
 
     distributed_backend: str = "nccl"  # or "gloo": CPU ranks
     distributed_timeout_minutes: int = 10
-    paro_nccl_launch_order: str = "free"  # or "implicit": see groups.py
+    paro_nccl_launch_order: Literal["free", "implicit"] = "free"  # see groups.py
     paro_nccl_copy_engine: bool = False  # see registered_memory.py
     flight_recorder_dir: str | None = None
 
