@@ -19,7 +19,7 @@ class Embedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first_row = 0  # if `weight` is a slice: the token id of its first row
+        self.starts = {"weight": 0}  # if it is a slice: the token id of its first row
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         return self.look_up(tokens_BS)
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
 
     def look_up_slice(self, tokens_BS: Tensor) -> Tensor:
         """Embeddings of the tokens in this slice, zeros for all others."""
-        row_BS = tokens_BS - self.first_row
+        row_BS = tokens_BS - self.starts["weight"]
         elsewhere_BS = (row_BS < 0) | (row_BS >= self.weight.shape[0])
         x_BSD = _rows(row_BS.masked_fill(elsewhere_BS, 0), self.weight)
         return x_BSD.masked_fill(elsewhere_BS[..., None], 0.0)

@@ -233,7 +233,7 @@ class Head(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.first_row = 0  # if `weight` is a slice: the token id of its first row
+        self.starts = {"weight": 0}  # if it is a slice: the token id of its first row
         self.weight: nn.Parameter | None = None  # None: tied
 
     def forward(
@@ -262,9 +262,8 @@ class Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """A vocabulary slice's part of every token's loss, see `slice_scores`, `join_scores`."""
         assert self.weight is not None, "no slice was put in the place of the weight"
-        return slice_scores(
-            x_BSD, self.weight, labels_BS, token_weights_BS, first_row=self.first_row
-        )
+        first_row = self.starts["weight"]
+        return slice_scores(x_BSD, self.weight, labels_BS, token_weights_BS, first_row=first_row)
 
     def join_loss(
         self,

@@ -23,15 +23,14 @@ class PartSpec:
 
     `join_METHOD(slices, *args)` of the module equals `METHOD(*args)`: it calls each of `slices`
     once, in order, and each call runs `of_slice` with a slice of the weights instead of the whole
-    weights. Parameters have their names in the module.
+    weights; `starts` of the module then says where the slices begin. Parameters have their names in
+    the module.
     """
 
     method: str
     of_slice: str
     cuts: Mapping[str, int]  # its matrices and their biases: the dim along which each is cut
     replicated: tuple[str, ...] = ()  # its norms and adapters, which are whole on every rank
-    of_rows: bool = False  # whether the module's `first_row` is set to the slice's first row
-    of_starts: bool = False  # whether `starts` of the module gets where the slices of weights begin
     shares: int | None = None  # indivisible shares, if it can only be cut between them
 
 
@@ -71,10 +70,8 @@ def unit_specs(config: LlamaConfig) -> tuple[UnitSpec, ...]:
     rows: dict[str, Shape] = {"weight": (config.vocab_size, config.hidden_size)}
     cuts = {"weight": 0}
     tied = config.tie_embeddings_and_output_weights
-    look_up = PartSpec(method="look_up", of_slice="look_up_slice", cuts=cuts, of_rows=True)
-    loss = PartSpec(
-        method="loss", of_slice="score_slice", cuts=cuts, replicated=("norm",), of_rows=True
-    )
+    look_up = PartSpec(method="look_up", of_slice="look_up_slice", cuts=cuts)
+    loss = PartSpec(method="loss", of_slice="score_slice", cuts=cuts, replicated=("norm",))
     # The embedding's backward sums gradients by token id and reads no weight.
     embedding = UnitSpec(
         name="embedding", shapes=rows, parts=(look_up,), backward_needs_weight=False
@@ -143,7 +140,7 @@ def _with_adapters(part: PartSpec, config: LlamaConfig) -> PartSpec:
         return part
     targets = [name for name in part.cuts if name in config.lora.targets]
     adapters = [of(name) for name in targets for of in (down_name, up_name)]
-    return replace(part, replicated=(*part.replicated, *adapters), of_starts=True)
+    return replace(part, replicated=(*part.replicated, *adapters))
 
 
 def first_trained_unit(units: Sequence[UnitSpec], is_trained: Callable[[str], bool]) -> int:

@@ -10,8 +10,8 @@ from itertools import chain
 
 from paro.machine.caching import cached_by
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
-from paro.step.plan import LISTED_MICRO_BATCHES, StepPlan
-from paro.step.rotation_plan import RotationShape, plan_of
+from paro.step.plan import LISTED_MICRO_BATCHES, StepPlan, step_plan
+from paro.step.rotating import RotationShape
 from paro.step.units import Buffer, UnitSize, buffers_of
 
 Counts = Mapping[Move, int]
@@ -42,7 +42,7 @@ class StepCounts:
         return self.shape.halves(number)[which[0] if which else 0][0]
 
     def plan(self, num_micro_batches: int) -> StepPlan:
-        return plan_of(self.shape, num_micro_batches, self.updated_ahead)
+        return step_plan(self.shape, num_micro_batches, self.updated_ahead)
 
     @cached_property
     def passes(self) -> tuple[Counts, ...]:

@@ -1,6 +1,6 @@
 """What parts of a model keep, and what their slots take, where weights rotate."""
 
-# An evaluation and a training step allocate slots (paro/step/rotating.py), and
+# An evaluation and a training step allocate slots (paro/step/slices.py), and
 #
 #   activations   a block keeps as much as without slices, since those add up: attention keeps x, q,
 #                 k, v and its output, the MLP its input, gate and up. The loss keeps its input and,

@@ -5,7 +5,7 @@
 #   model states   shards that stay throughout
 #   whole params   between a buffer's gather and its release, but in registered memory throughout
 #   whole grads    unit-sized gradient buffers, until their reduction is waited for
-#   slices         where weights rotate: the slots that are allocated (paro/step/rotating.py)
+#   slices         where weights rotate: the slots that are allocated (paro/step/slices.py)
 #   weights in fp8 with their transposes: those of all units where parameters stay for several
 #                  micro-batches, else those of the units that are recomputed
 #   activations    kept for backward by the units that have run forward

@@ -2,49 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from model.matmul import GradSink
+from model.units import UnitSpec
+from paro.collectives.shifts import Ring
+from paro.distributed.profile_range import profile_range
 from paro.distributed.timers import Timers
-from paro.rotation.partition import Parts
-from paro.sharding.distributed_model import DistributedModel, MicroBatchState, Phase
+from paro.rotation.part import RotatingPart
+from paro.rotation.rotating_unit import SLICE_ACTIONS, RotatingUnit
+from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.step.updating import UpdatingPolicy
+from paro.sharding.shards import ShardingContext, UnitShards
+from paro.sharding.wrap import bind_empty
+from paro.spec.sharding_spec import ShardingSpec
+from paro.step.actions import Verb
+from paro.step.rotating import RotationPolicy, RotationShape
 
 
 class RotatedModel(DistributedModel):
     """A model of which each rank holds only slices and the replicated norms.
 
     A rank computes its own micro-batch with its current slice of a part and passes the slice on.
-    The parts do this themselves when the model calls them.
+    The parts do this themselves when the model calls them; its policy decides when slices are sent
+    and gradients reduced. `units` are those of `make_rotated_units`.
     """
+
+    policy: RotationPolicy
 
     def __init__(
         self,
         model: nn.Module,
-        parts: Parts,
+        unit_specs: Sequence[UnitSpec],
+        units: Sequence[UnitShards],
+        shape: RotationShape,
         timers: Timers,
         *,
         updated_ahead: int | None = None,
     ) -> None:
-        # Norms are updated and all-gathered first: the next step needs all of them at its start.
-        units = [*parts.replicated, *parts.rotating]
-        numbers = {unit: number for number, unit in enumerate(units)}
-        needed = [[numbers[unit] for unit in part.units] for part in parts.parts]
-        needed[0] += range(len(parts.replicated))
-        super().__init__(model, units, parts.state, timers, UpdatingPolicy(needed, updated_ahead))
-        self._parts = parts.parts
-        for index, part in enumerate(parts.parts):
-            part.before_first_slice = partial(self._before_forward, index)
-        self._replicated = parts.replicated
+        super().__init__(model, units, timers)
+        self.policy = RotationPolicy(shape, updated_ahead)
+        self._carried_out |= SLICE_ACTIONS | {
+            Verb.WAIT: UnitShards.wait_for_updated_params,
+            Verb.REDUCE: ShardedUnit.reduce,
+            Verb.STEP_REDUCE: _step_reduce,
+        }
+        parts = [(spec, part) for spec in unit_specs for part in spec.parts]
+        self._parts = [
+            RotatingPart(index, *part, self, self.policy) for index, part in enumerate(parts)
+        ]
         parameters = dict(model.named_parameters())
-        for unit in parts.replicated:
-            for placed in unit.layout.boxes if unit.trainable else ():
-                name = placed.box.name
-                self._take_gradients(parameters[name], _Sink(self._state, unit, name))
+        for unit in self.trainable_units:
+            if isinstance(unit, ShardedUnit):
+                self._collect_gradients(unit, parameters, by_matmuls=False)
 
     def close(self) -> None:
         """Closes comm streams and process groups; call it on every rank with no work in flight."""
@@ -52,32 +63,23 @@ class RotatedModel(DistributedModel):
         for part in self._parts:
             part.close()
 
-    def _begin(self, phase: Phase, *, last: bool = False) -> None:
-        super()._begin(phase, last=last)
-        for unit in self._replicated:
-            unit.use()
 
-    def _before_forward(self, index: int) -> None:
-        self._carry_out(self._updating.before_forward(index))
+def make_rotated_units(
+    model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext, ring: Ring
+) -> list[UnitShards]:
+    """The buffers of a model built on the meta device; only shards are allocated.
 
-    def _end_backward(self) -> None:
-        for part in self._parts:
-            part.end_slice()
+    Replicated parameters (norms) come first: they are updated and all-gathered first, since the
+    next step needs all of them at its start.
+    """
+    bound = bind_empty(model, specs, context)
+    norms = [ShardedUnit(spec, context) for spec in specs if spec.unit.replicated]
+    for norm in norms:
+        norm.bind(bound)
+    weights = (spec for spec in specs if not spec.unit.replicated)
+    return [*norms, *(RotatingUnit(spec, context, ring) for spec in weights)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sink(GradSink):
-    """Takes a norm's gradient; with the last of its unit's, these are reduced."""
-
-    state: MicroBatchState
-    unit: ShardedUnit
-    name: str
-
-    def open(self) -> tuple[Tensor, bool]:
-        return self.unit.grad_box(self.name)
-
-    def close(self) -> None:
-        if self.unit.arrived():
-            self.unit.reduce()
-            if self.state.last:
-                self.unit.step_reduce()
+def _step_reduce(unit: UnitShards) -> None:
+    with profile_range(f"reduce:{unit.name}"):
+        unit.step_reduce()

@@ -1,10 +1,15 @@
 """The frame of a step, for both kinds of distributed model: sharded (gathered) and rotated."""
 
+# A policy (paro/step/) decides all that is done to the units. The engine tells it what happens, and
+# carries out the actions that it answers with: `carry_out(policy.EVENT(...))`.
+
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +17,11 @@ from torch import Tensor, nn
 
 from model.matmul import GradSink
 from paro.distributed.timers import Timers
+from paro.sharding.sharded_unit import ShardedUnit
 from paro.sharding.shards import UnitShards
-from paro.step.actions import Action, Move, Verb
-from paro.step.updating import UpdatingPolicy
+from paro.step.actions import Move, Verb
+from paro.step.gathering import GatheringPolicy
+from paro.step.rotating import RotationPolicy
 
 
 class Phase(Enum):
@@ -26,41 +33,29 @@ class Phase(Enum):
     BACKWARD = 3
 
 
-@dataclass(slots=True)
-class MicroBatchState:
-    """The phase of the current micro-batch; the parts of a rotated model share it."""
-
-    phase: Phase = Phase.IDLE
-    last: bool = False  # whether it is the last one of its step
-
-
 class DistributedModel:
     """A model that trains and evaluates this rank's batches; its units hold this rank's shards.
 
-    Subclasses make parameters readable where the model needs them, and pass gradients to the units.
-    `UpdatingPolicy` decides when updated parameters are all-gathered. `record`, if it is a list,
-    gets every action that is carried out. After an exception the model is unusable.
+    Subclasses tell `policy` the events of their modules. `record`, if it is a list, gets every
+    action that is carried out. After an exception the model is unusable.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[UnitShards],
-        state: MicroBatchState,
-        timers: Timers,
-        updating: UpdatingPolicy,
-    ) -> None:
+    policy: GatheringPolicy | RotationPolicy
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitShards], timers: Timers) -> None:
         self.model = model
         self.units = units
         self.specs = [unit.spec for unit in units]
         self.context = units[0].context
         self.trainable_units = [unit for unit in units if unit.trainable]
-        self._state = state
+        self.phase = Phase.IDLE
+        self.num_arrived: Counter[int] = Counter()  # gradients that are in their buffers
         self._timers = timers
-        self._updating = updating
         self._numbers = {unit: number for number, unit in enumerate(units)}
-        self._carried_out: dict[Verb, Callable[[Any], None]] = {
-            Verb.GATHER_UPDATED: lambda unit: unit.gather_updated()
+        self._carried_out: dict[Verb, Callable[..., None]] = {
+            Verb.STEP_REDUCE: UnitShards.step_reduce,
+            Verb.WAIT_REDUCED: UnitShards.wait_reduced,
+            Verb.GATHER_UPDATED: UnitShards.gather_updated,
         }
         self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # of hooks
@@ -70,6 +65,7 @@ class DistributedModel:
         self._assert_idle()
         for unit in self.units:
             unit.full_precision = full_precision
+        self.carry_out(self.policy.begin_step(num_micro_batches))
 
     def forward_backward(
         self,
@@ -84,21 +80,21 @@ class DistributedModel:
 
         `documents` are keyword arguments of the model.
         """
-        self._begin(Phase.FORWARD, last=last)
+        self._begin(Phase.FORWARD)
+        self.carry_out(self.policy.begin_micro_batch(last=last))
         with self._timers.measure("forward-compute", level=2):
             loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
-        self._state.phase = Phase.BACKWARD
+        self.phase = Phase.BACKWARD
         with self._timers.measure("backward-compute", level=2):
             loss.backward()
-        self._end_backward()
-        self._state.phase = Phase.IDLE
+        self.carry_out(self.policy.end_backward())
+        self.phase = Phase.IDLE
         return loss.detach()
 
     def finish_gradients(self) -> None:
         """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
         self._assert_idle()
-        for unit in self.trainable_units:
-            unit.wait_reduced()
+        self.carry_out(self.policy.end_step())
 
     def forget_grad_errors(self) -> None:
         """Error feedback of gradients begins anew."""
@@ -112,17 +108,18 @@ class DistributedModel:
     ) -> Tensor:
         """The weighted loss of a batch, computed without gradients."""
         self._begin(Phase.EVALUATION)
+        self.carry_out(self.policy.begin_evaluation())
         loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
-        self._state.phase = Phase.IDLE
+        self.phase = Phase.IDLE
         return loss
 
     def updated(self, unit: UnitShards) -> None:
         """Says that a unit's optimizer range has new parameters, to be all-gathered."""
-        self._carry_out(self._updating.updated(self._numbers[unit]))
+        self.carry_out(self.policy.updating.updated(self._numbers[unit]))
 
     def wait_for_updated_params(self) -> None:
         """Waits until `param_shard` of every unit holds the last update."""
-        self._carry_out(self._updating.flush())
+        self.carry_out(self.policy.updating.flush())
         for unit in self.units:
             unit.wait_for_updated_params()
 
@@ -135,24 +132,61 @@ class DistributedModel:
         while self._removals:
             self._removals.pop()()
 
-    def _begin(self, phase: Phase, *, last: bool = False) -> None:
-        """Starts a forward, maybe that of the `last` micro-batch; extended by subclasses."""
-        self._assert_idle()
-        self._state.phase, self._state.last = phase, last
-
-    def _end_backward(self) -> None:
-        """Runs after the backward of a micro-batch; defined by subclasses."""
-        raise NotImplementedError
-
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        for verb, number in actions:
-            self._carried_out[verb](self.units[number])
+    def carry_out(self, actions: Iterable[Move]) -> None:
+        """Does what the policy answers to an event."""
+        for verb, number, *slots in actions:
+            self._carried_out[verb](self.units[number], *slots)
             if self.record is not None:
-                self.record.append((verb, number))
+                self.record.append((verb, number, *slots))
+
+    def _begin(self, phase: Phase) -> None:
+        self._assert_idle()
+        self.phase = phase
 
     def _assert_idle(self) -> None:
-        assert self._state.phase is Phase.IDLE, f"the model is in {self._state.phase}"
+        assert self.phase is Phase.IDLE, f"the model is in {self.phase}"
 
-    def _take_gradients(self, parameter: nn.Parameter, sink: GradSink) -> None:
-        """Passes the parameter's gradient of every backward to the sink instead of keeping it."""
-        self._removals.append(parameter.register_post_accumulate_grad_hook(sink.take).remove)
+    def _collect_gradients(
+        self, unit: ShardedUnit, parameters: Mapping[str, nn.Parameter], *, by_matmuls: bool
+    ) -> None:
+        """Has a unit's gradients put into its buffers; `by_matmuls`, which write those of weights.
+
+        Not the gradients of parameters that two units read: they have two parts.
+        """
+        number, boxes = self._numbers[unit], unit.layout.boxes
+        for name in (placed.box.name for placed in boxes):
+            box, parameter = partial(unit.grad_box, name), parameters[name]
+            sink = UnitGradSink(model=self, number=number, total=len(boxes), box=box)
+            hook = parameter.register_post_accumulate_grad_hook(sink.take)
+            self._removals.append(hook.remove)
+            if by_matmuls:
+                parameter.grad_sink = sink  # type: ignore[attr-defined]
+                self._removals.append(partial(delattr, parameter, "grad_sink"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitGradSink(GradSink):
+    """Takes a parameter's gradient from the matmul that makes it, or else from autograd.
+
+    A matmul writes it into the unit's buffer: it is neither copied nor added. The policy learns of
+    the first and the last of the gradients that arrive together.
+    """
+
+    model: DistributedModel
+    number: int  # of the unit
+    total: int  # gradients of the unit that arrive together
+    box: Callable[[], tuple[Tensor, bool]]  # in the unit's buffer, and whether to add to it
+
+    def open(self) -> tuple[Tensor, bool]:
+        """The buffer for the gradient, and whether to add to what it holds."""
+        model = self.model
+        if not model.num_arrived[self.number]:
+            model.carry_out(model.policy.first_gradient(self.number))
+        return self.box()
+
+    def close(self) -> None:
+        """Says that the gradient is in the buffer."""
+        model, number = self.model, self.number
+        model.num_arrived[number] = (model.num_arrived[number] + 1) % self.total
+        if not model.num_arrived[number]:
+            model.carry_out(model.policy.last_gradient(number))

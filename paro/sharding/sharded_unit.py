@@ -43,7 +43,7 @@ class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
     The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
-    `release`. Put each gradient into its `grad_box`; when all have `arrived`, `reduce` queues their
+    `release`. Put each gradient into its `grad_box`; when all are there, `reduce` queues their
     reduction into this rank's shard, and after the last micro-batch `step_reduce` that over all
     ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """
@@ -63,7 +63,6 @@ class ShardedUnit(UnitShards):
             self._grad_U = self._whole(one, tally=ledger.whole_grads)
         self._casts = [Casts() for _ in spec.layout.boxes]
         self._grad_boxes: dict[str, Tensor] = {}
-        self.num_arrived = 0
 
     def _whole(self, one: Collective, **settings: Any) -> ElasticBuffer:
         """The buffer that a collective fills, or empties."""
@@ -144,18 +143,12 @@ class ShardedUnit(UnitShards):
         """The buffer for one parameter's gradient, and whether to add to what it holds."""
         return self._grad_boxes[name], self._grad_U is None and not self._fresh
 
-    def arrived(self) -> bool:
-        """Counts a gradient that is in its box; True when it is the last of this backward."""
-        self.num_arrived += 1
-        return self.num_arrived == len(self._grad_boxes)
-
     def reduce(self) -> None:
         """Queues the reduction of this micro-batch's gradients, and their accumulation."""
         if self._grad_U is not None:
             with self.context.exposure.submitting(WaitKind.REDUCE):
                 self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
         self._fresh = False
-        self.num_arrived = 0
 
     def _queue_reduction(self, grad_U: Tensor) -> Event:
         grad_shard, fresh = self.grad_shard, self._fresh

@@ -18,7 +18,7 @@ from paro.quantization.formats import FULL_BITS, BlockFormat
 from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes
 from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
 from paro.step.actions import Verb
-from paro.step.rotating import Slot
+from paro.step.slices import Slot
 from paro.step.units import Buffer, UnitSize, buffers_of
 from paro.strategy import Strategy, replicated
 from paro.topology import AxisSpan, Link, Topology, Use, split_by_link

@@ -20,9 +20,9 @@ from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_w
 from paro.spec.deal import in_buckets, muon_places
 from paro.spec.run_plan import RunPlan
 from paro.step.actions import StepShape, Verb, number_buffers
-from paro.step.plan import LISTED_MICRO_BATCHES
-from paro.step.rotating import RingShape
-from paro.step.rotation_plan import PartShape, RotationShape, plan_of
+from paro.step.plan import LISTED_MICRO_BATCHES, step_plan
+from paro.step.rotating import PartShape, RotationShape
+from paro.step.slices import RingShape
 from paro.step.units import EMPTY, UnitSize
 
 
@@ -103,7 +103,6 @@ def rotation_shape(
             PartShape(
                 halves=tuple(halves[spec.label_of(part)]),
                 backward_needs_weight=spec.backward_needs_weight,
-                completes=not spec.borrows,
             )
             for spec, part in parts
         ),
@@ -206,7 +205,7 @@ def registered_room(run: RunPlan, units: Sequence[UnitSize]) -> dict[bool, tuple
     now, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
     specs, signs = run.specs(units), {Verb.GATHER: 1, Verb.RELEASE: -1}
     num_micro_batches = min(run.num_micro_batches, LISTED_MICRO_BATCHES)
-    step = plan_of(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
+    step = step_plan(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
     for verb, number, *_ in step.actions():
         if verb in signs:
             trains, gathers = specs[number].buffer.trains, specs[number].collectives[Verb.GATHER]

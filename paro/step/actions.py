@@ -26,7 +26,7 @@ class Verb(IntEnum):
     NORM = 10  # of all gradients over all ranks
     UPDATE = 11  # its optimizer range
     GATHER_UPDATED = 12  # queues the all-gather of its updated parameters
-    # Where slices rotate (rotating.py), followed by slots:
+    # Where slices rotate (slices.py), followed by slots:
     ALLOCATE_SLOT = 13
     FREE_SLOT = 14
     COPY = 15  # a slice from slot to slot
@@ -133,6 +133,11 @@ class StepShape:
     grads_in_forward: frozenset[int] = frozenset()  # units that make their first one there
 
     num_slices = 1  # of everything, which is computed as a whole
+
+    @property
+    def needed(self) -> tuple[tuple[int, ...], ...]:
+        """The buffers whose parameters each unit reads."""
+        return tuple(unit.needed for unit in self.units)
 
     def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
         """The buffers with which a unit computes."""

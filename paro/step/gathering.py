@@ -36,14 +36,14 @@ class GatheringPolicy:
     `begin_evaluation` and the forwards.
     """
 
-    def __init__(self, shape: StepShape, updating: UpdatingPolicy) -> None:
+    def __init__(self, shape: StepShape, updated_ahead: int | None) -> None:
         self.shape = shape
-        self._updating = updating
+        self.updating = UpdatingPolicy(shape.needed, updated_ahead, Buckets(shape.units))
         self._max_live = 1 + shape.prefetch_units
         self._max_whole_grads = MAX_WHOLE_GRADS if shape.prefetch_units else 1
         units, first = shape.units, shape.first_trained
         self._num_units = len(units)
-        self._needed = [unit.needed for unit in units]
+        self._needed = shape.needed
         self._in_backward = [
             unit.backward_needs_weight and index >= first for index, unit in enumerate(units)
         ]
@@ -74,17 +74,19 @@ class GatheringPolicy:
             self._upcoming.extend([*forward, *backward])
         return []
 
-    def begin_micro_batch(self, *, last: bool) -> None:
+    def begin_micro_batch(self, *, last: bool) -> list[Action]:
         self._last = last
         for index, unit in enumerate(self.shape.units):
             self._has_input_grad[index] = False
             self._to_arrive[index] = len(unit.trainable)
+        return []
 
-    def begin_evaluation(self) -> None:
+    def begin_evaluation(self) -> list[Action]:
         """A forward alone."""
         assert not self._live, f"live outside a step: {self._live}"
         if self.shape.gathers:
             self._upcoming.extend(range(self._num_units))
+        return []
 
     def end_backward(self) -> list[Action]:
         """The end of a micro-batch."""
@@ -110,7 +112,7 @@ class GatheringPolicy:
     # Parameters #
 
     def before_forward(self, index: int) -> list[Action]:
-        return self._gather_and_wait(index, updates=self._updating.before_forward(index))
+        return self._gather_and_wait(index, updates=self.updating.before_forward(index))
 
     def after_forward(self, index: int, *, backward_follows: bool) -> list[Action]:
         """`backward_follows`: the unit's output needs a gradient."""

@@ -1,4 +1,4 @@
-"""The list of a step's actions, from the policy and the order in which events come."""
+"""The list of a step's actions, from a policy and the order in which its events come."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from paro.step.actions import Action, Buckets, Move, StepShape, Verb
+from paro.step.actions import Move, StepShape, Verb
 from paro.step.gathering import GatheringPolicy
-from paro.step.updating import UpdatingPolicy
+from paro.step.rotating import RotationPolicy, RotationShape
 
 UnitActions = tuple[Move, ...]  # what comes with the events of one unit
 Pass = tuple[UnitActions, ...]
@@ -33,29 +33,32 @@ class StepPlan:
         return chain.from_iterable(chain.from_iterable(passes))
 
 
+LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
+
+
 @lru_cache(maxsize=64)
 def step_plan(
-    shape: StepShape, num_micro_batches: int, updated_ahead: int | None = None
+    shape: StepShape | RotationShape, num_micro_batches: int, updated_ahead: int | None = None
 ) -> StepPlan:
     """The actions of a step of `num_micro_batches` micro-batches.
 
     All-gathers of updated parameters are queued `updated_ahead` units ahead of their first use;
     None: at once.
     """
-    needed = [unit.needed for unit in shape.units]
-    updating = UpdatingPolicy(needed, updated_ahead, Buckets(shape.units))
-    policy = GatheringPolicy(shape, updating)
-    update: list[UnitActions] = [*updates(shape.trainable, updating)]
+    policy = policy_of(shape, updated_ahead)
+    update: list[UnitActions] = [
+        ((Verb.UPDATE, buffer), *policy.updating.updated(buffer)) for buffer in shape.trainable
+    ]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []
     for number in range(num_micro_batches):
-        policy.begin_micro_batch(last=number + 1 == num_micro_batches)
-        units = range(len(shape.units))
+        begin = tuple(policy.begin_micro_batch(last=number + 1 == num_micro_batches))
+        units = range(len(shape.needed))
         forward = tuple(tuple(_forward(policy, index)) for index in units)
         backward = tuple(
             tuple(_backward(policy, index)) for index in reversed(units[shape.first_trained :])
         )
-        micro_batches.append((forward, (*backward, tuple(policy.end_backward()))))
+        micro_batches.append(((begin, *forward), (*backward, tuple(policy.end_backward()))))
     return StepPlan(
         update=tuple(update),
         micro_batches=tuple(micro_batches),
@@ -63,12 +66,21 @@ def step_plan(
     )
 
 
-def updates(trainable: Iterable[int], updating: UpdatingPolicy) -> Iterator[UnitActions]:
-    """The update of these buffers."""
-    return (((Verb.UPDATE, buffer), *updating.updated(buffer)) for buffer in trainable)
+def policy_of(
+    shape: StepShape | RotationShape, updated_ahead: int | None
+) -> GatheringPolicy | RotationPolicy:
+    """Decides the actions of a step, whichever way parameters reach the ranks."""
+    if isinstance(shape, RotationShape):
+        return RotationPolicy(shape, updated_ahead)
+    return GatheringPolicy(shape, updated_ahead)
 
 
-def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
+def _forward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Move]:
+    if isinstance(policy, RotationPolicy):
+        again = index in chain.from_iterable(policy.shape.recomputed)
+        follows = index >= policy.shape.first_trained and not again
+        yield from _forward_slices(policy, index, Verb.FORWARD, backward_follows=follows)
+        return
     shape = policy.shape
     yield from policy.before_forward(index)
     yield Verb.FORWARD, index
@@ -80,20 +92,61 @@ def _forward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
     yield from policy.after_forward(index, backward_follows=follows)
 
 
-def _backward(policy: GatheringPolicy, index: int) -> Iterator[Action]:
+def _backward(policy: GatheringPolicy | RotationPolicy, index: int) -> Iterator[Move]:
     shape = policy.shape
-    trainable = shape.units[index].trainable
+    together = (other for group in shape.recomputed if group[-1] == index for other in group)
+    if isinstance(policy, RotationPolicy):
+        yield from _backward_slices(policy, index, together)
+        return
+    trainable = policy.shape.units[index].trainable
     yield from policy.before_backward(index)
-    for group in shape.recomputed:
-        for other in group if group[-1] == index else ():
-            yield from policy.before_recompute(other)
-            yield Verb.RECOMPUTE, other
+    for other in together:
+        yield from policy.before_recompute(other)
+        yield Verb.RECOMPUTE, other
     yield Verb.BACKWARD, index
-    for buffer in trainable if index not in shape.grads_in_forward else ():
+    for buffer in trainable if index not in policy.shape.grads_in_forward else ():
         yield from policy.first_gradient(buffer)
     yield Verb.GRADIENTS, index
     for buffer in trainable:
         yield from policy.last_gradient(buffer)
 
 
-LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the middle are alike
+def _forward_slices(
+    policy: RotationPolicy,
+    index: int,
+    verb: Verb,
+    *,
+    backward_follows: bool,
+    stops_early: bool = False,
+) -> Iterator[Move]:
+    """`stops_early`: once all is there that backward needs."""
+    steps = policy.shape.ring_steps(index)
+    for at in steps:
+        yield from policy.before_forward(at, backward_follows=backward_follows)
+        yield verb, index, at.half
+        if not (stops_early and at == steps[-1]):
+            yield from policy.after_forward(at)
+
+
+def _backward_slices(
+    policy: RotationPolicy, index: int, recomputed: Iterable[int]
+) -> Iterator[Move]:
+    shape = policy.shape
+    for other in recomputed:
+        follows = other >= shape.first_trained
+        yield from _forward_slices(
+            policy, other, Verb.RECOMPUTE, backward_follows=follows, stops_early=other == index
+        )
+    for at in reversed(shape.ring_steps(index)):
+        trainable = [buffer for buffer in shape.halves(index)[at.half] if buffer in shape.trainable]
+        yield from policy.before_backward(at)
+        yield Verb.BACKWARD, index, at.half
+        for buffer in trainable:
+            yield from policy.first_gradient(buffer)
+        yield Verb.GRADIENTS, index, at.half
+        for buffer in trainable:
+            yield from policy.last_gradient(buffer)
+        yield from policy.after_backward()
+    for buffer in shape.replicated if index == shape.first_replicated else ():
+        if buffer in shape.trainable:
+            yield from policy.last_gradient(buffer)

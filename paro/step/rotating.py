@@ -1,209 +1,208 @@
-"""Decides how the slices of a rotating unit and their gradients move, event by event."""
+"""Decides all actions of a step where weights rotate, event by event: shifts and reductions."""
 
-# [Note: the slots of a slice]
-# Step t of a pass computes with the slice of the rank t positions before. SHARD is this rank's
-# shard of the parameters, always allocated; SPARE and SPARE_2 are more slots of weights; GRAD and
-# GRAD_2 are those of rotating gradients.
+# [Note: the life of a slice]
+# A model consists of parts: embedding, attention and MLP of every block, head. The weights of a
+# part are cut into d slices, of which each of the d ranks of a ring owns one. A part computes in d
+# steps of the ring, each with another slice; in between, every rank sends its slice to the next
+# rank. In place a part's slices may be cut in halves, which go round the ring one after the other.
 #
-# A forward that is followed by a backward shifts the slices themselves: after it the slice of the
-# next rank is in SHARD, and backward returns this rank's own, d - 1 shifts each way for d ranks.
-# Autograd saves the slices as views of their slots, so backward needs each slice in the slot of its
-# forward: SHARD at the last step and every second step before it, SPARE at the others. With an even
-# d the first slice is copied from SHARD to SPARE, and back at the end.
+# Backward takes the same steps in reverse. The sum of a slice's gradients moves with it, and every
+# rank adds its own. After step 0 weights and sum are at their owner, which accumulates the sum
+# over micro-batches; after the last one its step reduce-scatter is queued. A tied head computes
+# with the embedding's slices: their sum is not complete before the embedding's own backward.
 #
-# A forward without a backward (evaluation; blocks that will be recomputed; below the first trained
-# parameter; the embedding, whose backward reads no weight) does not modify SHARD: copies of the
-# slices pass through SPARE and SPARE_2.
-#
-# Slots used, and memory in addition to SHARD (scratch is 2 chunks, a chunk 1/4 slice or less):
-#
-#                    out of place                               in place
-#   forward          SHARD, SPARE, SHARD ..           1 slice   SHARD         scratch
-#   forward, copies  SHARD, SPARE, SPARE_2, SPARE ..  2 slices  SHARD, SPARE  1 slice and scratch
-#   backward         SPARE, GRAD, GRAD_2              3 slices  GRAD          1 slice and scratch
-#
-# Weights and gradients have separate scratch if their communication dtypes differ. In place, a unit
-# holds half of every slice of its part if the slices can be halved, and the halves rotate one after
-# the other: 1 slice and scratch are then less than one slice of the part.
-#
-# Out of place, a shift overlaps with the computation that reads the slice being sent. In backward
-# the comm stream carries, in this order, the gradients that arrive with slice t and the weights of
-# step t - 1; the gradients are waited for when the first gradient of step t is added to them.
+# Parameters that are whole on every rank (norms, adapters) do not move. Their gradients are reduced
+# once all have arrived.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from itertools import chain
+from typing import NamedTuple
 
-from paro.step.actions import SliceMove, Verb
-
-
-class Slot(IntEnum):
-    """A buffer for a slice, or a part of one."""
-
-    SHARD = 0
-    SPARE = 1
-    SPARE_2 = 2
-    GRAD = 3
-    GRAD_2 = 4
-    SCRATCH = 5
-    GRAD_SCRATCH = 6
+from paro.step.actions import Move, SliceMove, Verb
+from paro.step.slices import RingShape, SlicePolicy, Slot
+from paro.step.updating import UpdatingPolicy
 
 
-class SliceState(Enum):
-    """Where the slices of a unit are."""
+class RingStep(NamedTuple):
+    """The computation of a part with one slice, or with half of one."""
 
-    HOME = "every rank's own slice is in SHARD"
-    COPYING = "copies pass through, SHARD is not modified"
-    SHIFTING = "a forward shifts the slices, which a backward returns"
-    SHIFTED = "the slice of the next rank is in SHARD"
+    part: int
+    half: int
+    step: int  # the number of shifts before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingShape:
-    """What the moves of all slices of a model depend on."""
+class PartShape:
+    """A part of the model that computes with one slice of its weights after another."""
 
-    num_steps: int  # the ranks of the ring
-    in_place: bool
-    shares_scratch: bool  # weights and gradients have the same type on the wire
+    halves: tuple[tuple[int, ...], ...]  # buffers with whole slices, or with either half of them
+    backward_needs_weight: bool  # backward reads the weights
 
 
-class SlicePolicy:
-    """Answers the events of one buffer's slices with the actions to carry out, in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotationShape:
+    """What the actions of a step depend on where weights rotate; parts are in forward order."""
 
-    The actions are verbs and slots, without the number of the buffer.
+    ring: RingShape
+    parts: tuple[PartShape, ...]
+    trainable: tuple[int, ...]  # buffers
+    replicated: tuple[int, ...]  # buffers that are whole on every rank (norms)
+    # Of the canonical order of events (plan.py), which the engine meets by itself:
+    first_trained: int  # the first part that backward reaches; the number of parts if none
+    first_replicated: int  # the first part with replicated parameters that train
+    recomputed: tuple[range, ...] = ()  # indices of parts that backward recomputes together
 
-    Forward: `begin_forward`, then for every step `before_forward` and `after_forward`, then
-    `end_forward`. Backward, from the last step to the first: `before_backward`, `first_gradient`,
-    `after_backward`. The slot of a step may be read from `before_forward` to `after_forward`, and
-    from `before_backward` to `after_backward`.
+    @property
+    def needed(self) -> tuple[tuple[int, ...], ...]:
+        """The buffers that each part reads; a forward begins with all that are replicated."""
+        first, *others = (tuple(chain.from_iterable(part.halves)) for part in self.parts)
+        return (*self.replicated, *first), *others
+
+    @property
+    def num_slices(self) -> int:
+        return self.ring.num_steps
+
+    def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """The buffers with which a part computes, those of half slices one after the other."""
+        return self.parts[index].halves
+
+    def ring_steps(self, index: int) -> list[RingStep]:
+        """The computations of a part in forward order."""
+        halves, steps = range(len(self.parts[index].halves)), range(self.ring.num_steps)
+        return [RingStep(index, half, step) for half in halves for step in steps]
+
+
+class RotationPolicy:
+    """Answers the events of a step with the actions to carry out, in order.
+
+    `begin_step`, then for every micro-batch `begin_micro_batch`; `before_forward` and
+    `after_forward` of every ring step; in backward, from the last ring step to the first,
+    `before_backward` and `after_backward`, and in between `first_gradient` and `last_gradient` of
+    the buffers that it trains; `end_backward`; then `end_step`. Parts that are recomputed run
+    forward again before the gradients of the last of them. An evaluation is `begin_evaluation` and
+    the forwards.
     """
 
-    def __init__(self, shape: RingShape, *, trainable: bool) -> None:
-        self._num_steps = shape.num_steps
-        self._in_place = shape.in_place
-        self._trainable = trainable
-        self._grad_scratch = Slot.SCRATCH if shape.shares_scratch else Slot.GRAD_SCRATCH
-        self._state = SliceState.HOME
-        self._shifted_back_to: int | None = None  # the step whose weights are shifted back
-        self._alive: set[Slot] = set()
+    def __init__(self, shape: RotationShape, updated_ahead: int | None) -> None:
+        self.shape = shape
+        self.updating = UpdatingPolicy(shape.needed, updated_ahead)
+        self._trainable = frozenset(shape.trainable)
+        self._slices = {
+            buffer: SlicePolicy(shape.ring, trainable=buffer in self._trainable)
+            for buffer in chain.from_iterable(shape.needed)
+            if buffer not in shape.replicated
+        }
+        self._first_part: dict[int, int] = {}  # the last to add gradients to a buffer
+        for index, buffers in enumerate(shape.needed):
+            self._first_part |= {b: index for b in buffers if b not in self._first_part}
+        # Of the current micro-batch:
+        self._last = False  # it is the last one of its step
+        self._in_backward: RingStep | None = None
+        self._missing: set[int] = set()  # buffers some of whose gradients are still to come
 
-    # Forward #
+    # Frame #
 
-    def begin_forward(self, *, shifts_back: bool) -> list[SliceMove]:
-        """Starts a forward; with `shifts_back` a backward that reads the slices follows it."""
-        assert self._state is not SliceState.SHIFTED, "the slices have not been shifted back"
-        self._state = SliceState.SHIFTING if shifts_back else SliceState.COPYING
-        actions: list[SliceMove] = [(Verb.WAIT,)]
-        if self._in_place:
-            return actions + self._allocate(Slot.SCRATCH, *(() if shifts_back else (Slot.SPARE,)))
-        needs_two = not shifts_back and self._num_steps > 2
-        actions += self._allocate(Slot.SPARE, *((Slot.SPARE_2,) if needs_two else ()))
-        if self.slot(0) is Slot.SPARE:
-            actions.append((Verb.COPY, Slot.SHARD, Slot.SPARE))
+    def begin_step(self, _num_micro_batches: int) -> list[Move]:
+        return []
+
+    def begin_micro_batch(self, *, last: bool) -> list[Move]:
+        self._last = last
+        self._missing.update(self._trainable.intersection(self.shape.replicated))
+        return self.begin_evaluation()
+
+    def begin_evaluation(self) -> list[Move]:
+        """A forward alone."""
+        return [(Verb.WAIT, buffer) for buffer in self.shape.replicated]
+
+    def end_backward(self) -> list[Move]:
+        """The end of a micro-batch."""
+        actions = self.after_backward()
+        assert not self._missing, f"buffers {self._missing} received no gradient"
         return actions
 
-    def before_forward(self, step: int) -> list[SliceMove]:
-        """Before the computation with a step's slice; out of place, the next shift starts."""
-        waits = step > 0 and not self._in_place
-        actions: list[SliceMove] = [(Verb.WAIT_SHIFTED,)] if waits else []
-        last = step + 1 == self._num_steps
-        if self._state is SliceState.SHIFTING and last:
-            self._state = SliceState.SHIFTED
-        if not self._in_place and not last:
-            actions.append((Verb.SHIFT, self.slot(step), self.slot(step + 1)))
+    def end_step(self) -> list[Move]:
+        """The end of the last micro-batch: waits until all gradients are summed over all ranks."""
+        return [(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable]
+
+    # Slices #
+
+    def slot(self, buffer: int, step: int) -> Slot:
+        """Where a buffer's slice of a step is, from `before_forward` on."""
+        return self._slices[buffer].slot(step)
+
+    def grad_slot(self, buffer: int, step: int) -> Slot:
+        """Where the sum of the gradients of a buffer's slice is."""
+        return self._slices[buffer].grad_slot(step)
+
+    def before_forward(self, at: RingStep, *, backward_follows: bool) -> list[Move]:
+        """`backward_follows`: a backward reads what this forward saves."""
+        shifts_back = backward_follows and self.shape.parts[at.part].backward_needs_weight
+        actions = self._of_half(
+            at, lambda one: one.before_forward(at.step, shifts_back=shifts_back)
+        )
+        if at.half == at.step == 0:  # updates are queued behind the shift of the first slice
+            actions += self.updating.before_forward(at.part)
         return actions
 
-    def after_forward(self, step: int) -> list[SliceMove]:
-        """After the computation with a step's slice; in place, the slices are shifted."""
-        if not self._in_place or step + 1 == self._num_steps:
+    def after_forward(self, at: RingStep) -> list[Move]:
+        return self._of_half(at, lambda one: one.after_forward(at.step))
+
+    def before_backward(self, at: RingStep) -> list[Move]:
+        """Before the backward of a ring step, when the gradient of one of its outputs exists."""
+        if at == self._in_backward:
             return []
-        shift = (Verb.SHIFT, self.slot(step), self.slot(step + 1))
-        return [shift, (Verb.WAIT_SHIFTED,)]
+        actions = self.after_backward()
+        self._in_backward = at
+        self._missing.update(self._trainable.intersection(self._half(at)))
+        return actions + self._of_half(at, lambda one: one.before_backward(at.step))
 
-    def end_forward(self) -> list[SliceMove]:
-        """Ends a forward."""
-        if self._state is SliceState.COPYING:
-            self._state = SliceState.HOME
-        return self._free(Slot.SPARE, Slot.SPARE_2, Slot.SCRATCH)
-
-    def slot(self, step: int) -> Slot:
-        """Where the slice of a step is."""
-        if self._state in (SliceState.SHIFTING, SliceState.SHIFTED):
-            at_home = self._in_place or (self._num_steps - 1 - step) % 2 == 0
-            return Slot.SHARD if at_home else Slot.SPARE
-        if step == 0:
-            return Slot.SHARD
-        return Slot.SPARE if self._in_place or step % 2 else Slot.SPARE_2
-
-    # Backward #
-
-    def before_backward(self, step: int) -> list[SliceMove]:
-        """Before the backward of a step; out of place, the shift of the previous step's starts.
-
-        Nothing is done while the forward has not been recomputed yet.
-        """
-        if self._state is not SliceState.SHIFTED or self._shifted_back_to == step:
+    def after_backward(self) -> list[Move]:
+        """After the backward of a ring step, if one has begun: when the next one begins, too."""
+        at, self._in_backward = self._in_backward, None
+        if at is None:
             return []
-        actions: list[SliceMove] = []
-        if step + 1 == self._num_steps:
-            # Alive if a recomputed forward stopped early.
-            actions += self._allocate(Slot.SCRATCH if self._in_place else Slot.SPARE)
-        elif not self._in_place:
-            actions.append((Verb.WAIT_SHIFTED,))
-        self._shifted_back_to = step
-        if not self._in_place and step:
-            actions.append((Verb.SHIFT_BACK, self.slot(step), self.slot(step - 1)))
+        assert self._missing.isdisjoint(self._half(at)), (
+            f"{at}: of {self._missing} some are missing"
+        )
+        actions: list[Move] = []
+        for buffer in self._half(at):
+            actions += _of(buffer, self._slices[buffer].after_backward(at.step))
+            complete = at.step == 0 and self._last and self._first_part[buffer] == at.part
+            if complete and buffer in self._trainable:
+                actions.append((Verb.STEP_REDUCE, buffer))
         return actions
 
-    def first_gradient(self, step: int) -> list[SliceMove]:
-        """Before the first gradient of a step is added to the sum that rotates with its slice."""
-        if step + 1 < self._num_steps:
-            return [] if self._in_place else [(Verb.WAIT_GRADS,)]
-        second = self._grad_scratch if self._in_place else Slot.GRAD_2
-        return [*self._allocate(Slot.GRAD, second), (Verb.ZERO_GAPS, Slot.GRAD, step)]
+    def _of_half(
+        self, at: RingStep, answer: Callable[[SlicePolicy], list[SliceMove]]
+    ) -> list[Move]:
+        return [
+            move for buffer in self._half(at) for move in _of(buffer, answer(self._slices[buffer]))
+        ]
 
-    def after_backward(self, step: int) -> list[SliceMove]:
-        """After the backward of a step: its gradients move on, or are accumulated at step 0."""
-        actions = self.before_backward(step)  # if no gradient of this step has called it
-        if step == 0:
-            return actions + self._end_backward()
-        shifted = self._state is SliceState.SHIFTED
-        if self._in_place and shifted:
-            actions += [(Verb.SHIFT_BACK, Slot.SHARD, Slot.SHARD)]
-            actions += [(Verb.WAIT_SHIFTED,)]
-        if self._trainable:
-            slots = self.grad_slot(step), self.grad_slot(step - 1)
-            actions.append((Verb.SHIFT_GRADS, *slots, self._grad_scratch))
-            if self._in_place:
-                actions.append((Verb.WAIT_GRADS,))
-        return actions
+    def _half(self, at: RingStep) -> tuple[int, ...]:
+        """The buffers with which a ring step computes."""
+        return self.shape.parts[at.part].halves[at.half]
 
-    def grad_slot(self, step: int) -> Slot:
-        """Where the sum of a step's gradients is."""
-        in_first = self._in_place or (self._num_steps - 1 - step) % 2 == 0
-        return Slot.GRAD if in_first else Slot.GRAD_2
+    # Gradients #
 
-    def _end_backward(self) -> list[SliceMove]:
-        actions: list[SliceMove] = []
-        if self._state is SliceState.SHIFTED:
-            if self.slot(0) is Slot.SPARE:
-                actions.append((Verb.COPY, Slot.SPARE, Slot.SHARD))
-            actions += self._free(Slot.SPARE, Slot.SCRATCH)
-            self._state, self._shifted_back_to = SliceState.HOME, None
-        if self._trainable:
-            actions.append((Verb.ACCUMULATE, self.grad_slot(0)))
-            actions += self._free(Slot.GRAD, Slot.GRAD_2, self._grad_scratch)
-        return actions
+    def first_gradient(self, buffer: int) -> list[Move]:
+        """Before the first gradient of a buffer, in a ring step if it rotates, exists."""
+        at = self._in_backward
+        assert buffer in self._missing, f"a gradient of buffer {buffer} in the backward of {at}"
+        if at is None or buffer in self.shape.replicated:
+            return []
+        return _of(buffer, self._slices[buffer].first_gradient(at.step))
 
-    # Memory #
+    def last_gradient(self, buffer: int) -> list[Move]:
+        """All gradients of a buffer, in a ring step if it rotates, have arrived."""
+        self._missing.remove(buffer)
+        if buffer not in self.shape.replicated:
+            return []
+        return [(Verb.REDUCE, buffer), *([(Verb.STEP_REDUCE, buffer)] if self._last else ())]
 
-    def _allocate(self, *slots: Slot) -> list[SliceMove]:
-        new = [slot for slot in slots if slot not in self._alive]
-        self._alive.update(new)
-        return [(Verb.ALLOCATE_SLOT, slot) for slot in new]
 
-    def _free(self, *slots: Slot) -> list[SliceMove]:
-        old = [slot for slot in slots if slot in self._alive]
-        self._alive.difference_update(old)
-        return [(Verb.FREE_SLOT, slot) for slot in old]
+def _of(buffer: int, moves: list[SliceMove]) -> list[Move]:
+    return [(move[0], buffer, *move[1:]) for move in moves]

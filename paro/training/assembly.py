@@ -31,8 +31,7 @@ from paro.machine.choice import choice_of
 from paro.optim.optimizer import Initializer, ParoOptimizer
 from paro.report.flops import find_peak
 from paro.report.record import PlannedStep, RunFacts
-from paro.rotation.partition import cut_into_parts
-from paro.rotation.rotated_model import RotatedModel
+from paro.rotation.rotated_model import RotatedModel, make_rotated_units
 from paro.schedule.loss_scale import start_loss_scale
 from paro.schedule.lr_schedule import LrSchedule
 from paro.sharding.buffers import TORCH_TYPES, Ledger
@@ -162,9 +161,9 @@ def _spread(
         sharded = make_sharded_units(model, specs, context)
         return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
-    ring, in_place = Ring(Use.ROTATE, span, groups, links), shape.ring.in_place
-    parts = cut_into_parts(model, model.units(), specs, context, ring, in_place=in_place)
-    return RotatedModel(model, parts, timers, updated_ahead=ahead)
+    ring = Ring(Use.ROTATE, span, groups, links)
+    rotated = make_rotated_units(model, specs, context, ring)
+    return RotatedModel(model, model.units(), rotated, shape, timers, updated_ahead=ahead)
 
 
 def _sharding_context(

@@ -12,7 +12,8 @@ from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.sharding.shards import UnitShards
 from paro.step.gathering import GatheringPolicy
-from paro.step.rotating import SlicePolicy
+from paro.step.rotating import RotationPolicy
+from paro.step.slices import SlicePolicy
 from paro.step.updating import UpdatingPolicy
 from tests.helpers.waits import changed
 
@@ -59,6 +60,7 @@ class Mutation:
 _gathering = partial(Mutation, GatheringPolicy, strategy="IIG")
 _updating = partial(Mutation, UpdatingPolicy, old="return self._queue", new="return []  #")
 _rotating = partial(Mutation, SlicePolicy, strategy="IIG")
+_rotated = partial(Mutation, RotationPolicy, strategy="IIG", more=ROTATE)
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
 _by_units = partial(Mutation, NativeCollectives, "_run_by_units", more=MUON)
 _pipelined = partial(Mutation, PipelinedCollectives, "run", more=HO_RING)
@@ -69,11 +71,11 @@ MUTATIONS = (
     _gathering("end_step", "*((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)", ""),
     _updating("before_forward", strategy="IIG", more=AHEAD),
     _updating("flush", strategy="NIG", more=f"{SAVED} {AHEAD}"),
-    _rotating("begin_forward", "[(Verb.WAIT,)]", "[]", more=ROTATE),
-    _rotating("before_forward", f"[{_NEXT}] if waits else []", "[]", more=ROTATE),
+    _rotating("_begin_forward", "[(Verb.WAIT,)]", "[]", more=ROTATE),
+    _rotating("before_forward", f"actions.append({_NEXT})", "pass", more=ROTATE),
     _rotating("after_forward", f"[shift, {_NEXT}]", "[shift]", more=f"{IN_PLACE} {FULL}"),
     _rotating("before_backward", f"actions.append({_NEXT})", "pass", more=ROTATE),
-    _rotating("first_gradient", f"[] if self._in_place else [{_GRADS}]", "[]", more=ROTATE),
+    _rotating("first_gradient", f"[*actions, {_GRADS}]", "actions", more=ROTATE),
     _rotating(
         "after_backward",
         f"actions += [{_NEXT}]",
@@ -81,6 +83,8 @@ MUTATIONS = (
         more=f"{IN_PLACE} --trainable names:*norm*",  # else gradients that follow are waited for
     ),
     _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),
+    _rotated("begin_evaluation", "(Verb.WAIT, buffer) for buffer in self.shape.replicated", ""),
+    _rotated("end_step", "(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable", ""),
     _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("gather_updated", "unit._updated = updated", "pass"),
     Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
@@ -123,12 +127,8 @@ CAUGHT = {
         "IIG",
         MUON,
     ),
-    "rotation.rotating_unit RotatingUnit._wait: "
+    "rotation.rotating_unit RotatingUnit.wait_shifted: "
     "self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))": ("IIG", ROTATE),
-    "sharding.distributed_model DistributedModel.finish_gradients: unit.wait_reduced()": (
-        "IIG",
-        ROTATE,
-    ),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
     "unit.wait_for_updated_params()": ("NIG", SAVED),
     "sharding.sharded_unit ShardedUnit.gather: after=self._updated": ("IIG", ""),

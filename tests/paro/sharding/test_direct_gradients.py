@@ -20,7 +20,7 @@ from paro.config.run import RunConfig
 from paro.precision import PrecisionConfig
 from paro.rotation.rotating_unit import RotatingUnit
 from paro.sharding.sharded_unit import ShardedUnit
-from paro.step.rotating import Slot
+from paro.step.slices import Slot
 from paro.training.step import Training
 from tests.helpers.training import TINY, begun, built
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
@@ -119,7 +119,8 @@ def test_compiled_graphs_return_gradients_of_norms_alone(
 
     def take(sink: Any, leaf: Tensor) -> None:
         if leaf.grad is not None:
-            received[sink.unit.name] = received.get(sink.unit.name, 0) + leaf.grad.numel()
+            name = sink.model.units[sink.number].name
+            received[name] = received.get(name, 0) + leaf.grad.numel()
         original(sink, leaf)
 
     def written(into: Tensor, grad: Tensor) -> bool:
@@ -220,7 +221,7 @@ def test_sums_that_rotate_are_written_by_matmuls(
     assert {"blocks.2.attention", "blocks.2.mlp", "head"} <= {*parts}
     for name in parts:
         unit = units[name]
-        first = unit._ring.home_of(unit.num_steps - 1)
+        first = unit._ring.home_of(unit._ring.size - 1)
         padding = sum(high - low for low, high in unit._gaps[first])
         # This rank's own sum is added to its shard when it has come home.
         assert written[name] == 2 * (padding + unit.grad_shard.numel()), name

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from paro.distributed.byte_counter import Sent
+from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.timeline import simulate
 from paro.step import plan
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
+from paro.step.rotating import RotationPolicy
 from tests.paro.late_mutations import Mutation
 from tests.paro.planning import cases
 from tests.paro.planning.cases import TINY, costs, machine, order_case, workload
@@ -79,3 +82,32 @@ def test_gathers_below_the_first_unit_that_trains_are_noticed() -> None:
     plan.step_plan.cache_clear()
     with changed.removed(), pytest.raises(AssertionError, match="the step has more to run"):
         simulate(costs(order_case("mostly frozen"), "GGG"))
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [
+        ("after_backward", "actions.append((Verb.STEP_REDUCE, buffer))", "pass"),
+        ("last_gradient", "if self._last", "if False"),
+    ],
+    ids=["slices", "norms"],
+)
+def test_reductions_that_the_policy_of_rotation_drops_are_neither_sent_nor_predicted(
+    method: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    given = order_case("tied", materialize=Materialize.ROTATE)
+
+    def found() -> tuple[Sent, Sent]:
+        plan.step_plan.cache_clear()
+        rank = engine(given, "IIG")
+        rank.step(1)  # what it updates is sent in the next one
+        return rank.step(2), Estimator(given).sent(given.candidate(given.strategy("IIG")))
+
+    (sent, predicted), mutation = found(), Mutation(RotationPolicy, method, old, new, "IIG")
+    with mutation.removed():
+        sent_without, predicted_without = found()
+    plan.step_plan.cache_clear()
+    assert sent == predicted
+    assert sent_without == predicted_without
+    assert sent_without.inter < sent.inter

@@ -10,23 +10,13 @@ import torch
 
 from model.lora_config import LoraConfig, targets_of
 from paro.planning.search.search_space import Workload
-from paro.rotation.rotating_unit import RotatingUnit
 from paro.spec.run_plan import Materialize
 from paro.step.actions import Move, Verb
 from tests.paro.planning.cases import ORDERS, costs, machine, order_case, plan_of
-from tests.paro.planning.lone_rank import LoneRank, silence
-from tests.paro.step.test_plan import engine, from_forward_on
+from tests.paro.planning.lone_rank import silence
+from tests.paro.step.test_plan import ELSEWHERE, engine, from_forward_on
 
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
-
-
-def recorded(rank: LoneRank) -> list[Move]:
-    """What all rotating units do from now on, and the model's all-gathers of updates."""
-    record = rank.model.record = []
-    for number, unit in enumerate(rank.model.units):
-        if isinstance(unit, RotatingUnit):
-            unit.number, unit.record = number, record
-    return record
 
 
 def by_buffer(moves: list[Move]) -> dict[int, list[Move]]:
@@ -36,21 +26,16 @@ def by_buffer(moves: list[Move]) -> dict[int, list[Move]]:
     return dict(found)
 
 
-OF_SLICES = {Verb.WAIT, *(verb for verb in Verb if Verb.WAIT_REDUCED < verb < Verb.FORWARD)}
-OF_SLICES -= {Verb.NORM, Verb.UPDATE}
-
-
 def check(given: Workload, strategy: str) -> None:
     rank = engine(given, strategy)
     rank.step(1)
     for num_micro_batches in (1, 2):
-        record = recorded(rank)
+        record = rank.model.record = []
         rank.step(num_micro_batches)
         size = given.machine.world_size * num_micro_batches
         plan = plan_of(costs(replace(given, global_batch_size=size), strategy))
-        first = sum(not isinstance(unit, RotatingUnit) for unit in rank.model.units)
-        wanted = [move for move in from_forward_on(plan, OF_SLICES) if move[1] >= first]
-        assert by_buffer([move for move in record if move[1] >= first]) == by_buffer(wanted)
+        wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
+        assert by_buffer(record) == by_buffer(wanted)
         shifts = [move for move in record if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
         assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
 
@@ -94,7 +79,7 @@ def test_an_evaluation_moves_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     silence(monkeypatch)
     for way in WAYS:
         rank = engine(order_case("tied", materialize=way), "IIG")
-        record = recorded(rank)
+        rank.model.record = record = []
         tokens_BS = torch.zeros(1, 16, dtype=torch.int64)
         rank.model.evaluate(tokens_BS, tokens_BS, torch.ones(1, 16))
         verbs = {move[0] for move in record}

@@ -1,0 +1,212 @@
+"""Decides how the slices of one buffer and their gradients move round the ring."""
+
+# [Note: the slots of a slice]
+# Step t of a pass computes with the slice of the rank t positions before. SHARD is this rank's
+# shard of the parameters, always allocated; SPARE and SPARE_2 are more slots of weights; GRAD and
+# GRAD_2 are those of rotating gradients.
+#
+# A forward that is followed by a backward shifts the slices themselves: after it the slice of the
+# next rank is in SHARD, and backward returns this rank's own, d - 1 shifts each way for d ranks.
+# Autograd saves the slices as views of their slots, so backward needs each slice in the slot of its
+# forward: SHARD at the last step and every second step before it, SPARE at the others. With an even
+# d the first slice is copied from SHARD to SPARE, and back at the end.
+#
+# A forward without a backward (evaluation; blocks that will be recomputed; below the first trained
+# parameter; the embedding, whose backward reads no weight) does not modify SHARD: copies of the
+# slices pass through SPARE and SPARE_2.
+#
+# Slots used, and memory in addition to SHARD (scratch is 2 chunks, a chunk 1/4 slice or less):
+#
+#                    out of place                               in place
+#   forward          SHARD, SPARE, SHARD ..           1 slice   SHARD         scratch
+#   forward, copies  SHARD, SPARE, SPARE_2, SPARE ..  2 slices  SHARD, SPARE  1 slice and scratch
+#   backward         SPARE, GRAD, GRAD_2              3 slices  GRAD          1 slice and scratch
+#
+# Weights and gradients have separate scratch if their communication dtypes differ. In place, a unit
+# holds half of every slice of its part if the slices can be halved, and the halves rotate one after
+# the other: 1 slice and scratch are then less than one slice of the part.
+#
+# Out of place, a shift overlaps with the computation that reads the slice being sent. In backward
+# the comm stream carries, in this order, the gradients that arrive with slice t and the weights of
+# step t - 1; the gradients are waited for when the first gradient of step t is added to them.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from paro.step.actions import SliceMove, Verb
+
+
+class Slot(IntEnum):
+    """A buffer for a slice, or a part of one."""
+
+    SHARD = 0
+    SPARE = 1
+    SPARE_2 = 2
+    GRAD = 3
+    GRAD_2 = 4
+    SCRATCH = 5
+    GRAD_SCRATCH = 6
+
+
+class SliceState(Enum):
+    """Where the slices of a unit are."""
+
+    HOME = "every rank's own slice is in SHARD"
+    COPYING = "copies pass through, SHARD is not modified"
+    SHIFTING = "a forward shifts the slices, which a backward returns"
+    SHIFTED = "the slice of the next rank is in SHARD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingShape:
+    """What the moves of all slices of a model depend on."""
+
+    num_steps: int  # the ranks of the ring
+    in_place: bool
+    shares_scratch: bool  # weights and gradients have the same type on the wire
+
+
+class SlicePolicy:
+    """Answers the events of one buffer's slices with the actions to carry out, in order.
+
+    The actions are verbs and slots, without the number of the buffer.
+
+    Forward, for every step of the ring: `before_forward` and `after_forward`. Backward, from the
+    last step to the first: `before_backward`, `first_gradient`, `after_backward`. The slot of a
+    step may be read from `before_forward` to `after_forward`, and from `before_backward` to
+    `after_backward`.
+    """
+
+    def __init__(self, shape: RingShape, *, trainable: bool) -> None:
+        self._num_steps = shape.num_steps
+        self._in_place = shape.in_place
+        self._trainable = trainable
+        self._grad_scratch = Slot.SCRATCH if shape.shares_scratch else Slot.GRAD_SCRATCH
+        self._state = SliceState.HOME
+        self._shifted_back_to: int | None = None  # the step whose weights are shifted back
+        self._alive: set[Slot] = set()
+
+    # Forward #
+
+    def before_forward(self, step: int, *, shifts_back: bool) -> list[SliceMove]:
+        """Before the computation with a step's slice; out of place, the next shift starts.
+
+        With `shifts_back` a backward that reads the slices follows this forward.
+        """
+        actions: list[SliceMove] = []
+        if step == 0:
+            actions += self._begin_forward(shifts_back=shifts_back)
+        elif not self._in_place:
+            actions.append((Verb.WAIT_SHIFTED,))
+        last = step + 1 == self._num_steps
+        if self._state is SliceState.SHIFTING and last:
+            self._state = SliceState.SHIFTED
+        if not self._in_place and not last:
+            actions.append((Verb.SHIFT, self.slot(step), self.slot(step + 1)))
+        return actions
+
+    def _begin_forward(self, *, shifts_back: bool) -> list[SliceMove]:
+        assert self._state is not SliceState.SHIFTED, "the slices have not been shifted back"
+        self._state = SliceState.SHIFTING if shifts_back else SliceState.COPYING
+        actions: list[SliceMove] = [(Verb.WAIT,)]
+        if self._in_place:
+            return actions + self._allocate(Slot.SCRATCH, *(() if shifts_back else (Slot.SPARE,)))
+        needs_two = not shifts_back and self._num_steps > 2
+        actions += self._allocate(Slot.SPARE, *((Slot.SPARE_2,) if needs_two else ()))
+        if self.slot(0) is Slot.SPARE:
+            actions.append((Verb.COPY, Slot.SHARD, Slot.SPARE))
+        return actions
+
+    def after_forward(self, step: int) -> list[SliceMove]:
+        """After the computation with a step's slice; in place, the slices are shifted."""
+        if step + 1 < self._num_steps:
+            shift = (Verb.SHIFT, self.slot(step), self.slot(step + 1))
+            return [shift, (Verb.WAIT_SHIFTED,)] if self._in_place else []
+        if self._state is SliceState.COPYING:
+            self._state = SliceState.HOME
+        return self._free(Slot.SPARE, Slot.SPARE_2, Slot.SCRATCH)
+
+    def slot(self, step: int) -> Slot:
+        """Where the slice of a step is."""
+        if self._state in (SliceState.SHIFTING, SliceState.SHIFTED):
+            at_home = self._in_place or (self._num_steps - 1 - step) % 2 == 0
+            return Slot.SHARD if at_home else Slot.SPARE
+        if step == 0:
+            return Slot.SHARD
+        return Slot.SPARE if self._in_place or step % 2 else Slot.SPARE_2
+
+    # Backward #
+
+    def before_backward(self, step: int) -> list[SliceMove]:
+        """Before the backward of a step; out of place, the shift of the previous step's starts.
+
+        Nothing is done while the forward has not been recomputed yet.
+        """
+        if self._state is not SliceState.SHIFTED or self._shifted_back_to == step:
+            return []
+        actions: list[SliceMove] = []
+        if step + 1 == self._num_steps:
+            # Alive if a recomputed forward stopped early.
+            actions += self._allocate(Slot.SCRATCH if self._in_place else Slot.SPARE)
+        elif not self._in_place:
+            actions.append((Verb.WAIT_SHIFTED,))
+        self._shifted_back_to = step
+        if not self._in_place and step:
+            actions.append((Verb.SHIFT_BACK, self.slot(step), self.slot(step - 1)))
+        return actions
+
+    def first_gradient(self, step: int) -> list[SliceMove]:
+        """Before the first gradient of a step is added to the sum that rotates with its slice."""
+        actions = self.before_backward(step)  # if the forward was recomputed after that event
+        if step + 1 < self._num_steps:
+            return actions if self._in_place else [*actions, (Verb.WAIT_GRADS,)]
+        second = self._grad_scratch if self._in_place else Slot.GRAD_2
+        actions += self._allocate(Slot.GRAD, second)
+        return [*actions, (Verb.ZERO_GAPS, Slot.GRAD, step)]
+
+    def after_backward(self, step: int) -> list[SliceMove]:
+        """After the backward of a step: its gradients move on, or are accumulated at step 0."""
+        actions = self.before_backward(step)  # if it was recomputed and nothing trains
+        if step == 0:
+            return actions + self._end_backward()
+        shifted = self._state is SliceState.SHIFTED
+        if self._in_place and shifted:
+            actions += [(Verb.SHIFT_BACK, Slot.SHARD, Slot.SHARD)]
+            actions += [(Verb.WAIT_SHIFTED,)]
+        if self._trainable:
+            slots = self.grad_slot(step), self.grad_slot(step - 1)
+            actions.append((Verb.SHIFT_GRADS, *slots, self._grad_scratch))
+            if self._in_place:
+                actions.append((Verb.WAIT_GRADS,))
+        return actions
+
+    def grad_slot(self, step: int) -> Slot:
+        """Where the sum of a step's gradients is."""
+        in_first = self._in_place or (self._num_steps - 1 - step) % 2 == 0
+        return Slot.GRAD if in_first else Slot.GRAD_2
+
+    def _end_backward(self) -> list[SliceMove]:
+        actions: list[SliceMove] = []
+        if self._state is SliceState.SHIFTED:
+            if self.slot(0) is Slot.SPARE:
+                actions.append((Verb.COPY, Slot.SPARE, Slot.SHARD))
+            actions += self._free(Slot.SPARE, Slot.SCRATCH)
+            self._state, self._shifted_back_to = SliceState.HOME, None
+        if self._trainable:
+            actions.append((Verb.ACCUMULATE, self.grad_slot(0)))
+            actions += self._free(Slot.GRAD, Slot.GRAD_2, self._grad_scratch)
+        return actions
+
+    # Memory #
+
+    def _allocate(self, *slots: Slot) -> list[SliceMove]:
+        new = [slot for slot in slots if slot not in self._alive]
+        self._alive.update(new)
+        return [(Verb.ALLOCATE_SLOT, slot) for slot in new]
+
+    def _free(self, *slots: Slot) -> list[SliceMove]:
+        old = [slot for slot in slots if slot in self._alive]
+        self._alive.difference_update(old)
+        return [(Verb.FREE_SLOT, slot) for slot in old]
