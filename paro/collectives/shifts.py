@@ -69,7 +69,7 @@ class Ring(Endpoint):
         self.size = len(self._members)
         self.position = self._members.index(groups.rank)
 
-    def home_of(self, num_shifts: int) -> int:
+    def owner_of(self, num_shifts: int) -> int:
         """The position whose slice this rank holds after `num_shifts` clockwise shifts."""
         return (self.position - num_shifts) % self.size
 

@@ -1,7 +1,7 @@
-"""Attention of samples that several ranks share: heads are exchanged, keys and values travel."""
+"""Attention of samples that several ranks share: by all-to-alls of heads, by ring attention."""
 
 # Letters as in model/llama.py and, for the ranks, in layout.py. The heads that a rank
-# attends with are exchanged in pieces: while one is computed with, the next travels.
+# attends with are exchanged in pieces: while one is computed with, the next is sent.
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from model.block_attention import attend_keeping
 from model.config import AttentionBackend
 from model.kept import KeptAttention
 from paro.collectives.choice import AlgorithmChoice
-from paro.context_parallel.exchange import Exchange, Trip
+from paro.context_parallel.all_to_all import AllToAll, AutogradAllToAll
+from paro.context_parallel.blockwise import blockwise_attention
 from paro.context_parallel.gather import make_gather
-from paro.context_parallel.partwise import partwise
 from paro.context_parallel.ring import make_rings
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
@@ -32,11 +32,11 @@ class ContextAttention:
     exchanged: to all tokens of a sample, or along the ring of the ranks that share it.
     """
 
-    def __init__(self, layout: ContextLayout, exchange: Exchange | None, within: Core) -> None:
+    def __init__(self, layout: ContextLayout, all_to_all: AllToAll | None, within: Core) -> None:
         self._layout = layout
-        self._exchange = exchange
+        self._all_to_all = all_to_all
         self._within = within
-        self._abandoned: list[Trip] = []
+        self._abandoned: list[AutogradAllToAll] = []
 
     def __call__(
         self,
@@ -46,11 +46,11 @@ class ContextAttention:
         documents: Documents | None,
         kept: KeptAttention | None,
     ) -> Tensor:
-        if self._exchange is None:
+        if self._all_to_all is None:
             return self._within(q_BTNH, k_BTKH, v_BTKH, documents, kept)
-        for trip in self._abandoned:
-            trip.receive()
-        num_ranks = self._exchange.num_ranks
+        for exchange in self._abandoned:
+            exchange.receive()
+        num_ranks = self._all_to_all.num_ranks
         repeats = max(1, num_ranks // k_BTKH.shape[2])
         if repeats > 1:  # every rank gets the one head that its queries need
             k_BTKH, v_BTKH = (part.repeat_interleave(repeats, 2) for part in (k_BTKH, v_BTKH))
@@ -59,27 +59,29 @@ class ContextAttention:
         # One head of keys and values a rank goes with the first piece of queries.
         apart = k_BTKH.shape[2] > num_ranks
         keys, values = (_by_piece(x, num_ranks, pieces if apart else 1) for x in (k_BTKH, v_BTKH))
-        going = []
+        outgoing = []
         for number, query in enumerate(queries):
-            trip = Trip(self._exchange, for_heads=True)
+            exchange = AutogradAllToAll(self._all_to_all, for_heads=True)
             tensors = (query, *(part[number] for part in (keys, values) if number < len(part)))
-            going.append((trip, trip.start(*tensors)))
-        coming: list[tuple[Trip, Tensor]] = []
+            outgoing.append((exchange, exchange.start(*tensors)))
+        incoming: list[tuple[AutogradAllToAll, Tensor]] = []
         # A recomputation ends with the last tensor that backward needs, in `within`: what it leaves
         # under way must arrive before its memory is used again.
         self._abandoned = []
         key = value = None
-        for trip, token in going:
-            query, *new = trip.finish(token)
+        for exchange, token in outgoing:
+            query, *new = exchange.finish(token)
             key, value = new or (key, value)
             assert key is not None, "they come with the first queries"
             assert value is not None, "and so do values"
-            back = Trip(self._exchange, for_heads=False)
+            back = AutogradAllToAll(self._all_to_all, for_heads=False)
             out = self._within(query, key, value, documents, kept)
-            coming.append((back, back.start(out)))
+            incoming.append((back, back.start(out)))
             self._abandoned.append(back)
         self._abandoned = []
-        outs = [trip.finish(token)[0].unflatten(2, (num_ranks, -1)) for trip, token in coming]
+        outs = [
+            exchange.finish(token)[0].unflatten(2, (num_ranks, -1)) for exchange, token in incoming
+        ]
         return torch.cat(outs, dim=3).flatten(2, 3)
 
 
@@ -99,8 +101,8 @@ def make_context_attention(
     """The attention of a `layout`; its keys and values travel unless each rank has them all."""
     within: Core = partial(attend_keeping, backend)
     if layout.gathers:
-        within = partwise(make_gather(layout, groups, links, choice), backend)
+        within = blockwise_attention(make_gather(layout, groups, links, choice), backend)
     elif layout.ring > 1:
-        within = partwise(make_rings(layout, groups, links), backend)
+        within = blockwise_attention(make_rings(layout, groups, links), backend)
     span = layout.heads_span(groups.topology)
-    return ContextAttention(layout, Exchange(span, groups, links) if span else None, within)
+    return ContextAttention(layout, AllToAll(span, groups, links) if span else None, within)

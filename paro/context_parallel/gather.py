@@ -1,4 +1,4 @@
-"""Keys and values of all places by one all-gather, their gradients by one reduce-scatter."""
+"""Keys and values of a whole ring by one all-gather, their gradients by one reduce-scatter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
-from paro.context_parallel.partwise import GradsOf, See, in_two
+from paro.context_parallel.blockwise import Attend, GradsOf, in_two
 from paro.distributed.comm_stream import CommStreams, Event, Job
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
@@ -21,8 +21,8 @@ from paro.spec.context_layout import ContextLayout
 from paro.topology import AxisSpan, Use, nested_range
 
 
-class GatherTravel:
-    """A `Travel` by collectives along `span`; under way, the rank uses its own keys and values."""
+class GatherKVExchange:
+    """A `KVExchange` by collectives along `span`; meanwhile a rank uses its own keys and values."""
 
     def __init__(
         self,
@@ -35,22 +35,22 @@ class GatherTravel:
         self._span = span
         self._members = groups.topology.members(span, groups.rank)
         self._exposure = exposure
-        self.place = self._members.index(groups.rank)
-        self.num_places = len(self._members)
+        self.ring_rank = self._members.index(groups.rank)
+        self.ring_size = len(self._members)
 
-    def visit(self, own_2BTKH: Tensor, see: See) -> None:
+    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
         whole, event = self._gather(own_2BTKH)
-        see(self.place, own_2BTKH)
+        attend(self.ring_rank, own_2BTKH)
         self._exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
-            see(source, self._part(whole, source).view_as(own_2BTKH))
+            attend(source, self._part(whole, source).view_as(own_2BTKH))
 
-    def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
         whole, event = self._gather(own_2BTKH)
         total = torch.zeros_like(whole, dtype=torch.float32)
-        home = self._part(total, self.place).view_as(own_2BTKH)
+        own_grads = self._part(total, self.ring_rank).view_as(own_2BTKH)
         now, later = in_two(own_2BTKH)
-        grads_of(self.place, own_2BTKH[now], 0)(home[now])
+        grads_of(self.ring_rank, own_2BTKH[now], 0)(own_grads[now])
         self._exposure.wait(WaitKind.CONTEXT, event)
         for source in self._others():
             kv_2BTKH = self._part(whole, source).view_as(own_2BTKH)
@@ -58,23 +58,23 @@ class GatherTravel:
         with self._exposure.submitting(WaitKind.CONTEXT):
             request = Request(Op.REDUCE_SCATTER, total, self._span, torch.float32)
             event = self._collectives.run(request)
-        share = grads_of(self.place, own_2BTKH[later], own_2BTKH[now].shape[3])
+        add_grads = grads_of(self.ring_rank, own_2BTKH[later], own_2BTKH[now].shape[3])
         self._exposure.wait(WaitKind.CONTEXT, event)
-        share(home[later])
-        return home
+        add_grads(own_grads[later])
+        return own_grads
 
     def _gather(self, own_2BTKH: Tensor) -> tuple[Tensor, Event]:
-        whole = own_2BTKH.new_empty(self.num_places * own_2BTKH.numel())
+        whole = own_2BTKH.new_empty(self.ring_size * own_2BTKH.numel())
         with self._exposure.submitting(WaitKind.CONTEXT):
             own = own_2BTKH.view(-1)
             request = Request(Op.ALL_GATHER, whole, self._span, whole.dtype, shard=own)
             return whole, self._collectives.run(request)
 
     def _others(self) -> list[int]:
-        return [place for place in range(self.num_places) if place != self.place]
+        return [number for number in range(self.ring_size) if number != self.ring_rank]
 
-    def _part(self, whole: Tensor, place: int) -> Tensor:
-        start, stop = nested_range(self._span, self._members[place], whole.numel())
+    def _part(self, whole: Tensor, ring_rank: int) -> Tensor:
+        start, stop = nested_range(self._span, self._members[ring_rank], whole.numel())
         return whole[start:stop]
 
 
@@ -95,8 +95,8 @@ class ContextStreams:
 
 def make_gather(
     layout: ContextLayout, groups: Groups, links: Links, choice: AlgorithmChoice
-) -> GatherTravel:
+) -> GatherKVExchange:
     """The gathers of a `layout`."""
     apart = replace(links, streams=ContextStreams(links.streams))
     span = layout.ring_span(groups.topology)
-    return GatherTravel(make_collectives(choice, groups, apart), span, groups, links.exposure)
+    return GatherKVExchange(make_collectives(choice, groups, apart), span, groups, links.exposure)

@@ -1,15 +1,15 @@
-"""Which queries of one place in a ring see which keys of another, with documents kept apart."""
+"""Which queries of a rank of a ring attend to which keys of another, with documents kept apart."""
 
-# A sample is cut into 2R chunks; place p of R owns chunks p and 2R - 1 - p, in this order. What the
-# queries of place 1 see if R is 3 and a sample is one document:
+# A sample is cut into 2R chunks; ring rank p of R owns chunks p and 2R - 1 - p, in this order. What
+# the queries of ring rank 1 attend to if R is 3 and a sample is one document:
 #
 #     chunk   0  1  2  3  4  5
 #         1   x  \                  own keys            one causal square of both chunks
-#         4   x  x  x  x  \         those of place 0    all queries, the first chunk's keys
-#                                   those of place 2    the second chunk's queries, all keys
+#         4   x  x  x  x  \         those of ring rank 0    all queries, the first chunk's keys
+#                                   those of ring rank 2    the second chunk's queries, all keys
 #
-# Documents cut the square into smaller ones: the tokens of one are neighbours among a place's
-# tokens also where they lie in both chunks. Between two places, only the document of the last key
+# Documents cut the square into smaller ones: the tokens of one are neighbours among a rank's
+# tokens also where they lie in both chunks. Between two ranks, only the document of the last key
 # before the queries can have queries and keys. So there is one rectangle at most, without a mask.
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bounds = tuple[int, ...]  # where the documents of a sample begin, and the sampl
 
 
 class Rectangle(NamedTuple):
-    """Queries of a place that see all of these keys of another, counted among its own tokens."""
+    """Queries of a rank that attend to all of these keys of another, counted among its tokens."""
 
     queries: slice
     keys: slice
@@ -43,17 +43,17 @@ def bounds_of(lengths: tuple[int, ...], seq_length: int) -> tuple[Bounds, ...]:
     return tuple(samples)
 
 
-def squares(bounds: Bounds, place: int, num_places: int) -> list[int]:
-    """Lengths of the causal squares of a place's own tokens."""
-    owned = _Chunks(bounds, place, num_places)
+def squares(bounds: Bounds, ring_rank: int, ring_size: int) -> list[int]:
+    """Lengths of the causal squares of a rank's own tokens."""
+    owned = _Chunks(bounds, ring_rank, ring_size)
     cuts = sorted({owned.before(bound) for bound in bounds})
     return [stop - start for start, stop in pairwise(cuts)]
 
 
-def rectangle(bounds: Bounds, place: int, source: int, num_places: int) -> Rectangle | None:
-    """What the queries of `place` see of the keys of another place, `source`."""
-    queries, keys = (_Chunks(bounds, at, num_places) for at in (place, source))
-    if source < place:
+def rectangle(bounds: Bounds, ring_rank: int, source: int, ring_size: int) -> Rectangle | None:
+    """What the queries of `ring_rank` attend to of the keys of another ring rank, `source`."""
+    queries, keys = (_Chunks(bounds, at, ring_size) for at in (ring_rank, source))
+    if source < ring_rank:
         first_query, query, key_stop, last_key = queries.first, 0, keys.size, keys.first
     else:
         first_query, query = queries.second, queries.size
@@ -67,13 +67,13 @@ def rectangle(bounds: Bounds, place: int, source: int, num_places: int) -> Recta
 
 
 class _Chunks:
-    """The two chunks of a place: their size and first positions."""
+    """The two chunks of a ring rank: their size and first positions."""
 
-    def __init__(self, bounds: Sequence[int], place: int, num_places: int) -> None:
-        self.size = bounds[-1] // (2 * num_places)
-        self.first = place * self.size
-        self.second = (2 * num_places - 1 - place) * self.size
+    def __init__(self, bounds: Sequence[int], ring_rank: int, ring_size: int) -> None:
+        self.size = bounds[-1] // (2 * ring_size)
+        self.first = ring_rank * self.size
+        self.second = (2 * ring_size - 1 - ring_rank) * self.size
 
     def before(self, position: int) -> int:
-        """The number of this place's tokens before a position of the sample."""
+        """The number of this rank's tokens before a position of the sample."""
         return sum(min(max(position - start, 0), self.size) for start in (self.first, self.second))

@@ -1,13 +1,16 @@
-"""Keys and values that travel round a ring, or round two nested ones, while others are used."""
+"""Keys and values sent round a ring of ranks, or round two nested ones: ring attention."""
 
 # [Note: double ring]
-# With a ring inside groups and one between them, a rank holds at first its own keys and values. In
-# every turn the inner ring brings those of the whole group, which the ranks of a group held at the
-# turn's begin; meanwhile the outer ring sends what this rank held then to the next group, so that
-# all ranks of a group send between groups at the same time, and each rank sends as much as in one
-# flat ring. 2 groups of 3 ranks; what each uses, step by step:
+# In ring attention every rank computes its queries' attention to the keys and values that it holds,
+# while these are sent to the next rank of the ring and those of the rank before it arrive.
 #
-#     rank                 0    1    2  |  3    4    5
+# Here an inner ring runs inside groups and an outer one between them. In every turn the inner ring
+# brings a rank all that its group held when the turn began; meanwhile the outer ring sends what
+# this rank held then to the next group. So all ranks of a group send between groups at the same
+# time, and each rank sends as much as in one flat ring. With 2 groups of 3 ranks, the ring rank
+# whose keys and values each rank uses, step by step:
+#
+#     ring rank            0    1    2  |  3    4    5
 #     turn 0               0    1    2  |  3    4    5        meanwhile to the other group
 #                          2    0    1  |  5    3    4
 #                          1    2    0  |  4    5    3
@@ -15,12 +18,12 @@
 #                          5    3    4  |  2    0    1
 #                          4    5    3  |  1    2    0
 #
-# Gradients go the same way. Inside a turn the sum begins at the second rank that used the keys,
-# follows them and ends where the turn began; there it joins the sum between groups, which begins in
-# the second group and ends at the owner. What the owner adds stays with it. So sums travel as
-# often as keys do, one step after these: a sum is awaited when the next share is computed. For the
-# last one of a ring nothing would be left to compute: of turn 0, and of a turn's own keys in it, a
-# part of the heads is left for then.
+# In backward keys and values go round again, and the sum of their gradients follows them one step
+# behind: a sum is awaited when the next rank's share of it has been computed. In a turn it begins
+# at the second rank that used the keys and values and ends where the turn began; there it joins the
+# sum between groups, which begins in the second group and ends at the owner. What the owner adds
+# stays with it. While the last sum of a ring is on its way there would be nothing to compute: of
+# turn 0, and of a turn's own keys in it, a part of the heads is left for then.
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ import torch
 from torch import Tensor
 
 from paro.collectives.shifts import Ring, Turn
-from paro.context_parallel.partwise import GradsOf, See, Share, in_two
+from paro.context_parallel.blockwise import AddGrads, Attend, GradsOf, in_two
 from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
@@ -39,46 +42,64 @@ from paro.spec.context_layout import ContextLayout
 from paro.topology import Use
 
 
-class RingTravel:
-    """A `Travel` along `inner`, nested in `outer`; either may have one place."""
+class RingKVExchange:
+    """A `KVExchange` along the ring `inner`, nested in `outer`; either may have one rank."""
 
     def __init__(self, inner: Ring, outer: Ring, exposure: Exposure) -> None:
         self._inner = inner
         self._outer = outer
         self._exposure = exposure
-        self.place = inner.position + inner.size * outer.position
-        self.num_places = inner.size * outer.size
+        self.ring_rank = inner.position + inner.size * outer.position
+        self.ring_size = inner.size * outer.size
 
-    def visit(self, own_2BTKH: Tensor, see: See) -> None:
-        for _, source, kv_2BTKH in self._steps(self._held(self._outer, own_2BTKH)):
-            see(source, kv_2BTKH)
+    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
+        for _, source, kv_2BTKH in self._steps(self._received(self._outer, own_2BTKH)):
+            attend(source, kv_2BTKH)
 
-    def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        home = torch.zeros_like(own_2BTKH, dtype=torch.float32)
+    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        total = torch.zeros_like(own_2BTKH, dtype=torch.float32)
         if self._outer.size == 1:
-            self._collect_own(own_2BTKH, 0, home, grads_of)
-            return home
-        between = _Sum(self._outer, home, self._exposure)
+            self._turn_0(own_2BTKH, 0, total, grads_of)
+            return total
+        between = _RingSum(self._outer, total, self._exposure)
         now, later = in_two(own_2BTKH)
-        turns = self._held(self._outer, own_2BTKH)
+        turns = self._received(self._outer, own_2BTKH)
         next(turns)
-        self._collect_own(own_2BTKH[now], 0, home[now], grads_of)
-        self._collect_others(turns, home, between, grads_of)
-        self._collect_own(own_2BTKH[later], own_2BTKH[now].shape[3], home[later], grads_of)
-        between.take_to(home)
-        return home
+        self._turn_0(own_2BTKH[now], 0, total[now], grads_of)
+        self._later_turns(turns, between, grads_of)
+        self._turn_0(own_2BTKH[later], own_2BTKH[now].shape[3], total[later], grads_of)
+        between.receive_into(total)
+        return total
 
-    def _collect_others(
-        self, turns: Iterator[Tensor], home: Tensor, between: _Sum, grads_of: GradsOf
+    def _turn_0(
+        self, own_2BTKH: Tensor, first: int, total_2BTKH: Tensor, grads_of: GradsOf
     ) -> None:
-        """The turns after turn 0; the sum between groups is on its way home at the end."""
-        in_group = _Sum(self._inner, home, self._exposure)
-        begun: list[Share] = []  # of the turn that is not settled yet
+        """Turn 0 for some heads in a row, of which `first` is the first: adds their gradients."""
+        if not own_2BTKH.shape[3]:
+            return  # one head leaves none for later
+        if self._inner.size == 1:
+            grads_of(self.ring_rank, own_2BTKH, first)(total_2BTKH)
+            return
+        now, later = in_two(own_2BTKH)
+        in_group = _RingSum(self._inner, total_2BTKH, self._exposure)
+        for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
+            if step:
+                in_group.add(grads_of(source, kv_2BTKH, first))
+            else:
+                grads_of(source, kv_2BTKH[now], first)(total_2BTKH[now])
+        first_later = first + own_2BTKH[now].shape[3]
+        grads_of(self.ring_rank, own_2BTKH[later], first_later)(total_2BTKH[later])
+        in_group.receive_into(total_2BTKH)
 
-        def settle() -> None:
+    def _later_turns(self, turns: Iterator[Tensor], between: _RingSum, grads_of: GradsOf) -> None:
+        """The turns after turn 0; at the end the sum between groups is on its way to the owner."""
+        in_group = _RingSum(self._inner, between.like, self._exposure)
+        begun: list[AddGrads] = []  # of a turn whose gradients are not in the sum between groups
+
+        def finish_turn() -> None:
             shares = [begun.pop(0)]
             if self._inner.size > 1:
-                shares.append(in_group.take_to)
+                shares.append(in_group.receive_into)
             between.add(*shares)
 
         for (turn, step), source, kv_2BTKH in self._steps(turns, 1):
@@ -88,95 +109,76 @@ class RingTravel:
                 continue
             begun.append(grads_of(source, kv_2BTKH, 0))
             if turn > 1:
-                settle()
-        settle()
-
-    def _collect_own(
-        self, own_2BTKH: Tensor, first: int, home_2BTKH: Tensor, grads_of: GradsOf
-    ) -> None:
-        """Turn 0 for some heads in a row, of which `first` is the first: adds their sum at home."""
-        if not own_2BTKH.shape[3]:
-            return  # one head leaves none for later
-        if self._inner.size == 1:
-            grads_of(self.place, own_2BTKH, first)(home_2BTKH)
-            return
-        now, later = in_two(own_2BTKH)
-        total = _Sum(self._inner, home_2BTKH, self._exposure)
-        for (_, step), source, kv_2BTKH in self._steps(iter([own_2BTKH.contiguous()])):
-            if step:
-                total.add(grads_of(source, kv_2BTKH, first))
-            else:
-                grads_of(source, kv_2BTKH[now], first)(home_2BTKH[now])
-        grads_of(self.place, own_2BTKH[later], first + own_2BTKH[now].shape[3])(home_2BTKH[later])
-        total.take_to(home_2BTKH)
+                finish_turn()
+        finish_turn()
 
     def _steps(
         self, turns: Iterator[Tensor], number: int = 0
     ) -> Iterator[tuple[tuple[int, int], int, Tensor]]:
-        """Turn and step, the place whose keys and values are here, and these."""
-        room: list[Tensor] = []
+        """Turn and step, the ring rank whose keys and values are here, and these."""
+        buffers: list[Tensor] = []
         for turn, first in enumerate(turns, number):
-            for step, held in enumerate(self._held(self._inner, first, room)):
-                source = self._inner.home_of(step) + self._inner.size * self._outer.home_of(turn)
-                yield (turn, step), source, held
+            for step, kv_2BTKH in enumerate(self._received(self._inner, first, buffers)):
+                source = self._inner.owner_of(step) + self._inner.size * self._outer.owner_of(turn)
+                yield (turn, step), source, kv_2BTKH
 
-    def _held(
-        self, ring: Ring, first: Tensor, room: list[Tensor] | None = None
+    def _received(
+        self, ring: Ring, first: Tensor, buffers: list[Tensor] | None = None
     ) -> Iterator[Tensor]:
-        """`first`, then what the ranks before held; the next arrives while one is in use."""
-        held, room = first, [] if room is None else room
+        """`first`, then what each shift brings; the next shift runs while one is in use."""
+        held, buffers = first, [] if buffers is None else buffers
         for number in range(ring.size - 1):
-            if len(room) < 2:
-                room.append(torch.empty_like(first))
-            arriving = room[number % 2]
-            event = _shift(ring, held, arriving, self._exposure)
+            if len(buffers) < 2:
+                buffers.append(torch.empty_like(first))
+            incoming = buffers[number % 2]
+            event = _shift(ring, held, incoming, self._exposure)
             yield held
             self._exposure.wait(WaitKind.CONTEXT, event)
-            held = arriving
+            held = incoming
         yield held
 
 
-def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingTravel:
+def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingKVExchange:
     """The rings of a `layout`."""
     spans = layout.rings(groups.topology)
     inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
-    return RingTravel(inner, outer, links.exposure)
+    return RingKVExchange(inner, outer, links.exposure)
 
 
-class _Sum:
+class _RingSum:
     """A sum in fp32 that follows keys and values round a ring: every rank adds and sends it on."""
 
     def __init__(self, ring: Ring, like: Tensor, exposure: Exposure) -> None:
         self._ring = ring
-        self._like = like
+        self.like = like
         self._exposure = exposure
-        self._room: list[Tensor] = []  # the sum here, and the one that arrives
+        self._buffers: list[Tensor] = []  # the sum here, and the one that arrives
         self._event: Event | None = None
 
-    def add(self, *shares: Share) -> None:
+    def add(self, *shares: AddGrads) -> None:
         """Adds to the sum of the ranks before, if any, and sends it to the next."""
         if self._event is not None:
-            self.take()
-        elif self._room:
-            self._room[0].zero_()
+            self._receive()
+        elif self._buffers:
+            self._buffers[0].zero_()
         else:
-            self._room = [torch.zeros_like(self._like), torch.empty_like(self._like)]
-        total, arriving = self._room
+            self._buffers = [torch.zeros_like(self.like), torch.empty_like(self.like)]
+        total, incoming = self._buffers
         for share in shares:
             share(total)
-        self._event = _shift(self._ring, total, arriving, self._exposure)
+        self._event = _shift(self._ring, total, incoming, self._exposure)
 
-    def take(self) -> Tensor:
+    def _receive(self) -> Tensor:
         """The sum that has arrived here, until the next `add`."""
         assert self._event is not None, "nothing is on its way"
         self._exposure.wait(WaitKind.CONTEXT, self._event)
         self._event = None
-        self._room.reverse()
-        return self._room[0]
+        self._buffers.reverse()
+        return self._buffers[0]
 
-    def take_to(self, total: Tensor) -> None:
+    def receive_into(self, total: Tensor) -> None:
         """Adds the sum that has arrived here."""
-        total += self.take()
+        total += self._receive()
 
 
 def _shift(ring: Ring, outgoing: Tensor, incoming: Tensor, exposure: Exposure) -> Event:

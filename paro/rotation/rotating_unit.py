@@ -53,7 +53,7 @@ class RotatingUnit(UnitShards):
     def boxes(self, step: int, slot: Slot) -> dict[str, Tensor]:
         """Views of a step's slice, by parameter name; valid while the slot is allocated."""
         if (step, slot) not in self._boxes:
-            values, index = self._slots[slot], self._ring.home_of(step)
+            values, index = self._slots[slot], self._ring.owner_of(step)
             begin = index * values.numel()
             self._boxes[step, slot] = {
                 piece.box.name: values[piece.offset - begin :][: piece.high - piece.low].view(
@@ -65,7 +65,7 @@ class RotatingUnit(UnitShards):
 
     def starts(self, step: int) -> dict[str, tuple[int, ...]]:
         """Where the boxes of a step's slice begin in their whole parameters, by name."""
-        pieces = self._pieces[self._ring.home_of(step)]
+        pieces = self._pieces[self._ring.owner_of(step)]
         return {piece.box.name: piece.box.start for piece in pieces}
 
     def grad_box(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
@@ -97,7 +97,7 @@ class RotatingUnit(UnitShards):
         self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))
 
     def zero_gaps(self, slot: Slot, step: int) -> None:
-        for low, high in self._gaps[self._ring.home_of(step)]:
+        for low, high in self._gaps[self._ring.owner_of(step)]:
             self._slots[slot][low:high].zero_()
 
     def accumulate(self, slot: Slot) -> None:

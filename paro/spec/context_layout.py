@@ -2,7 +2,7 @@
 
 # C = U x R neighbouring ranks share a sample of S tokens. U of them exchange heads: outside
 # attention each has a share of their tokens, inside it all of their tokens and 1/U of the heads.
-# R such sets form a ring. Each place of the ring owns two chunks of 2 R, one from either end, so
+# R such sets form a ring. Each rank of the ring owns two chunks of 2 R, one from either end, so
 # that all have equally much causal attention. With C = 4, by chunk of S / 8 tokens:
 #
 #     U 1, R 4 (p2p)        rank 0: 0 7   1: 1 6   2: 2 5   3: 3 4
@@ -40,7 +40,7 @@ class ContextLayout:
 
     @property
     def ring(self) -> int:
-        """The number of places of the ring."""
+        """The number of ranks of the ring."""
         return self.size // self.heads
 
     def in_groups(self, group_size: int) -> ContextLayout:
@@ -54,15 +54,15 @@ class ContextLayout:
         """
         assert seq_length % (2 * self.size) == 0, f"{seq_length} tokens on {self.size} ranks"
         share, chunk = seq_length // self.size, seq_length // (2 * self.ring)
-        place = rank % self.size // self.heads
+        ring_rank = rank % self.size // self.heads
         begin = rank % self.heads * share
         found = []
-        for number, first in enumerate((place * chunk, (2 * self.ring - 1 - place) * chunk)):
+        for number, index in enumerate((ring_rank, 2 * self.ring - 1 - ring_rank)):
             # The chunk's part of this rank's share of the two chunks, which follow each other.
             low = max(begin - number * chunk, 0)
             high = min(begin + share - number * chunk, chunk)
             if low < high:
-                found.append(range(first + low, first + high))
+                found.append(range(index * chunk + low, index * chunk + high))
         return tuple(found)
 
     def topology(self, *, world_size: int, group_size: int) -> Topology:
@@ -78,7 +78,7 @@ class ContextLayout:
         return topology.axes_between(1, self.heads)
 
     def ring_span(self, topology: Topology) -> AxisSpan:
-        """The axes along which keys and values travel."""
+        """The axes along which keys and values are exchanged."""
         return topology.axes_between(self.heads, self.size)
 
     def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
@@ -161,7 +161,7 @@ def num_pieces(num_heads: int, num_kv_heads: int, layout: ContextLayout) -> int:
 def heads_at_first(num_kv_heads: int, item_bytes: int) -> int:
     """Of how many heads a rank computes its own share of the gradients at first.
 
-    That of the others follows at the end. Each part is computed while a message travels: keys and
+    That of the others follows at the end. Each part is computed while something is sent: keys and
     values of other ranks in their type, then gradients for other ranks in fp32.
     """
     return max(1, num_kv_heads * item_bytes // (item_bytes + 4))

@@ -164,7 +164,7 @@ _STAGES = "times the stages of threads' jobs"
 _CLOCK = "no order needs it: else a time would be that of launches alone"
 _THREAD = "the thread of a save; tests/end_to_end/test_checkpoint_flags.py"
 _COPIES = "the thread of local copies; tests/end_to_end/test_local_copies.py"
-_CONTEXT = "what attention waits for; tests/paro/context_parallel/test_partwise.py removes each"
+_CONTEXT = "what attention waits for; tests/paro/context_parallel/test_blockwise.py removes each"
 _FIRST = "the trainer gathers what several units updated after no other job"
 _CLOSE = "no order needs it: a lost peer is named by it, before streams close"
 
@@ -174,7 +174,7 @@ MODULES = {
     "collectives.schedule": _SCHEDULE,
     "collectives.shifts": _RING,
     **dict.fromkeys(
-        (f"context_parallel.{name}" for name in ("exchange", "gather", "ring")), _CONTEXT
+        (f"context_parallel.{name}" for name in ("all_to_all", "gather", "ring")), _CONTEXT
     ),
     "distributed.comm_stream": _STREAMS,
     "training.local_copies": _COPIES,

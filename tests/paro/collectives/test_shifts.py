@@ -60,11 +60,11 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
             weights.shift(Turn.CLOCKWISE)
         if not torch.equal(weights.values, slice_of((ring.position - step) % degree, group)):
             wrong.append(f"forward, step {step}")
-        assert ring.home_of(step) == (ring.position - step) % degree
+        assert ring.owner_of(step) == (ring.position - step) % degree
     # In reverse; every rank adds its contribution to the slice it holds.
     gradient = Traveller(ring, torch.zeros(NUMEL), in_place=in_place)
     for step in reversed(range(degree)):
-        if not torch.equal(weights.values, slice_of(ring.home_of(step), group)):
+        if not torch.equal(weights.values, slice_of(ring.owner_of(step), group)):
             wrong.append(f"backward, step {step}")
         gradient.values += weights.values * (1 + ring.position)
         if step:

@@ -20,25 +20,25 @@ def cases(draw: st.DrawFn) -> Case:
     return places, chunk, draw(st.lists(starts, min_size=1, max_size=3))
 
 
-def owned(place: int, places: int, chunk: int) -> list[int]:
-    """The positions of a place's tokens."""
-    starts = place * chunk, (2 * places - 1 - place) * chunk
+def owned(ring_rank: int, places: int, chunk: int) -> list[int]:
+    """The positions of a rank's tokens."""
+    starts = ring_rank * chunk, (2 * places - 1 - ring_rank) * chunk
     return [position for start in starts for position in range(start, start + chunk)]
 
 
-def pairs_of(bounds: Bounds, place: int, source: int, places: int) -> list[tuple[int, int]]:
+def pairs_of(bounds: Bounds, ring_rank: int, source: int, places: int) -> list[tuple[int, int]]:
     """(query, key) positions that the pieces of two places have."""
     chunk = bounds[-1] // (2 * places)
-    queries, keys = owned(place, places, chunk), owned(source, places, chunk)
-    if source == place:
-        ends = list(accumulate(squares(bounds, place, places), initial=0))
+    queries, keys = owned(ring_rank, places, chunk), owned(source, places, chunk)
+    if source == ring_rank:
+        ends = list(accumulate(squares(bounds, ring_rank, places), initial=0))
         return [
             (queries[row], keys[column])
             for begin, end in pairwise(ends)
             for row in range(begin, end)
             for column in range(begin, row + 1)
         ]
-    piece = rectangle(bounds, place, source, places)
+    piece = rectangle(bounds, ring_rank, source, places)
     if piece is None:
         return []
     rows, columns = queries[piece.queries], keys[piece.keys]
@@ -61,9 +61,9 @@ def test_the_pieces_are_the_mask(case: Case) -> None:
         document = [sum(start <= position for start in bounds) for position in range(seq_length)]
         found = Counter(
             pair
-            for place in range(places)
+            for ring_rank in range(places)
             for source in range(places)
-            for pair in pairs_of(bounds, place, source, places)
+            for pair in pairs_of(bounds, ring_rank, source, places)
         )
         assert found == {
             (query, key): 1

@@ -221,7 +221,7 @@ def test_sums_that_rotate_are_written_by_matmuls(
     assert {"blocks.2.attention", "blocks.2.mlp", "head"} <= {*parts}
     for name in parts:
         unit = units[name]
-        first = unit._ring.home_of(unit._ring.size - 1)
+        first = unit._ring.owner_of(unit._ring.size - 1)
         padding = sum(high - low for low, high in unit._gaps[first])
         # This rank's own sum is added to its shard when it has come home.
         assert written[name] == 2 * (padding + unit.grad_shard.numel()), name

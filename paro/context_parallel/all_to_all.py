@@ -1,4 +1,4 @@
-"""Exchanges tokens for heads among ranks that share a sample, and back, under computation."""
+"""All-to-alls of tokens for heads among ranks that share a sample, and back, under computation."""
 
 # Outside attention a rank has T tokens and all heads, inside it the T of each of the U ranks and
 # 1/U of the heads. Letters as in model/llama.py. A message has a part for every rank:
@@ -6,9 +6,9 @@
 #     tokens for heads    [B, T, U h, H] -> [U, B, T, h, H] -> sent -> [B, U T, h, H]
 #     heads for tokens    [B, U T, h, H] -> [U, B, T, h, H] -> sent -> [B, T, U h, H]
 #
-# One is the backward of the other. An exchange is two nodes of autograd's graph, since it is to
-# travel while something else is computed: one starts it, the other waits for it. In backward the
-# latter starts the gradients' way back, and the former waits for them.
+# One is the backward of the other. An all-to-all is two nodes of autograd's graph, since something
+# else is computed in between: one starts it, the other waits for it. In backward the latter starts
+# that of the gradients, and the former waits for it.
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from paro.distributed.links import Links
 from paro.topology import AxisSpan, Use
 
 
-class Flight(NamedTuple):
-    """A message to all ranks of an exchange that is under way."""
+class AllToAllHandle(NamedTuple):
+    """An all-to-all that has been started."""
 
     sent: Tensor  # kept alive until it has arrived
     event: Event
     received: Tensor
 
 
-class Exchange:
-    """This rank's end of the exchanges along `span`, on a comm stream of their own.
+class AllToAll:
+    """This rank's end of the all-to-alls along `span`, on a comm stream of their own.
 
-    All ranks must start the same exchanges in the same order.
+    All ranks must start the same ones in the same order.
     """
 
     def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
@@ -47,29 +47,29 @@ class Exchange:
         self._exposure = links.exposure
         self.num_ranks = len(groups.topology.members(span, groups.rank))
 
-    def start(self, sent: Tensor) -> Flight:
-        """Sends row r to the rank at place r."""
+    def start(self, sent: Tensor) -> AllToAllHandle:
+        """Sends row r to rank r of the span."""
         received = torch.empty_like(sent)
         with self._exposure.submitting(WaitKind.CONTEXT):
             event = self._streams.submit(
                 (Use.CONTEXT, *self._span),
                 lambda: self._wire.all_to_all(Use.CONTEXT, self._span, sent, received),
             )
-        return Flight(sent, event, received)
+        return AllToAllHandle(sent, event, received)
 
-    def finish(self, flight: Flight) -> Tensor:
+    def finish(self, handle: AllToAllHandle) -> Tensor:
         """The rows received, in rank order."""
-        self._exposure.wait(WaitKind.CONTEXT, flight.event)
-        return flight.received
+        self._exposure.wait(WaitKind.CONTEXT, handle.event)
+        return handle.received
 
 
-class Trip:
-    """One exchange and, in backward, that of the gradients: tokens `for_heads`, or the reverse."""
+class AutogradAllToAll:
+    """An all-to-all and, in backward, that of the gradients: tokens `for_heads`, or the reverse."""
 
-    def __init__(self, exchange: Exchange, *, for_heads: bool) -> None:
-        self._exchange = exchange
+    def __init__(self, all_to_all: AllToAll, *, for_heads: bool) -> None:
+        self._all_to_all = all_to_all
         self._for_heads = for_heads
-        self._flight: Flight | None = None
+        self._handle: AllToAllHandle | None = None
         self._widths: list[int] = []  # heads of each tensor in a message
 
     def start(self, *tensors: Tensor) -> Tensor:
@@ -83,18 +83,18 @@ class Trip:
         return found
 
     def send(self, tensors: Sequence[Tensor], *, back: bool = False) -> None:
-        by_rank = self._exchange.num_ranks, -1
+        by_rank = self._all_to_all.num_ranks, -1
         if self._for_heads is not back:
             split = [tensor.unflatten(2, by_rank).permute(2, 0, 1, 3, 4) for tensor in tensors]
         else:
             split = [tensor.unflatten(1, by_rank).transpose(0, 1) for tensor in tensors]
         self._widths = [part.shape[3] for part in split]
-        self._flight = self._exchange.start(torch.cat(split, dim=3))
+        self._handle = self._all_to_all.start(torch.cat(split, dim=3))
 
     def receive(self, *, back: bool = False) -> tuple[Tensor, ...]:
-        assert self._flight is not None, "nothing is under way"
-        received = self._exchange.finish(self._flight)
-        self._flight = None
+        assert self._handle is not None, "nothing is under way"
+        received = self._all_to_all.finish(self._handle)
+        self._handle = None
         parts = received.split(self._widths, dim=3)
         if self._for_heads is not back:
             return tuple(part.transpose(0, 1).flatten(1, 2) for part in parts)
@@ -103,23 +103,23 @@ class Trip:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, *tensors: Tensor) -> Tensor:
-        ctx.trip = trip
-        trip.send(tensors)
+    def forward(ctx: Any, exchange: AutogradAllToAll, *tensors: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.send(tensors)
         return tensors[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_token: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.trip.receive(back=True))
+        return (None, *ctx.exchange.receive(back=True))
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trip: Trip, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.trip = trip
-        return trip.receive()
+    def forward(ctx: Any, exchange: AutogradAllToAll, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return exchange.receive()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        ctx.trip.send(grads, back=True)
+        ctx.exchange.send(grads, back=True)
         return None, grads[0].new_zeros(())

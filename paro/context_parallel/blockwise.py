@@ -1,10 +1,10 @@
-"""Attention of a rank's queries to the keys of all places of a sample, place by place."""
+"""Blockwise attention: a rank's queries attend to the keys of one rank of a ring after another."""
 
 # B samples, T tokens on this rank, N query heads, K key and value heads, H head size. Keys and
-# values of a place are one tensor [2, B, T, K, H]. What brings them is a `Travel`: a ring or an
-# all-gather. Each brings them once in forward and again in backward, which saves those of this rank
-# alone; a forward that finds its output kept brings none. Outputs and the gradients of queries are
-# summed in fp32, those of keys and values too.
+# values of a rank are one tensor [2, B, T, K, H]. A `KVExchange`, a ring or an all-gather, brings
+# those of the other ranks, once in forward and again in backward, which saves those of this rank
+# alone; a forward that finds its output kept exchanges none. Outputs and all gradients are summed
+# in fp32.
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from model.kept import Attended, KeptAttention
 from paro.context_parallel.pieces import Bounds, bounds_of, rectangle, squares
 from paro.spec.context_layout import heads_at_first
 
-See = Callable[[int, Tensor], None]  # a place, and its keys and values
-Share = Callable[[Tensor], None]  # adds gradients of a place's keys and values to an fp32 tensor
-# The same, from the first of these heads on: the tensor has all, or some in a row.
-GradsOf = Callable[[int, Tensor, int], Share]
+Attend = Callable[[int, Tensor], None]  # to the keys and values of a ring rank
+AddGrads = Callable[[Tensor], None]  # adds gradients of keys and values to an fp32 tensor
+# Computes those of a ring rank's keys and values; these may be some heads in a row, from this one.
+GradsOf = Callable[[int, Tensor, int], AddGrads]
 
 
-class Travel(Protocol):
-    """How keys and values reach other ranks, and their gradients come back.
+class KVExchange(Protocol):
+    """How keys and values reach the other ranks of a ring, and their gradients come back.
 
     All ranks call it in the same order. The number and sizes of messages depend on shapes alone.
     """
 
-    place: int
-    num_places: int
+    ring_rank: int
+    ring_size: int
 
-    def visit(self, own_2BTKH: Tensor, see: See) -> None:
-        """Calls `see` for every place, with this rank's `own` first; a tensor lasts one call."""
+    def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
+        """Calls `attend` for every ring rank, this one first; a tensor lasts one call."""
 
-    def collect(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        """Calls `grads_of` for every place and head; the sum of all ranks' shares for `own`.
+    def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
+        """Calls `grads_of` for every ring rank and head; returns all ranks' sum for `own`.
 
-        This rank's own share comes in two parts, the second while the last sums travel.
+        What this rank adds itself comes in two parts, the second while the last sums are sent.
         """
 
 
-def partwise(travel: Travel, backend: AttentionBackend = "auto") -> Core:
+def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto") -> Core:
     """Causal attention of this rank's tokens, which are two chunks of a sample, within documents.
 
     The documents are those of whole samples. `backend` chooses the kernel.
@@ -61,57 +61,61 @@ def partwise(travel: Travel, backend: AttentionBackend = "auto") -> Core:
         documents: Documents | None,
         kept: KeptAttention | None,
     ) -> Tensor:
-        mask = _Mask(travel, documents, q_BTNH, backend)
-        out: Tensor = _Partwise.apply(travel, mask, kept, q_BTNH, k_BTKH, v_BTKH)
+        mask = _Mask(documents, q_BTNH, exchange, backend)
+        out: Tensor = _BlockwiseAttention.apply(exchange, mask, kept, q_BTNH, k_BTKH, v_BTKH)
         return out
 
     return attend
 
 
 def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """The heads of the first and of the second part of a rank's own share, which may have none."""
+    """The heads of the two parts of what a rank adds itself; the second may have none."""
     heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
     return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
 
 class _Mask:
-    """The keys that the queries of a ring rank see, and the kernel of their attention."""
+    """The keys to which a rank's queries attend, and the kernel of their attention."""
 
     def __init__(
-        self, travel: Travel, documents: Documents | None, q_BTNH: Tensor, backend: AttentionBackend
+        self,
+        documents: Documents | None,
+        q_BTNH: Tensor,
+        exchange: KVExchange,
+        backend: AttentionBackend,
     ) -> None:
         # Documents give rectangles of any size, for each of which cuDNN would plan.
         self.flash = documents is not None or backend == "flash"
-        self._place, self._num_places = travel.place, travel.num_places
-        seq_length = q_BTNH.shape[1] * travel.num_places
+        self._ring_rank, self._ring_size = exchange.ring_rank, exchange.ring_size
+        seq_length = q_BTNH.shape[1] * exchange.ring_size
         self._samples: Sequence[tuple[slice, Bounds]] = [(slice(None), (0, seq_length))]
         self.squares = None
         if documents is not None:
             bounds = bounds_of(documents.lengths, seq_length)
             self._samples = [(slice(number, number + 1), one) for number, one in enumerate(bounds)]
-            self.squares = _squares(bounds, self._place, self._num_places, q_BTNH.device)
+            self.squares = _squares(bounds, self._ring_rank, self._ring_size, q_BTNH.device)
 
     def rectangles(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Samples, queries and keys of another place that see each other."""
+        """Samples, and in them queries and the keys of another ring rank to which they attend."""
         for samples, bounds in self._samples:
-            piece = rectangle(bounds, self._place, source, self._num_places)
+            piece = rectangle(bounds, self._ring_rank, source, self._ring_size)
             if piece is not None:
                 yield samples, *piece
 
 
 @lru_cache(maxsize=4)  # all blocks of a micro-batch ask for the same
 def _squares(
-    bounds: Sequence[Bounds], place: int, num_places: int, device: torch.device
+    bounds: Sequence[Bounds], ring_rank: int, ring_size: int, device: torch.device
 ) -> Documents | None:
-    lengths = [length for one in bounds for length in squares(one, place, num_places)]
+    lengths = [length for one in bounds for length in squares(one, ring_rank, ring_size)]
     return documents_of(tuple(lengths), len(bounds), device)
 
 
-class _Partwise(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        travel: Travel,
+        exchange: KVExchange,
         mask: _Mask,
         kept: KeptAttention | None,
         q_BTNH: Tensor,
@@ -122,10 +126,10 @@ class _Partwise(torch.autograd.Function):
         own_2BTKH = torch.stack((k_BTKH, v_BTKH))
 
         def attend() -> Attended:
-            return _attended(travel, mask, q_BTNH, own_2BTKH)
+            return _attended(exchange, mask, q_BTNH, own_2BTKH)
 
         whole = attend() if kept is None else kept.attended(attend)
-        ctx.travel, ctx.mask = travel, mask
+        ctx.exchange, ctx.mask = exchange, mask
         ctx.save_for_backward(q_BTNH, own_2BTKH, *whole)
         return whole[0]
 
@@ -136,7 +140,7 @@ class _Partwise(torch.autograd.Function):
         dq_BTNH: list[Tensor] = []  # made after a kernel's own buffers are freed
         group = q_BTNH.shape[2] // own_2BTKH.shape[3]  # query heads of a head of keys and values
 
-        def grads_of(source: int, kv_2BTKH: Tensor, first: int) -> Share:
+        def grads_of(source: int, kv_2BTKH: Tensor, first: int) -> AddGrads:
             shares = []
             heads = slice(group * first, group * (first + kv_2BTKH.shape[3]))
 
@@ -151,7 +155,7 @@ class _Partwise(torch.autograd.Function):
                 dq_BTNH[0][at] += dq
                 shares.append((samples, keys, dkv))
 
-            if source == ctx.travel.place:
+            if source == ctx.exchange.ring_rank:
                 if heads.start < heads.stop:  # one head leaves none for the second part
                     compute(slice(None), slice(None), slice(None), own=True)
             else:
@@ -165,16 +169,16 @@ class _Partwise(torch.autograd.Function):
 
             return add
 
-        dkv_2BTKH = ctx.travel.collect(own_2BTKH, grads_of).to(own_2BTKH.dtype)
+        dkv_2BTKH = ctx.exchange.exchange_kv_and_grads(own_2BTKH, grads_of).to(own_2BTKH.dtype)
         return None, None, None, dq_BTNH[0].to(q_BTNH.dtype), *dkv_2BTKH
 
 
-def _attended(travel: Travel, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) -> Attended:
-    """Attention to the keys of all places."""
+def _attended(exchange: KVExchange, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) -> Attended:
+    """Attention to the keys of all ranks of the ring."""
     found: list[Partial] = []
 
-    def see(source: int, kv_2BTKH: Tensor) -> None:
-        if source == travel.place:
+    def attend(source: int, kv_2BTKH: Tensor) -> None:
+        if source == exchange.ring_rank:
             own = attend_causally(q_BTNH, kv_2BTKH[0], kv_2BTKH[1], mask.squares, mask.flash)
             found.append(Partial(own.out_BSNH.float(), own.lse_BSN))
             return
@@ -183,5 +187,5 @@ def _attended(travel: Travel, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) ->
             part = attend_block(q_BTNH[samples, queries], k, v, flash=mask.flash)
             found[0].of(samples, queries).merge_(part)
 
-    travel.visit(own_2BTKH, see)
+    exchange.exchange_kv(own_2BTKH, attend)
     return found[0].out_BSNH.to(q_BTNH.dtype), found[0].lse_BSN

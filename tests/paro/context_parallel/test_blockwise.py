@@ -1,4 +1,4 @@
-"""Attention in parts on gloo ranks, by rings and by gathers: outputs and gradients of one call."""
+"""Blockwise attention on gloo ranks, by rings and by gathers: outputs and gradients of one call."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paro.collectives.api import make_collectives
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.shifts import Ring
 from paro.collectives.spans import needed_groups
+from paro.context_parallel.all_to_all import AllToAll
 from paro.context_parallel.attention import ContextAttention
-from paro.context_parallel.exchange import Exchange
-from paro.context_parallel.gather import ContextStreams, GatherTravel
-from paro.context_parallel.partwise import Travel, partwise
-from paro.context_parallel.ring import RingTravel
+from paro.context_parallel.blockwise import KVExchange, blockwise_attention
+from paro.context_parallel.gather import ContextStreams, GatherKVExchange
+from paro.context_parallel.ring import RingKVExchange
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.comm_stream import CommStreams, InlineStreams, ThreadStreams
 from paro.distributed.exposed_time import Exposure
@@ -83,15 +83,18 @@ def attended(
     return [out.detach(), *torch.autograd.grad(out, leaves, own(given.grad))]
 
 
-def in_parts(travel: Travel, given: Inputs, kept: KeptAttention | None = None) -> list[Tensor]:
+def in_blocks(
+    exchange: KVExchange, given: Inputs, kept: KeptAttention | None = None
+) -> list[Tensor]:
     """With `kept` where a recomputation finds the output."""
-    core = partwise(travel) if kept is None else partial(checkpointed, partwise(travel))
-    own = partial(cut, place=travel.place, places=travel.num_places)
+    core = blockwise_attention(exchange)
+    core = core if kept is None else partial(checkpointed, core)
+    own = partial(cut, place=exchange.ring_rank, places=exchange.ring_size)
     return attended(core, given, own, kept)
 
 
 class Ways:
-    """The ways in which keys and values travel among all ranks, `inner` of which are a group."""
+    """The ways in which all ranks, `inner` of which are a group, exchange keys and values."""
 
     def __init__(self, inner: int) -> None:
         self.rank, world = dist.get_rank(), dist.get_world_size()
@@ -106,25 +109,25 @@ class Ways:
     def links(self, streams: CommStreams) -> Links:
         return Links(streams, self.traffic, self.exposure)
 
-    def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingTravel:
+    def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
         links = self.links(streams)
         inner, outer = (Ring(Use.CONTEXT, span, self.groups, links) for span in spans)
-        return RingTravel(inner, outer, self.exposure)
+        return RingKVExchange(inner, outer, self.exposure)
 
-    def rings(self, streams: CommStreams) -> Iterator[RingTravel]:
+    def rings(self, streams: CommStreams) -> Iterator[RingKVExchange]:
         """A flat one and, with several groups, a double one."""
         yield self.ring(self.whole, (), streams=streams)
         if len(self.whole) > 1:
             yield self.ring(self.whole[:1], self.whole[1:], streams=streams)
 
-    def gather(self, algorithm: str, streams: CommStreams) -> GatherTravel:
+    def gather(self, algorithm: str, streams: CommStreams) -> GatherKVExchange:
         choice = AlgorithmChoice(names=(algorithm,))
         along = dict.fromkeys(COLLECTIVE_USES, frozenset({self.whole}))
         needed = needed_groups(choice, along)
         groups = make_groups(self.topology, self.rank, needed, CONFIG)
         collectives = make_collectives(choice, groups, self.links(ContextStreams(streams)))
         self._closes.append(collectives.close)
-        return GatherTravel(collectives, self.whole, groups, self.exposure)
+        return GatherKVExchange(collectives, self.whole, groups, self.exposure)
 
     def close(self) -> None:
         for close in reversed(self._closes):
@@ -135,25 +138,25 @@ def compare(inner: int) -> None:
     ways = Ways(inner)
     streams = ThreadStreams(CPU)
     gathers = (ways.gather(name, streams) for name in ("native", "ho-ring"))
-    travels = [*ways.rings(streams), *gathers]
+    exchanges = [*ways.rings(streams), *gathers]
     places = dist.get_world_size()
     for groups, packed in ((4, False), (2, True), (1, True)):
         given = inputs(places, groups, packed=packed)
         wanted = [cut(tensor, ways.rank, places) for tensor in attended(attend_whole, given)]
-        for travel in travels:
+        for exchange in exchanges:
             ways.traffic.take()
-            found = in_parts(travel, given)
-            label = f"rank {ways.rank}: {groups} {packed} {travel}"
+            found = in_blocks(exchange, given)
+            label = f"rank {ways.rank}: {groups} {packed} {exchange}"
             for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
                 assert_near(one, other, f"{label}: {name}")
             # Keys and values twice, the gradients once, all in fp32.
             sent = ways.traffic.take()
             block = 2 * SAMPLES * 2 * CHUNK * groups * CHANNELS * 4
             assert sent.intra + sent.inter == 3 * (places - 1) * block, label
-            if isinstance(travel, RingTravel) and travel._outer.size > 1:
+            if isinstance(exchange, RingKVExchange) and exchange._outer.size > 1:
                 assert sent.inter == 3 * (places // inner - 1) * block, label
-            # What is kept travels no more than without recomputation, and has the same bits.
-            assert all(map(torch.equal, in_parts(travel, given, KeptAttention()), found)), label
+            # What is kept is exchanged no more than without recomputation, and has the same bits.
+            assert all(map(torch.equal, in_blocks(exchange, given, KeptAttention()), found)), label
             assert ways.traffic.take() == sent, label
     ways.close()
 
@@ -172,10 +175,10 @@ def compare_on_hopper() -> list[set[str]]:
         given = inputs(4, 2, packed=packed)
         wanted = [cut(tensor, ways.rank, 4) for tensor in attended(attend_whole, given)]
         with hopper(tile=CHUNK) as used:
-            for travel in (*ways.rings(streams), ways.gather("native", streams)):
+            for exchange in (*ways.rings(streams), ways.gather("native", streams)):
                 for kept in (None, KeptAttention()):
-                    for one, other in zip(in_parts(travel, given, kept), wanted, strict=True):
-                        assert_near(one, other, f"{packed} {travel} {kept}")
+                    for one, other in zip(in_blocks(exchange, given, kept), wanted, strict=True):
+                        assert_near(one, other, f"{packed} {exchange} {kept}")
         kernels.append({kernel.name for kernel in used})
     ways.close()
     return kernels
@@ -189,7 +192,7 @@ def test_parts_on_hopper_are_by_cudnn_unless_documents_are_kept_apart() -> None:
 
 def by_heads(ways: Ways, streams: CommStreams, groups: int) -> list[Tensor]:
     """With heads exchanged, in pieces with keys and values of their own or shared, recomputed."""
-    exchange = Exchange(ways.whole, ways.groups, ways.links(streams))
+    exchange = AllToAll(ways.whole, ways.groups, ways.links(streams))
     core = ContextAttention(ContextLayout(size=4, heads=4), exchange, attend_whole)
     given = inputs(4, groups, packed=True, num_heads=16)
     for _ in range(2):  # what a recomputation left under way is waited for
@@ -202,8 +205,8 @@ def chunk(whole: Tensor, place: int) -> Tensor:
 
 
 def all_ways(ways: Ways, streams: CommStreams, given: Inputs) -> list[Tensor]:
-    travels = [*ways.rings(streams), ways.gather("native", streams)]
-    found = [tensor for travel in travels for tensor in in_parts(travel, given)]
+    exchanges = [*ways.rings(streams), ways.gather("native", streams)]
+    found = [tensor for exchange in exchanges for tensor in in_blocks(exchange, given)]
     return found + by_heads(ways, streams, 8) + by_heads(ways, streams, 2)
 
 
