@@ -12,7 +12,7 @@ from paro.machine.caching import cached_by
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
 from paro.step.plan import LISTED_MICRO_BATCHES, StepPlan, step_plan
 from paro.step.rotating import RotationShape
-from paro.step.units import Buffer, UnitSize, buffers_of
+from paro.step.units import Buffer, Unit, buffers_of
 
 Counts = Mapping[Move, int]
 QUEUES = frozenset(chain.from_iterable(WAITED_BY.values()))
@@ -23,7 +23,7 @@ class StepCounts:
     """The actions of a step, and their counts: those on buffers of equal kind count as one's."""
 
     shape: StepShape | RotationShape
-    units: tuple[UnitSize, ...]
+    units: tuple[Unit, ...]
     updated_ahead: int | None = None  # units ahead of updated parameters' all-gathers; None: all
 
     @cached_property

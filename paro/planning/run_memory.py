@@ -26,7 +26,7 @@ from paro.precision import BYTES_OF
 from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.spec.units import shape_of_run, units_of_run
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 
 
 class RunMemory:
@@ -47,7 +47,7 @@ class RunMemory:
             plan.places,
         )
     )
-    def units(self, plan: RunPlan) -> tuple[UnitSize, ...]:
+    def units(self, plan: RunPlan) -> tuple[Unit, ...]:
         """The units of a plan."""
         return units_of_run(plan)
 

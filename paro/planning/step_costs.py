@@ -24,7 +24,7 @@ from paro.planning.simulation import Compute, Program, Queue, Queued, Wait
 from paro.spec.deal import muon_rounds, newton_schulz_flops
 from paro.spec.run_plan import RunPlan
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 
 # What an action queues comes after what another has queued for the same buffer.
 AFTER = {Verb.GATHER: Verb.GATHER_UPDATED, Verb.STEP_REDUCE: Verb.REDUCE}
@@ -66,7 +66,7 @@ class StepCosts:
 
     # Compute #
 
-    def computed(self, move: Move) -> tuple[UnitSize, float]:
+    def computed(self, move: Move) -> tuple[Unit, float]:
         """For which unit the training thread computes for an action, and for how long."""
         verb, number, *slots = move
         num_slices, halves = self.counts.shape.num_slices, None

@@ -29,7 +29,7 @@ from paro.layout import PlacedBox, UnitLayout
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from paro.strategy import Strategy
 from paro.topology import AxisSpan, Topology
 
@@ -217,8 +217,8 @@ def _most_held(one: Round, places: Places) -> int:
 
 
 def in_buckets(
-    units: Sequence[UnitSize], strategy: Strategy, precision: PrecisionConfig, group_size: int
-) -> tuple[UnitSize, ...]:
+    units: Sequence[Unit], strategy: Strategy, precision: PrecisionConfig, group_size: int
+) -> tuple[Unit, ...]:
     """The same units with the buckets in which they are dealt to places."""
     places = places_to_deal_to(strategy, precision, group_size)
     trained = [unit for unit in units if unit.trainable_numel]

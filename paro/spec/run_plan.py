@@ -12,7 +12,7 @@ from paro.spec.context_layout import ALONE, ContextLayout
 from paro.spec.deal import places_to_deal_to
 from paro.spec.muon_config import MuonConfig
 from paro.spec.sharding_spec import ShardingSpec, specs_of
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from paro.strategy import Strategy
 from paro.topology import Topology, make_topology
 
@@ -129,7 +129,7 @@ class RunPlan(RunFlags):
             world_size=self.world_size, group_size=self.group_size, degrees=degrees
         )
 
-    def specs(self, units: Iterable[UnitSize]) -> list[ShardingSpec]:
+    def specs(self, units: Iterable[Unit]) -> list[ShardingSpec]:
         """How the buffers of the run's units are sharded, by their numbers."""
         return specs_of(units, self.strategy, self.topology, self.precision)
 

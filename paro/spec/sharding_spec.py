@@ -19,7 +19,7 @@ from paro.quantization.ranges import GRADIENT_BLOCK, UPDATE_BLOCK, RangeCodes
 from paro.spec.states import MASTER, OptimState, adamw_states, bytes_of, muon_states
 from paro.step.actions import Verb
 from paro.step.slices import Slot
-from paro.step.units import Buffer, UnitSize, buffers_of
+from paro.step.units import Buffer, Unit, buffers_of
 from paro.strategy import Strategy, replicated
 from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
 
@@ -81,7 +81,7 @@ class ShardingSpec:
     precision: PrecisionConfig
 
     @property
-    def unit(self) -> UnitSize:
+    def unit(self) -> Unit:
         return self.buffer.unit
 
     @property
@@ -268,7 +268,7 @@ class ShardingSpec:
 
 
 def specs_of(
-    units: Iterable[UnitSize], strategy: Strategy, topology: Topology, precision: PrecisionConfig
+    units: Iterable[Unit], strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> list[ShardingSpec]:
     """The descriptions of all buffers, by their numbers."""
     return [

@@ -23,20 +23,20 @@ from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.plan import LISTED_MICRO_BATCHES, step_plan
 from paro.step.rotating import PartShape, RotationShape
 from paro.step.slices import RingShape
-from paro.step.units import EMPTY, UnitSize
+from paro.step.units import EMPTY, Unit
 
 
-def unit_size(
+def make_unit(
     name: str,
     shapes: Mapping[str, Shape],
     layout: Callable[[Mapping[str, Shape]], UnitLayout],
     is_trained: Callable[[str], bool],
-) -> UnitSize:
+) -> Unit:
     """A unit, whose trained and frozen parameters have layouts of their own."""
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
     trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
-    return UnitSize(name=name, trainable=trainable, frozen=frozen, matrices=muon_places(trainable))
+    return Unit(name=name, trainable=trainable, frozen=frozen, matrices=muon_places(trainable))
 
 
 def rotating_units_of(
@@ -46,7 +46,7 @@ def rotating_units_of(
     world_size: int,
     is_trained: Callable[[str], bool] = lambda _name: True,
     in_place: bool = False,
-) -> tuple[UnitSize, ...]:
+) -> tuple[Unit, ...]:
     """Units for rings of `degree` ranks: all norms, embedding, attentions, MLPs, an untied head.
 
     A parameter trains unless `is_trained(name)` is false; below the first that trains there is no
@@ -67,9 +67,9 @@ def rotating_units_of(
                 make_sliced_layout, cuts=cuts, number=degree, world_size=world_size, half=half
             )
             name = label if half is None else f"{label} {half + 1}/2"
-            units.append(replace(unit_size(name, own, layout, is_trained), part=label))
+            units.append(replace(make_unit(name, own, layout, is_trained), part=label))
     whole = partial(make_whole_layout, world_size=world_size)
-    return replace(unit_size("norms", shapes, whole, is_trained), replicated=True), *units
+    return replace(make_unit("norms", shapes, whole, is_trained), replicated=True), *units
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
@@ -78,7 +78,7 @@ def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
 
 
 def rotation_shape(
-    config: LlamaConfig, units: Sequence[UnitSize], ring: RingShape, trained: frozenset[str]
+    config: LlamaConfig, units: Sequence[Unit], ring: RingShape, trained: frozenset[str]
 ) -> RotationShape:
     """What the actions of a step depend on; `units` are those of `rotating_units_of`."""
     numbers = number_buffers(units)
@@ -121,7 +121,7 @@ def units_of(
     is_trained: Callable[[str], bool] = lambda _name: True,
     rotated_over: int = 1,
     in_place: bool = False,
-) -> tuple[UnitSize, ...]:
+) -> tuple[Unit, ...]:
     """The model's units, sharded over `world_size` ranks: embedding, blocks and head.
 
     Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and all
@@ -134,7 +134,7 @@ def units_of(
     layout = partial(make_whole_layout, world_size=world_size)
     return tuple(
         replace(
-            unit_size(spec.name, spec.parameters, layout, is_trained),
+            make_unit(spec.name, spec.parameters, layout, is_trained),
             borrows=spec.borrows,
             backward_needs_weight=spec.backward_needs_weight,
         )
@@ -144,7 +144,7 @@ def units_of(
 
 def shape_of(
     config: LlamaConfig,
-    units: Sequence[UnitSize],
+    units: Sequence[Unit],
     *,
     gathers: bool,
     reduces: bool,
@@ -164,7 +164,7 @@ def shape_of(
     return replace(shape, recomputed=recomputed)
 
 
-def units_of_run(run: RunPlan) -> tuple[UnitSize, ...]:
+def units_of_run(run: RunPlan) -> tuple[Unit, ...]:
     """The units of a run, in the buckets in which Muon's matrices are dealt."""
     units = units_of(
         run.model,
@@ -176,7 +176,7 @@ def units_of_run(run: RunPlan) -> tuple[UnitSize, ...]:
     return in_buckets(units, run.strategy, run.precision, run.group_size)
 
 
-def shape_of_run(run: RunPlan, units: Sequence[UnitSize]) -> StepShape | RotationShape:
+def shape_of_run(run: RunPlan, units: Sequence[Unit]) -> StepShape | RotationShape:
     """What the actions of a run's steps depend on, with the units of the run."""
     params, grads, _ = run.strategy.degrees
     if run.materialize.rotates:
@@ -195,7 +195,7 @@ def shape_of_run(run: RunPlan, units: Sequence[UnitSize]) -> StepShape | Rotatio
     )
 
 
-def registered_room(run: RunPlan, units: Sequence[UnitSize]) -> dict[bool, tuple[int, int]]:
+def registered_room(run: RunPlan, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
     """The memory for whole parameters that copy engines fill, of those that train and others.
 
     Bytes of the largest buffer, which each gets, and how many are whole at once at most.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import count
 
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 
 
 class Verb(IntEnum):
@@ -78,7 +78,7 @@ class StepUnit:
         return (*self.trainable, *self.frozen, *self.borrowed)
 
 
-def number_buffers(units: Sequence[UnitSize]) -> tuple[StepUnit, ...]:
+def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
     """The units with their buffers numbered."""
     numbers = count()
     own = {unit.name: [(next(numbers), trains) for trains in unit.trains] for unit in units}

@@ -12,7 +12,7 @@ EMPTY = UnitLayout((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSize:
+class Unit:
     """A unit: the layouts of its two flat buffers, and what decides how they are sent.
 
     Engine and planner build and count a model from a list of these, in forward order.
@@ -52,7 +52,7 @@ class UnitSize:
 class Buffer(NamedTuple):
     """One of the flat buffers of a unit: that of the parameters that train, or of the others."""
 
-    unit: UnitSize
+    unit: Unit
     trains: bool
     unit_index: int
 
@@ -65,7 +65,7 @@ class Buffer(NamedTuple):
         return self.unit.trainable if self.trains else self.unit.frozen
 
 
-def buffers_of(units: Iterable[UnitSize]) -> list[Buffer]:
+def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
     """All buffers, by their numbers."""
     return [
         Buffer(unit, trains, index) for index, unit in enumerate(units) for trains in unit.trains

@@ -14,7 +14,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.world import World
 from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from paro.strategy import legal_letters
 from paro.training.assembly import plan_of
 from tests.helpers.comparison import (
@@ -65,7 +65,7 @@ def train_cases(cases: Sequence[Case], group_size: int | None) -> list[Trained]:
 
 def counted(
     flags: str, world_size: int, group_size: int, rank: int | None = None
-) -> tuple[Sequence[UnitSize], Sent]:
+) -> tuple[Sequence[Unit], Sent]:
     """The units of a run, padding included, and the bytes of a step by the formula."""
     config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
     plan, num_micro_batches = plan_of(config, "cpu"), config.batches.num_micro_batches_at(0)

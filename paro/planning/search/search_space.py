@@ -20,7 +20,7 @@ from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_plan import Materialize, RunFlags
 from paro.spec.units import units_of
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from paro.strategy import Strategy, effective_letters, parse_strategy
 from paro.text import listed
 
@@ -71,7 +71,7 @@ class Workload(RunFlags):
         return self.trainable.names(self.model)
 
     @property
-    def units(self) -> tuple[UnitSize, ...]:
+    def units(self) -> tuple[Unit, ...]:
         """The units where parameters are gathered."""
         trains = self.trained.__contains__
         return units_of(self.model, world_size=self.world_size, is_trained=trains)

@@ -12,7 +12,7 @@ from paro.planning.sending import Sender, traffic_of
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ModelStateBytes, specs_of, state_bytes
 from paro.step.actions import Move, Verb
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from tests.helpers.closed_form import letter_traffic
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -37,10 +37,10 @@ PUBLISHED_7B = {
 PAPER_PRECISION = PrecisionConfig(compute="bf16", grad_reduce_in_bf16=True)
 
 
-def one_unit(numel: int, *, frozen: int = 0) -> tuple[UnitSize, ...]:
+def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
     """A model as the paper counts it: everything is gathered twice per micro-batch."""
     trainable, rest = (UnitLayout((), decayed_stop=0, numel=size) for size in (numel, frozen))
-    return (UnitSize(name="all", trainable=trainable, frozen=rest),)
+    return (Unit(name="all", trainable=trainable, frozen=rest),)
 
 
 def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:

@@ -16,7 +16,7 @@ from paro.spec.run_plan import Materialize
 from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.plan import StepPlan
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, plan_of
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
@@ -136,8 +136,8 @@ def test_a_buffer_that_a_live_unit_needs_is_not_released() -> None:
     shape = StepShape(
         units=number_buffers(
             [
-                UnitSize(name="embedding", trainable=FLAT, backward_needs_weight=False),
-                UnitSize(name="head", trainable=FLAT, borrows=("embedding",)),
+                Unit(name="embedding", trainable=FLAT, backward_needs_weight=False),
+                Unit(name="head", trainable=FLAT, borrows=("embedding",)),
             ]
         ),
         gathers=True,

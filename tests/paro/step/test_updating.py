@@ -10,7 +10,7 @@ from paro.distributed.comm_stream import Event
 from paro.layout import UnitLayout
 from paro.spec.run_plan import Materialize
 from paro.step.actions import Buckets, Verb, number_buffers
-from paro.step.units import UnitSize
+from paro.step.units import Unit
 from paro.step.updating import UpdatingPolicy
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import costs, order_case, plan_of
@@ -41,7 +41,7 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
 def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
     dealt = (1, 3, 0, 0, 3, 0, 0, 1)
     units = number_buffers(
-        [UnitSize(name=str(n), trainable=FLAT, dealt=each) for n, each in enumerate(dealt)]
+        [Unit(name=str(n), trainable=FLAT, dealt=each) for n, each in enumerate(dealt)]
     )
     policy = UpdatingPolicy([unit.needed for unit in units], 2, Buckets(units))
     at_once = [move for buffer in range(8) for move in policy.updated(buffer)]
