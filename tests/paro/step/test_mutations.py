@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.run_plan import Materialize
 from paro.planning.search.estimator import Estimator
 from paro.planning.timeline import simulate
+from paro.spec.run_plan import Materialize
 from paro.step import plan
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
