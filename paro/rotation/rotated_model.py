@@ -8,7 +8,6 @@ from torch import nn
 
 from model.units import UnitSpec
 from paro.collectives.shifts import Ring
-from paro.distributed.profile_range import profile_range
 from paro.distributed.timers import Timers
 from paro.rotation.part import RotatingPart
 from paro.rotation.rotating_unit import SLICE_ACTIONS, RotatingUnit
@@ -46,7 +45,6 @@ class RotatedModel(DistributedModel):
         self._carried_out |= SLICE_ACTIONS | {
             Verb.WAIT: UnitShards.wait_for_updated_params,
             Verb.REDUCE: ShardedUnit.reduce,
-            Verb.STEP_REDUCE: _step_reduce,
         }
         parts = [(spec, part) for spec in unit_specs for part in spec.parts]
         self._parts = [
@@ -78,8 +76,3 @@ def make_rotated_units(
         norm.bind(bound)
     weights = (spec for spec in specs if not spec.unit.replicated)
     return [*norms, *(RotatingUnit(spec, context, ring) for spec in weights)]
-
-
-def _step_reduce(unit: UnitShards) -> None:
-    with profile_range(f"reduce:{unit.name}"):
-        unit.step_reduce()

@@ -10,6 +10,7 @@ from model.matmul import store_grad
 from paro.collectives.shifts import Ring, Turn
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
+from paro.distributed.profile_range import profile_range
 from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import ShardingSpec
@@ -73,6 +74,10 @@ class RotatingUnit(UnitShards):
         return self.boxes(step, slot)[name], step + 1 < self._ring.size
 
     # Actions #
+
+    def step_reduce(self) -> None:
+        with profile_range(f"reduce:{self.name}"):
+            super().step_reduce()
 
     def alloc_slot(self, slot: Slot) -> None:
         self._spares[slot].alloc()

@@ -53,7 +53,7 @@ class DistributedModel:
         self._timers = timers
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._carried_out: dict[Verb, Callable[..., None]] = {
-            Verb.STEP_REDUCE: UnitShards.step_reduce,
+            Verb.STEP_REDUCE: lambda unit: unit.step_reduce(),
             Verb.WAIT_REDUCED: UnitShards.wait_reduced,
             Verb.GATHER_UPDATED: UnitShards.gather_updated,
         }
