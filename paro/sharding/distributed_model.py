@@ -55,7 +55,7 @@ class DistributedModel:
         self._carried_out: dict[Verb, Callable[..., None]] = {
             Verb.STEP_REDUCE: lambda unit: unit.step_reduce(),
             Verb.WAIT_REDUCED: UnitShards.wait_reduced,
-            Verb.GATHER_UPDATED: UnitShards.gather_updated,
+            Verb.GATHER_UPDATED: lambda unit: unit.gather_updated(),
         }
         self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # of hooks

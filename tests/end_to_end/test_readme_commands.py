@@ -64,8 +64,7 @@ RUN_ELSEWHERE = (
 
 # The first needs a checkout of another project, fixed_runs.py takes minutes, and torchrun is a
 # stand-in here: tests/tools has tests of all three, and of lm-eval, which is no requirement.
-# `make coverage` repeats all tests; the others need GPUs, and tests/tools/bench/test_check_gpu.py
-# rehearses them.
+# The others need GPUs; tests/tools/bench/test_check_gpu.py rehearses them.
 BY_HAND = (
     "python tools/bench/megatron_flags.py MEGATRON_CHECKOUT --output docs/megatron.md",
     "python tools/bench/fixed_runs.py record before.json",
@@ -77,7 +76,6 @@ BY_HAND = (
     "--output scores.json",
     "python tools/bench/one_rank.py --ranks 128 --machine dgx-h100 --distributed-backend nccl \\\n"
     "    --llama-preset 65B --seq-length 4096 --micro-batches 2 --recompute",
-    "make coverage",
     "make gpu",
     "make gpu PARTS=a,e",
     "make gpu GPUS=8",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paro.sharding.sharded_unit import ShardedUnit
+from paro.step.actions import Move
 from paro.training.step import Training
 from tests.helpers.comparison import FP32, margin_between
 from tests.helpers.ranks import run_ranks
@@ -20,16 +21,16 @@ BAD_RANK = 1
 
 def _spoil_gradients(training: Training, unit: int, spoil: Callable[[ShardedUnit], None]) -> None:
     """Calls `spoil` when a unit's gradients of the second micro-batch have arrived."""
-    spoiled = training.model.trainable_units[unit]
-    arrived, backwards = spoiled.arrived, iter(range(10**9))
+    model, spoiled = training.model, training.model.trainable_units[unit]
+    policy, spoiled_number = model.policy, model.units.index(spoiled)
+    last_gradient, backwards = policy.last_gradient, iter(range(10**9))
 
-    def arrived_and_spoiled() -> bool:
-        is_last = arrived()
-        if is_last and next(backwards) == 1:
+    def last_gradient_and_spoiled(number: int) -> list[Move]:
+        if number == spoiled_number and next(backwards) == 1:
             spoil(spoiled)
-        return is_last
+        return last_gradient(number)
 
-    spoiled.arrived = arrived_and_spoiled
+    policy.last_gradient = last_gradient_and_spoiled
 
 
 def lose_a_micro_batch(training: Training) -> None:

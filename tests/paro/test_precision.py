@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from paro.step.actions import Move
 from paro.training.step import Training
 from tests.helpers.margins import assert_near
 from tests.helpers.ranks import run_ranks
@@ -69,18 +70,18 @@ def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
     """One run in which a rank has non-finite gradients in the first step, and one without."""
 
     def poison(training: Training) -> None:
-        unit = training.model.trainable_units[1]
-        original = unit.arrived
-        backwards = iter(range(10**9))
+        model, unit = training.model, training.model.trainable_units[1]
+        policy, backwards = model.policy, iter(range(10**9))
+        original = policy.last_gradient
 
-        def arrived() -> bool:
-            is_last = original()
-            if is_last and next(backwards) == 0 and training.control.world.rank == bad_rank:
+        def last_gradient(number: int) -> list[Move]:
+            is_first = model.units[number] is unit and next(backwards) == 0
+            if is_first and training.control.world.rank == bad_rank:
                 gradient, _ = unit.grad_box(unit.layout.boxes[0].box.name)
                 gradient.view(-1)[0] = torch.inf
-            return is_last
+            return original(number)
 
-        unit.arrived = arrived  # type: ignore[method-assign]
+        policy.last_gradient = last_gradient  # type: ignore[method-assign]
 
     flags = f"{FLAGS} --paro-strategy IIG"
     return train(flags, group_size=2, before=poison), train(flags, group_size=2)

@@ -8,6 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from paro.collectives.interface import Request
+from paro.collectives.schedule import Op
 from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig
 from paro.distributed.world import World
@@ -34,12 +36,8 @@ class SimulatedDevice:
         self.free -= 10 * MB * len(span) + self.kernels
         self.kernels = 0
 
-    def all_gather(self, *_: object) -> SimulatedDevice:
-        self.free -= 3 * MB
-        return self
-
-    def reduce_scatter(self, *_: object) -> SimulatedDevice:
-        self.free -= 4 * MB
+    def run(self, request: Request) -> SimulatedDevice:
+        self.free -= (3 if request.op is Op.ALL_GATHER else 4) * MB
         return self
 
     def wait(self) -> None:
