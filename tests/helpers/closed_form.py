@@ -7,7 +7,7 @@
 #
 # An all-reduce costs twice that. Gathers for compute send all parameters; everything else sends
 # the trained ones. Every parameter is gathered twice in a micro-batch, before forward and before
-# backward; the per-unit count of cost_model.py is less for an embedding and an untied head.
+# backward; the step list of a run has less for an embedding and an untied head.
 
 from __future__ import annotations
 
