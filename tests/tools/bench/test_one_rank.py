@@ -116,6 +116,10 @@ def test_the_file_counts_what_the_rank_itself_takes(rank: Links) -> None:
     rank.host_seconds = taken
     assert rank.spent_on(Op.ALL_GATHER, 4) == taken[Op.ALL_GATHER]
     assert rank.spent_on(None, 4) == taken[Op.REDUCE_SCATTER] / 3  # one of a rank's messages
+    rank.host_seconds = dict.fromkeys(Op, 5.0)
+    group = dist.group.WORLD
+    assert group is not None
+    assert group.allreduce([torch.ones(1)])._spent >= 5.0  # so much the less is left to spend
 
 
 def test_what_arrives_is_the_ranks_own(rank: Links) -> None:
