@@ -19,7 +19,7 @@ from paro.topology import AxisSpan, Use, by_units, nested_range
 
 
 class Request(NamedTuple):
-    """One collective on `whole` along `span`, to run after an event.
+    """A collective on `whole` along `span`, to run after an event.
 
     An all-gather fills `whole` from the shards of the ranks along `span`. A reduce-scatter writes
     their sum to this rank's shard of `whole`, and what it likes to the rest; an all-reduce writes
@@ -59,7 +59,7 @@ class Request(NamedTuple):
 
 
 class Endpoint:
-    """This rank's end of collectives and messages along axis spans, in the groups of a run."""
+    """Base of a rank's collectives and messages along axis spans, in a run's process groups."""
 
     def __init__(self, groups: Groups, links: Links) -> None:
         self._groups = groups

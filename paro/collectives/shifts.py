@@ -50,7 +50,7 @@ class _Underway:
 
 
 class Ring(Endpoint):
-    """This rank's end of the ring along `span`, with its own comm stream.
+    """A ring of the ranks along `span`, as this rank uses it, with its own comm stream.
 
     An empty span is a ring of one rank, which never shifts.
 

@@ -69,7 +69,7 @@ def with_batches(
     *,
     grows: bool,
 ) -> dict[tuple[ContextParallelConfig, int], Made]:
-    """What `make` makes of each way with each size of micro-batches that the batch allows.
+    """Maps each way, with each size of micro-batches that the batch allows, to `make(way, size)`.
 
     Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
     `UserError` if the batch allows none.
@@ -118,13 +118,13 @@ def choose(
         f"planner: {flag} auto: {way.describe()}, micro-batches of {size}: "
         f"{seconds_text(fastest.seconds)} a step, the best of {len(seconds)} ways"
     )
-    sizes, told = {way.context_parallel_size}, []
+    sizes, compared = {way.context_parallel_size}, []
     for other in others:
         if other.context_parallel_size not in sizes or flag == _TYPE:
             sizes.add(other.context_parallel_size)
             more = f"{seconds[other] / fastest.seconds - 1:.1%} more"
-            told.append(f"{other.describe()}: {more if best[other.layout] else 'does not fit'}")
-    return way, size, (line, f"planner: {'; '.join(told)}") if told else (line,)
+            compared.append(f"{other.describe()}: {more if best[other.layout] else 'does not fit'}")
+    return way, size, (line, f"planner: {'; '.join(compared)}") if compared else (line,)
 
 
 def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Strategy) -> str | None:

@@ -33,10 +33,10 @@ def wrong_values(args: Namespace) -> WrongValues:
             lines = tuple(map(str, error.args))
         return [line for line in lines if not missing & flags_in([line])]
 
-    told = wrong({})
+    lines = wrong({})
     better = _fitting_tokenizer(args) | _fitting_positions(filled) | _fitting_sizes(filled, missing)
     while rest := wrong(better):  # also what others hid
-        told += rest
+        lines += rest
         helps = (
             left_out
             for line in rest
@@ -46,7 +46,7 @@ def wrong_values(args: Namespace) -> WrongValues:
         if (left_out := next(helps, None)) is None:
             break
         better |= left_out
-    return WrongValues(distinct(told), better)
+    return WrongValues(distinct(lines), better)
 
 
 def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:

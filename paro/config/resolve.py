@@ -58,7 +58,7 @@ from paro.strategy import FLAG, Strategy, parse_strategy
 
 
 class Question(NamedTuple):
-    """What resolved flags leave to the planner, and what it needs to know of the run."""
+    """A choice that flags leave to the planner, with the facts of the run that it needs."""
 
     task: Task
     taken: Taken
@@ -107,7 +107,7 @@ def with_saved(
 def question_of(
     args: Namespace, task: Task, taken: Taken, checkpoint: CheckpointConfig
 ) -> Question:
-    """What is left to the planner, with the ways in which ranks may share samples."""
+    """Finds the choice that flags leave to the planner, with the ways to share samples."""
     flag, given, sharding = asked(args), take_context(args), taken.sharding
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
@@ -156,19 +156,19 @@ def question_of(
 
 
 def decide(question: Question) -> Decision:
-    """What the planner chooses, all else as given; `UserError` if nothing fits.
+    """Decides by the planner what flags leave open; `UserError` if nothing fits.
 
-    Until the machine is measured, auto stands for what no other flag refuses.
+    Until the machine is measured, a choice that no other flag refuses stands for auto.
     """
-    task, (sharding, strategy, told, is_unmeasured) = question.task, question.taken
+    task, (sharding, strategy, notices, is_unmeasured) = question.task, question.taken
     (context, batches), lines = _shared(question)
     sharding, world = replace(sharding, context=context), sharding.world
     flags = context.flags | {"micro_batch_size": batches.micro_batch_size} if question.flag else {}
-    lines += told
+    lines += notices
     if sharding.elastic:
         lines += nodes_line(batches, world, context.context_parallel_size)
-    sharding, precision, told = take_inter_bits(sharding, task.precision)
-    lines += told
+    sharding, precision, notices = take_inter_bits(sharding, task.precision)
+    lines += notices
     if is_unmeasured:
         # It rotates or not, and survives.
         letters = "III" if sharding.materialize == "rotate" else "NNN"
@@ -177,8 +177,8 @@ def decide(question: Question) -> Decision:
         return Decision(sharding, strategy, precision, batches, lines, flags)
     if strategy is None or sharding.inter_bits is not None:
         workload = case_of(task._replace(precision=precision), batches, sharding)
-        strategy, precision, told = _chosen(workload, strategy)
-        lines += told
+        strategy, precision, notices = _chosen(workload, strategy)
+        lines += notices
     if sharding.inter_bits is None:
         lines += inter_bits_notices(precision, world.group_size, strategy, world.size)
     return Decision(sharding, strategy, precision, batches, lines, flags)

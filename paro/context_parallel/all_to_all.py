@@ -35,9 +35,9 @@ class AllToAllHandle(NamedTuple):
 
 
 class AllToAll:
-    """This rank's end of the all-to-alls along `span`, on a comm stream of their own.
+    """All-to-alls among the ranks along `span`, on a comm stream of their own.
 
-    All ranks must start the same ones in the same order.
+    All ranks must start equal all-to-alls in the same order.
     """
 
     def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
