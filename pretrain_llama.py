@@ -72,7 +72,7 @@ def run(
     copies: LocalCopies | None,
     watchdog: Watchdog,
 ) -> None:
-    """Builds all parts of the run, logs what was built, then trains or only evaluates."""
+    """Build all parts of the run, logs what was built, then trains or only evaluates."""
     only_evaluate = config.train.skip_train
     terminal = Terminal()
     is_live = live_is_wanted(config.report.terminal, control) and not only_evaluate
@@ -128,7 +128,7 @@ def run(
 
 
 def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> None:
-    """Runs the loop; for a run that ended early, logs how to continue it."""
+    """Run the loop; for a run that ended early, logs how to continue it."""
     with reporting.closing(report, control):
         is_complete = loop.run()
     if not is_complete:
@@ -138,7 +138,8 @@ def train(loop: Loop, report: Report, config: RunConfig, control: Control) -> No
 
 
 def command() -> NoReturn:
-    """The script and the console command `pretrain-llama`; ends the process with an exit status."""
+    """Return the script and the console command `pretrain-llama`; ends the process with an exit
+    status."""
     run_script("pretrain_llama.py", main)
 
 

@@ -27,7 +27,7 @@ Marks = NDArray[np.uint8]
 
 
 def answered_paths(prefix: str | Path) -> tuple[Path, Path]:
-    """The file, and its checksums."""
+    """Return the file, and its checksums."""
     return Path(f"{prefix}.answered"), Path(f"{prefix}.answered.crc")
 
 
@@ -49,11 +49,11 @@ class AnsweredTokens:
             )
 
     def read(self, begin: int, count: int) -> Marks:
-        """The marks of `count` tokens from the one at `begin` on."""
+        """Return the marks of `count` tokens from the one at `begin` on."""
         return np.frombuffer(self._file.read(begin, count), np.uint8)
 
     def parts(self) -> Iterator[Marks]:
-        """All marks, part by part."""
+        """Yield all marks, part by part."""
         for begin in range(0, self._size, _PART_TOKENS):
             yield self.read(begin, min(_PART_TOKENS, self._size - begin))
 
@@ -76,7 +76,7 @@ class AnsweredWriter:
         self._sums.update(content)
 
     def complete(self, bin_sums: BlockSums) -> None:
-        """Ends the file for the .bin file with these checksums."""
+        """End the file for the .bin file with these checksums."""
         self._append(_sum_bytes(bin_sums.sum_of_table))
         self._stream.close()
         self._sums.write(self._sums_file)
@@ -84,7 +84,7 @@ class AnsweredWriter:
 
 @contextmanager
 def replacing_answered(prefix: str | Path, *, wanted: bool) -> Iterator[AnsweredWriter | None]:
-    """Writes the two files when the block succeeds; if unwanted, removes those of before."""
+    """Write the two files when the block succeeds; if unwanted, remove those of before."""
     paths = answered_paths(prefix)
     if not wanted:
         yield None

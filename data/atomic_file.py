@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def temporary_beside(path: Path) -> Path:
-    """An unused name in the folder of `path`, so that a rename to `path` stays on one disk."""
+    """Return an unused name in the folder of `path`, so that a rename to `path` stays on
+    one disk."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 

@@ -95,7 +95,8 @@ def collate(
     num_masked: int = 0,
     token_bytes: TokenBytes | None = None,
 ) -> Batch:
-    """A batch of tokens and labels from samples of seq_length + 1 tokens, the last ones masked.
+    """Return a batch of tokens and labels from samples of seq_length + 1 tokens, the last ones
+    masked.
 
     Bytes of text are counted here, where processes read ahead and labels lie in memory: a device
     gets no table, and a sum on it would have to be brought back.

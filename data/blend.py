@@ -37,7 +37,7 @@ class Blend:
     weights: tuple[float, ...] | None = None
 
     def shares(self) -> list[float]:
-        """The weights normalized to sum 1."""
+        """Return the weights normalized to sum 1."""
         assert self.weights is not None, "a blend by size has no weights"
         weights = np.array(self.weights, dtype=np.float64)
         return [float(share) for share in weights / np.sum(weights)]
@@ -53,7 +53,7 @@ class _Splits:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """Parses `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...` like Megatron.
+    """Parse `PREFIX`, `WEIGHT PREFIX WEIGHT PREFIX ...` or `PREFIX PREFIX ...` like Megatron.
 
     A word that is a number is a weight, so a prefix that looks like a number is written ./1.
     """
@@ -75,7 +75,7 @@ def parse_blend(words: Sequence[str], flag: str) -> Blend:
 
 
 def read_blend(path: str, flag: str) -> Blend:
-    """A blend from a file: words as on the command line, or a JSON list that may be nested.
+    """Return a blend from a file: words as on the command line, or a JSON list that may be nested.
 
     In a list, a nested list may replace a path; its members divide the weight before it according
     to their own weights.
@@ -87,7 +87,8 @@ def read_blend(path: str, flag: str) -> Blend:
 
 
 def read_blend_per_split(path: str, flag: str) -> dict[str, Blend]:
-    """The blends of train, valid and test from a JSON object: words or a list under each name."""
+    """Return the blends of train, valid and test from a JSON object: words or a list under each
+    name."""
     with about(suffix=_SPLITS):
         splits: _Splits = read_json(Path(path), _Splits, f"{flag} {path}")
     return {
@@ -103,7 +104,7 @@ def _blend_of(content: str | list[Any], flag: str) -> Blend:
 
 
 def _flatten(content: list[Any], flag: str) -> list[str]:
-    """The words of a list in which nested lists may replace paths."""
+    """Return the words of a list in which nested lists may replace paths."""
     words: list[str] = []
     for place, entry in enumerate(content):
         if not isinstance(entry, list):
@@ -128,7 +129,7 @@ def _flatten(content: list[Any], flag: str) -> list[str]:
 
 
 def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Blend:
-    """The blend without corpora of weight 0."""
+    """Return the blend without corpora of weight 0."""
     if weights is not None:
         wrong = next((w for w in weights if not 0.0 <= w < math.inf), None)
         if wrong is not None:
@@ -149,7 +150,7 @@ def _checked(flag: str, prefixes: list[str], weights: list[float] | None) -> Ble
 
 
 def number_in(word: str) -> float | None:
-    """The number that a word is; None if it is none."""
+    """Return the number that a word is; None if it is none."""
     try:
         return float(word)
     except ValueError:
@@ -157,5 +158,5 @@ def number_in(word: str) -> float | None:
 
 
 def members_of(shares: Sequence[float], num_samples: int) -> list[int]:
-    """The number of samples from each corpus for a blend of at least `num_samples`."""
+    """Return the number of samples from each corpus for a blend of at least `num_samples`."""
     return [math.ceil(num_samples * share) for share in shares]

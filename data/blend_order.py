@@ -38,12 +38,12 @@ class BlendIndices(NamedTuple):
 
 
 def blend_by_share(shares: Sequence[float], num_samples: int) -> BlendIndices:
-    """The first `num_samples` samples of an endless blend; bit for bit Megatron's."""
+    """Return the first `num_samples` samples of an endless blend; bit for bit Megatron's."""
     return _blend(np.array(shares, dtype=np.float64), None, num_samples)
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
-    """Every sample of every corpus once, in proportion; bit for bit Megatron's."""
+    """Return every sample of every corpus once, in proportion; bit for bit Megatron's."""
     total = sum(sizes)
     shares = np.array([size / total for size in sizes], dtype=np.float64)
     return _blend(shares, np.array(sizes, dtype=np.int64), total)
@@ -52,7 +52,7 @@ def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
 def _blend(
     shares: NDArray[np.float64], limits: NDArray[np.int64] | None, num_samples: int
 ) -> BlendIndices:
-    """The order, computed in parallel lanes; see [Note: in lanes]."""
+    """Return the order, computed in parallel lanes; see [Note: in lanes]."""
     stretch = max(_LEAST_STRETCH, -(-num_samples // _MAX_LANES))
     num_lanes = max(1, -(-num_samples // stretch))
     rarest = float(shares[shares > 0].min())  # of numpy, a division that overflows warns
@@ -95,7 +95,8 @@ def _choose(
     times: NDArray[np.int64],
     counts: Counts,
 ) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """The next sample of every lane: its corpus, and how often that corpus was chosen before.
+    """Return the next sample of every lane: its corpus, and how often that corpus was chosen
+    before.
 
     Updates `counts`.
     """

@@ -59,7 +59,7 @@ class BlendedDataset:
         return member, int(self.indices.dataset_sample_index[place])
 
     def describe(self) -> str:
-        """One line: the corpora, what each contributes, where the order is stored."""
+        """Return one line: the corpora, what each contributes, where the order is stored."""
         size = len(self.indices.dataset_index)
         counts = np.bincount(np.asarray(self.indices.dataset_index), minlength=len(self.members))
         parts = ", ".join(
@@ -73,7 +73,7 @@ class BlendedDataset:
 
 
 def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDataset:
-    """One split of a blend; `TooFewTokensError` if it has no sample.
+    """Return one split of a blend; `TooFewTokensError` if it has no sample.
 
     For training data, that error is also raised if one of the corpora has no sample.
     """
@@ -89,7 +89,7 @@ def build_samples(blend: Blend, request: SplitRequest) -> GPTDataset | BlendedDa
 
 
 def _without_empty(blend: Blend, request: SplitRequest) -> tuple[Blend, tuple[str, ...]]:
-    """The blend without held-out corpora that have no sample, and their prefixes."""
+    """Return the blend without held-out corpora that have no sample, and their prefixes."""
     empty: dict[int, TooFewTokensError] = {}
     for place, prefix in enumerate(blend.prefixes):
         try:
@@ -152,7 +152,8 @@ def _cached_indices(
     size: int,
     build: Callable[[], BlendIndices],
 ) -> tuple[BlendIndices, str]:
-    """The order of a blend, cached: it depends only on weights or sizes and on its length."""
+    """Return the order of a blend, cached: it depends only on weights or sizes and on
+    its length."""
     facts = {
         "class": "BlendedDataset",
         "datasets": list(blend.prefixes),

@@ -46,7 +46,7 @@ class BlockSums:
         self._num_bytes = 0
 
     def update(self, content: bytes | memoryview | NDArray[Any]) -> None:
-        """Continues with the next part of the file."""
+        """Continue with the next part of the file."""
         rest = memoryview(np.frombuffer(content, dtype=np.uint8).data)
         while rest:
             part = rest[: self._block_bytes - self._num_bytes % self._block_bytes]
@@ -68,7 +68,7 @@ class BlockSums:
         return crc32(self._content())
 
     def write(self, path: Path) -> None:
-        """Writes the checksums of all parts so far."""
+        """Write the checksums of all parts so far."""
         table, size = self._content(), self._block_bytes
         fields = _FIELDS.pack(MAGIC, VERSION, size, self._num_bytes, crc32(table))
         path.write_bytes(fields + crc32(fields).to_bytes(4, "little") + table)
@@ -90,8 +90,8 @@ class CheckedFile:
         self.path, self.size = file.path, file.size
 
     def _read_header(self) -> tuple[int, int]:
-        """The bytes in a block, and the CRC-32 of all sums; `UserError` if the sums are damaged, or
-        those of another file.
+        """Return the bytes in a block, and the CRC-32 of all sums; `UserError` if the sums are
+        damaged, or those of another file.
         """
         damaged = UserError(
             f"{self._sums.path} is damaged: restore it; if you know that {self._file.path} is not, "
@@ -127,7 +127,8 @@ class CheckedFile:
         return int(block_bytes), int(sum_of_table)
 
     def read(self, begin: int, length: int) -> memoryview:
-        """The `length` bytes from byte `begin` on; `UserError` if a block of them is damaged."""
+        """Return the `length` bytes from byte `begin` on; `UserError` if a block of them is
+        damaged."""
         size = self._block_bytes
         first, last = begin // size, -(-(begin + length) // size)  # the one behind the last
         start = first * size
@@ -146,7 +147,7 @@ class CheckedFile:
 
 
 def with_checks(file: RegularFile) -> RegularFile | CheckedFile:
-    """The .bin file with checks of what is read, if it has checksums."""
+    """Return the .bin file with checks of what is read, if it has checksums."""
     path = Path(f"{file.path}.crc")
     with reading(str(path)):
         try:

@@ -82,7 +82,7 @@ class DataConfig:
             )
 
     def check_conversations(self, prefix: str, *, has_marks: bool) -> None:
-        """`UserError` if samples of this corpus would mix conversations, or cannot be any."""
+        """Raise `UserError` if samples of this corpus would mix conversations, or cannot be any."""
         if self.sft and not has_marks:
             raise UserError(
                 f"--sft: {prefix} has no conversations ({answered_paths(prefix)[0]} is missing): "
@@ -105,7 +105,8 @@ class DataConfig:
         return None if rules == DocumentRules(eod=eod) else rules
 
     def _sources(self) -> dict[str, bool]:
-        """The alternative data source flags, and whether each is given; exactly one must be."""
+        """Return the alternative data source flags, and whether each is given; exactly one
+        must be."""
         per_split = {f"--{name}-data-path": words for name, words in self._words().items()}
         first_given = next((flag for flag, words in per_split.items() if words), "")
         return {
@@ -134,7 +135,7 @@ class DataConfig:
         return Path(self.data_cache_path or f"{prefix}/cache/GPTDataset_indices")
 
     def blends(self) -> dict[str, Blend]:
-        """The blend of each split; empty for synthetic tokens."""
+        """Return the blend of each split; empty for synthetic tokens."""
         if self.per_split_data_args_path is not None:
             return read_blend_per_split(self.per_split_data_args_path, "--per-split-data-args-path")
         if self.is_per_split:

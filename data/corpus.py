@@ -52,7 +52,7 @@ class Texts(NamedTuple):
 def read_batches(
     pieces: Iterable[Piece], keys: Sequence[str], *, skip_malformed: bool = False
 ) -> Iterator[RawBatch]:
-    """All documents of the pieces in order; from rows only the columns `keys`.
+    """Yield all documents of the pieces in order; from rows only the columns `keys`.
 
     With `skip_malformed`, a long text that is not UTF-8 yields only its first bad part.
     """
@@ -96,7 +96,7 @@ def _decompressed(piece: Piece, raw: IO[bytes]) -> IO[bytes]:
 
 
 def _lines(piece: Piece) -> Iterator[RawBatch]:
-    """Batches of whole lines."""
+    """Yield batches of whole lines."""
     with open_binary(piece) as (stream, tell):
         number, position, left = 0, piece.begin, piece.end - piece.begin
         while True:
@@ -116,7 +116,7 @@ def _lines(piece: Piece) -> Iterator[RawBatch]:
 
 
 def _text(piece: Piece) -> Iterator[RawBatch]:
-    """The single document of a .txt file, in parts if it is long."""
+    """Yield the single document of a .txt file, in parts if it is long."""
     with open_binary(piece) as (stream, tell):
         rest, offset, position, unfinished = b"", 0, 0, True
         while unfinished:
@@ -132,7 +132,8 @@ def _text(piece: Piece) -> Iterator[RawBatch]:
 
 
 def _first_bad_part(piece: Piece) -> RawBatch | None:
-    """The first part of a text that is not UTF-8, as a whole text; None if all parts are valid."""
+    """Return the first part of a text that is not UTF-8, as a whole text; None if all parts are
+    valid."""
     for part in _text(piece):
         assert isinstance(part.content, bytes), "a text is bytes"
         try:
@@ -215,7 +216,7 @@ def texts_of(
     optional: Collection[str] = (),
     flag: str = "--json-keys",
 ) -> Iterator[Texts]:
-    """The documents of a batch; `UserError` gives file and line of a bad one.
+    """Yield the documents of a batch; `UserError` gives file and line of a bad one.
 
     With `on_bad`, bad ones are reported to it and skipped. A .txt document is under every key. With
     `as_they_are` values need not be texts. They are None where an `optional` key is missing; `flag`
@@ -243,7 +244,7 @@ def texts_of(
 
 
 def place_of(piece: Piece, number: int) -> str:
-    """The location of a document, for messages; `number` starts at 1 in its piece."""
+    """Return the location of a document, for messages; `number` starts at 1 in its piece."""
     if piece.kind is SourceKind.TEXT:
         return piece.path
     if piece.kind is SourceKind.JSON_LINES:
@@ -267,7 +268,7 @@ class _BadError(Exception):
 
 
 def _raw_documents(batch: RawBatch) -> Iterable[Any]:
-    """The parsed content of each line or row; None for a blank line."""
+    """Return the parsed content of each line or row; None for a blank line."""
     content = batch.content
     if not isinstance(content, bytes):
         columns = list(content.values())

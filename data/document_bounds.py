@@ -35,7 +35,7 @@ def bounds_of(
     rules: DocumentRules | None,
     marks: Sequence[Marks | None] = (),
 ) -> Bounds:
-    """Computes the bounds: documents begin at the first token of a sample and after every EOD.
+    """Compute the bounds: documents begin at the first token of a sample and after every EOD.
 
     The EOD token belongs to the document that it ends, and predicts the first token of the next
     one unless its loss is masked. In a sample with `marks`, of its tokens and the label of the

@@ -49,7 +49,7 @@ class Fingerprint:
 
 @cache
 def fingerprint_of(config: TokenizerConfig, *, with_bytes: bool = False) -> Fingerprint | None:
-    """A tokenizer's fingerprint; None for NullTokenizer, whose ids fit any corpus.
+    """Return a tokenizer's fingerprint; None for NullTokenizer, whose ids fit any corpus.
 
     A corpus stores it `with_bytes`, which takes a second for a vocabulary of 256,000.
     """
@@ -78,7 +78,8 @@ def _token_bytes(tokenizer: Tokenizer) -> str | None:
 
 
 def digest_of(vocabulary: Mapping[str, int], eod: int) -> str:
-    """A hash of the id-to-piece mapping; it is stored with corpora, so it must never change."""
+    """Return a hash of the id-to-piece mapping; it is stored with corpora, so it must
+    never change."""
     digest = hashlib.blake2b(digest_size=16)
     for piece, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
         text = piece.encode("utf-8", "surrogatepass")
@@ -92,7 +93,7 @@ def fingerprint_path(prefix: str | Path) -> Path:
 
 
 def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
-    """The fingerprint of a corpus; None if it has none, like corpora made by Megatron."""
+    """Return the fingerprint of a corpus; None if it has none, like corpora made by Megatron."""
     path = fingerprint_path(prefix)
     if not path.exists():
         return None
@@ -103,7 +104,8 @@ def read_fingerprint(prefix: str | Path) -> Fingerprint | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fingerprint | None:
-    """The fingerprint of a corpus, if it has one; `UserError` if it is of another tokenizer."""
+    """Return the fingerprint of a corpus, if it has one; `UserError` if it is of
+    another tokenizer."""
     made_with = read_fingerprint(prefix)
     given = None if made_with is None or tokenizer is None else fingerprint_of(tokenizer)
     if made_with is None or given is None or given.digest == made_with.digest:
@@ -117,7 +119,7 @@ def check_tokenizer(prefix: str | Path, tokenizer: TokenizerConfig | None) -> Fi
 
 @contextmanager
 def replacing_fingerprint(prefix: str | Path, fingerprint: Fingerprint | None) -> Iterator[None]:
-    """Writes a corpus's fingerprint, or removes it if None, when the block succeeds."""
+    """Write a corpus's fingerprint, or remove it if None, when the block succeeds."""
     path = fingerprint_path(prefix)
     if fingerprint is None:
         yield

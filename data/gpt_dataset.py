@@ -94,7 +94,7 @@ class GPTDataset:
         return self._filled(np.concatenate(parts), "constant")  # by READ
 
     def _places(self, index: int) -> Iterator[tuple[int, int, int | None]]:
-        """The sequences of a sample, where it begins in each, and how much it has of it."""
+        """Yield the sequences of a sample, where it begins in each, and how much it has of it."""
         sample = int(self.order.shuffle_index[index])
         bounds = self.order.sample_index[sample : sample + 2].tolist()
         (first, offset), (last, last_offset) = bounds
@@ -107,7 +107,7 @@ class GPTDataset:
                 yield sequence, begin, length
 
     def _filled(self, row: NDArray[Any], mode: Literal["edge", "constant"]) -> NDArray[Any]:
-        """The entries of a sample, after those of a conversation that it has for itself."""
+        """Return the entries of a sample, after those of a conversation that it has for itself."""
         length = self.plan.seq_length
         if self.plan.shared_tokens == 0:
             row = row[:length]
@@ -116,7 +116,8 @@ class GPTDataset:
         return row
 
     def describe(self) -> str:
-        """One line: how much data there is, how often it is read, where the order is stored."""
+        """Return one line: how much data there is, how often it is read, where the order
+        is stored."""
         plan = self.plan
         sequences = plan.bounds.last - plan.bounds.first
         wanted = plan.total_samples if plan.num_samples is None else plan.num_samples
@@ -133,7 +134,7 @@ class GPTDataset:
 def open_checked(
     config: DataConfig, prefix: str, vocab_size: int, tokenizer: TokenizerConfig | None
 ) -> tuple[IndexedDataset, Fingerprint | None]:
-    """A corpus and what made it; `UserError` unless the run can read it."""
+    """Return a corpus and what made it; `UserError` unless the run can read it."""
     corpus, recorded = IndexedDataset(prefix), check_tokenizer(prefix, tokenizer)
     check_vocabulary(corpus, vocab_size)
     config.check_conversations(prefix, has_marks=corpus.answered is not None)
@@ -141,7 +142,7 @@ def open_checked(
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
-    """Raises `UserError` if any checked id of the corpus is outside the vocabulary."""
+    """Raise `UserError` if any checked id of the corpus is outside the vocabulary."""
     if np.iinfo(indexed.dtype).max < vocab_size and indexed.dtype.kind == "u":
         return  # ids of this dtype cannot be outside
     for ids in scanned(indexed):
@@ -149,7 +150,7 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int) -> None:
 
 
 def scanned(indexed: IndexedDataset) -> Iterator[Tokens]:
-    """Yields all ids of a small corpus, evenly spaced blocks of a large one."""
+    """Yield all ids of a small corpus, evenly spaced blocks of a large one."""
     block = max(1, SCAN_BYTES // SCAN_BLOCKS // indexed.dtype.itemsize)
     count = indexed.num_tokens
     num_blocks = min(SCAN_BLOCKS, -(-count // block))
@@ -173,7 +174,7 @@ def _check_ids(ids: Tokens, vocab_size: int, prefix: str) -> None:
 
 
 def build_gpt_dataset(indexed: IndexedDataset, request: SplitRequest) -> GPTDataset:
-    """One split of a corpus, with at least as many samples as requested, or one epoch.
+    """Return one split of a corpus, with at least as many samples as requested, or one epoch.
 
     `TooFewTokensError` if it has no sample.
     """

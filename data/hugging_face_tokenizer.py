@@ -81,8 +81,8 @@ class _TransformersTokenizer(LibraryTokenizer):
 
 
 def hugging_face_tokenizer(model: str) -> LibraryTokenizer:
-    """A `tokenizer.json` file or a folder that contains one, which mean the same, or anything else
-    transformers loads: a folder of other files, or a hub name in its cache.
+    """Return a `tokenizer.json` file or a folder that contains one, which mean the same, or
+    anything else transformers loads: a folder of other files, or a hub name in its cache.
 
     The files next to a `tokenizer.json` may add tokens, which get their ids as in transformers. It
     does not define which token ends a document: that comes from `eos_token` in the
@@ -135,7 +135,7 @@ class _TokenizerFields(TypedDict, total=False):
 
 
 def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
-    """A tokenizer.json with the tokens that the files next to it add."""
+    """Return a tokenizer.json with the tokens that the files next to it add."""
     with importing("--tokenizer-type HuggingFaceTokenizer needs tokenizers"):
         import tokenizers
     content = read_bytes(path, f"--tokenizer-model {path}")
@@ -159,7 +159,8 @@ def _load_tokenizer_json(path: Path, source: str) -> LibraryTokenizer:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The fields of tokenizer_config.json, and of special_tokens_map.json in older folders."""
+    """Return the fields of tokenizer_config.json, and of special_tokens_map.json in
+    older folders."""
     config = _read(folder / "tokenizer_config.json", _TokenizerFields)
     if "added_tokens_decoder" not in config:
         config |= _read(folder / "special_tokens_map.json", _TokenizerFields)
@@ -167,7 +168,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Adds the tokens that transformers adds to a tokenizer.json, in its order: those with an id of
+    """Add the tokens that transformers adds to a tokenizer.json, in its order: those with an id of
     their own, then those with a role, then the extra ones. A text that is there keeps its id."""
     named, extra = _special_tokens(config)
     names = {_content(token) for token in named}
@@ -194,7 +195,8 @@ def _add_tokens(tokenizer: Any, folder: Path, config: Mapping[str, Any]) -> None
 
 
 def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: int | None) -> bool:
-    """Whether a folder's files add tokens to a vocabulary, or name another end or beginning."""
+    """Return whether a folder's files add tokens to a vocabulary, or name another end
+    or beginning."""
     config = _read_config(folder)
     named, extra = _special_tokens(config)
     numbered = config.get("added_tokens_decoder", {}).values()
@@ -209,7 +211,8 @@ def adds_tokens(folder: Path, vocabulary: Mapping[str, int], *, eos: int, bos: i
 
 
 def _special_tokens(config: Mapping[str, Any]) -> tuple[list[str | _Token], list[str | _Token]]:
-    """The tokens with a role of their own (`eos_token`, `image_token`), and the extra ones."""
+    """Return the tokens with a role of their own (`eos_token`, `image_token`), and the
+    extra ones."""
     tokens = {f"{part}_token": config.get(f"{part}_token") for part in _NAMED}
     tokens |= {
         key: config[key]
@@ -228,7 +231,7 @@ def _mark_special(tokens: Iterable[Any], names: Container[str | None]) -> None:
 
 
 def _added_token(token: str | Mapping[str, Any]) -> Any:
-    """The library's token; one that is only a text is special."""
+    """Return the library's token; one that is only a text is special."""
     from tokenizers import AddedToken
 
     if isinstance(token, str):
@@ -237,13 +240,13 @@ def _added_token(token: str | Mapping[str, Any]) -> Any:
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token that is given as a string or as an object."""
+    """Return the text of a token that is given as a string or as an object."""
     text: str | None = token["content"] if isinstance(token, dict) else token
     return text
 
 
 def _model_says(folder: Path, field: str) -> int | None:
-    """A special id from config.json or generation_config.json, if it is a single id."""
+    """Return a special id from config.json or generation_config.json, if it is a single id."""
     for name in ("config.json", "generation_config.json"):
         value = _read(folder / name, dict[str, Any]).get(field)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -256,19 +259,19 @@ class _Ends(TypedDict, total=False):
 
 
 def ends_in(path: Path) -> frozenset[int]:
-    """The ids that end a text by a generation_config.json; none if there is no such file."""
+    """Return the ids that end a text by a generation_config.json; none if there is no such file."""
     ids = _read(path, _Ends).get("eos_token_id")
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
 
 
 def _read(path: Path, kind: Any) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file."""
+    """Return the object in a JSON file; empty if there is no file."""
     return dict(read_json(path, kind)) if path.exists() else {}
 
 
 def load_transformers_tokenizer(model: str) -> Any:
-    """The tokenizer that transformers makes of a folder, of one by its tokenizer.json, or of a name
-    in its cache; `UserError` if it needs code that comes with it.
+    """Return the tokenizer that transformers makes of a folder, of one by its tokenizer.json, or of
+    a name in its cache; `UserError` if it needs code that comes with it.
     """
     with importing(
         f"--tokenizer-model {model} is no file, and a folder or a name needs transformers"

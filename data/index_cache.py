@@ -64,7 +64,8 @@ class CacheEntry:
 def cached_order(
     entry: CacheEntry, lengths: NDArray[np.int32], plan: OrderPlan
 ) -> tuple[SampleOrder, str]:
-    """The order of a plan, from the cache if it is there and intact; and where it came from."""
+    """Return the order of a plan, from the cache if it is there and intact; and where it
+    came from."""
     expected: Expected = {
         "document_index": ((plan.num_entries,), DOCUMENT_DTYPE),
         "sample_index": ((plan.total_samples + 1, 2), sample_index_dtype(plan, lengths)),
@@ -77,7 +78,7 @@ def cached_order(
 def cached_arrays(
     entry: CacheEntry, expected: Expected, build: Callable[[], Arrays]
 ) -> tuple[StoredArrays, str]:
-    """The arrays of an entry, from the cache if they are there and intact; and their source.
+    """Return the arrays of an entry, from the cache if they are there and intact; and their source.
 
     One process per machine builds while the others wait for its files. Machines do not wait for
     each other. If the folder cannot be written, the run continues without the cache.
@@ -123,7 +124,7 @@ def _alone_on_this_machine(entry: CacheEntry) -> Iterator[None]:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Takes the lock and writes this process into its file, for those who wait."""
+    """Take the lock and write this process into its file, for those who wait."""
     wait: Wait | None = None
     while True:
         try:
@@ -141,7 +142,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def checksum(array: NDArray[Any] | StoredArray) -> int:
-    """The CRC-32 of an array's bytes."""
+    """Return the CRC-32 of an array's bytes."""
     if not isinstance(array, StoredArray):
         return crc32(np.ascontiguousarray(array).data)
     found = 0
@@ -151,7 +152,7 @@ def checksum(array: NDArray[Any] | StoredArray) -> int:
 
 
 def _seal(entry: CacheEntry, arrays: StoredArrays) -> str:
-    """The content of the description file: Megatron's, and a line of checksums."""
+    """Return the content of the description file: Megatron's, and a line of checksums."""
     sums = {name: checksum(array) for name, array in arrays.items()}
     return f"{entry.description}\n{json.dumps({'crc32': sums})}\n"
 
@@ -166,7 +167,8 @@ def _write(entry: CacheEntry, arrays: Arrays) -> None:
 
 
 def _read(entry: CacheEntry, expected: Expected) -> StoredArrays | None:
-    """The stored arrays; None if a file is missing, unreadable or differs from what was written."""
+    """Return the stored arrays; None if a file is missing, unreadable or differs from what was
+    written."""
     try:
         seal = read_text(entry.path("description.txt"))
         arrays = {

@@ -39,7 +39,8 @@ Tokens = NDArray[Any]
 
 
 def dtype_for_vocab(vocab_size: int) -> np.dtype[Any]:
-    """The dtype in which Megatron stores ids of this vocabulary: uint16, int32 from 65500 on."""
+    """Return the dtype in which Megatron stores ids of this vocabulary: uint16, int32 from 65500
+    on."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
@@ -52,7 +53,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def remove_dataset(prefix: str | Path) -> None:
-    """Removes all files of a data set, those that a Megatron-LM does not know too."""
+    """Remove all files of a data set, those that a Megatron-LM does not know too."""
     own = (checksums_path(prefix), fingerprint_path(prefix), *answered_paths(prefix))
     for path in (idx_path(prefix), bin_path(prefix), *own):
         path.unlink(missing_ok=True)
@@ -94,7 +95,8 @@ class IndexedDataset:
             self.answered = AnsweredTokens(prefix, self._content, self.num_tokens)
 
     def _bytes_by_index(self) -> int | None:
-        """The size of the .bin file; None if lengths, pointers and documents are inconsistent."""
+        """Return the size of the .bin file; None if lengths, pointers and documents are
+        inconsistent."""
         count, entries = self._num_sequences, self._num_entries
         if entries == 0 or self._documents(0, 1) != 0 or self._documents(entries - 1, 1) != count:
             return None
@@ -139,31 +141,33 @@ class IndexedDataset:
         return isinstance(self._content, CheckedFile)
 
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """The tokens of every sequence, read from the file at each call."""
+        """Return the tokens of every sequence, read from the file at each call."""
         return self._lengths(0, self._num_sequences)
 
     def document_indices(self) -> NDArray[np.int64]:
-        """The first sequence of every document, and the number of sequences; read at each call."""
+        """Return the first sequence of every document, and the number of sequences; read at each
+        call."""
         return self._documents(0, self._num_entries)
 
     def tokens_in(self, first: int, last: int) -> int:
-        """The tokens of the sequences from `first` to before `last`."""
+        """Return the tokens of the sequences from `first` to before `last`."""
         return (self._pointer(last) - self._pointer(first)) // self.dtype.itemsize
 
     def _pointer(self, index: int) -> int:
         return self._content.size if index == len(self) else int(self._pointers(index, 1)[0])
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """The ids of sequence `index` from `offset` on, `length` of them or all; read-only."""
+        """Return the ids of sequence `index` from `offset` on, `length` of them or
+        all; read-only."""
         return self.read(*self._place(index, offset, length))
 
     def marks(self, index: int, offset: int = 0, length: int | None = None) -> Marks:
-        """The marks of the same tokens, of a corpus that has them."""
+        """Return the marks of the same tokens, of a corpus that has them."""
         assert self.answered is not None, f"{self.prefix} has no marks"
         return self.answered.read(*self._place(index, offset, length))
 
     def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
-        """The first of these tokens in the .bin file, and their number."""
+        """Return the first of these tokens in the .bin file, and their number."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         begin, end = self._pointers(index, 2).tolist()
@@ -187,7 +191,7 @@ class IndexedDataset:
         return np.frombuffer(self._content.read(begin * size, count * size), self.dtype)
 
     def parts(self) -> Iterator[Tokens]:
-        """All ids, part by part."""
+        """Yield all ids, part by part."""
         for begin in range(0, self.num_tokens, PART_TOKENS):
             yield self.read(begin, min(PART_TOKENS, self.num_tokens - begin))
 
@@ -215,7 +219,8 @@ def _check_present(prefix: str) -> None:
 
 
 def _read_header(index: RegularFile) -> tuple[int, int, int]:
-    """The code of the type, the number of sequences, and that of the entries of documents."""
+    """Return the code of the type, the number of sequences, and that of the entries
+    of documents."""
     path, size = index.path, index.size
     if size < HEADER.size or index.read(0, len(MAGIC)) != MAGIC:
         raise UserError(f"{path} is not a Megatron index file (MMIDIDX): {REMEDY}")
@@ -238,7 +243,7 @@ def _read_header(index: RegularFile) -> tuple[int, int, int]:
 
 @contextmanager
 def _room_on_disk(path: Path) -> Iterator[None]:
-    """Adds the file name to an out-of-space error, which does not name the file."""
+    """Add the file name to an out-of-space error, which does not name the file."""
     try:
         yield
     except OSError as error:
@@ -309,7 +314,7 @@ class IndexedDatasetWriter:
         self._files.__exit__(*raised)
 
     def complete(self) -> None:
-        """Writes everything but the final names, so several writers can fail before any rename.
+        """Write everything but the final names, so several writers can fail before any rename.
 
         No document can be added afterwards.
         """
@@ -327,7 +332,7 @@ class IndexedDatasetWriter:
         return len(self._documents) - 1
 
     def add_documents(self, documents: EncodedDocuments) -> None:
-        """Appends many documents; no sequence may be empty; documents without any still count."""
+        """Append many documents; no sequence may be empty; documents without any still count."""
         ids, lengths = documents.ids, documents.lengths
         assert ids.dtype == self.dtype, f"{ids.dtype} into a file of {self.dtype}"
         assert len(ids) == lengths.sum(dtype=np.int64), f"{len(ids)} ids in {lengths}"
@@ -353,7 +358,7 @@ class IndexedDatasetWriter:
         self.num_tokens += len(ids)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Appends all documents of another data set of the same dtype; copies it in chunks."""
+        """Append all documents of another data set of the same dtype; copies it in chunks."""
         if dataset.dtype != self.dtype:
             raise UserError(
                 f"{bin_path(dataset.prefix)} holds {dataset.dtype.name} and {self.prefix} is to "

@@ -16,7 +16,7 @@ _NAMED = 3  # corpora at most in a line
 
 
 def check_answers(corpora: Corpora) -> None:
-    """Raises `UserError` for a data set none of whose samples has an answered token."""
+    """Raise `UserError` for a data set none of whose samples has an answered token."""
     for name, members in corpora.items():
         if members and not any(map(_has_answer, members)):
             prefixes = listed([member.indexed.prefix for member in members[:_NAMED]])
@@ -28,7 +28,7 @@ def check_answers(corpora: Corpora) -> None:
 
 
 def check_rows(corpora: Corpora, rows: int) -> None:
-    """Raises `UserError` for a token id without a row in a model whose vocabulary is frozen."""
+    """Raise `UserError` for a token id without a row in a model whose vocabulary is frozen."""
     for corpus in chain.from_iterable(corpora.values()):
         most = max((int(ids.max()) for ids in scanned(corpus.indexed)), default=0)
         if most >= rows:
@@ -42,7 +42,7 @@ def check_rows(corpora: Corpora, rows: int) -> None:
 
 
 def _has_answer(corpus: GPTDataset) -> bool:
-    """Tells whether a label is answered; reads up to the first conversation that has one."""
+    """Tell whether a label is answered; read up to the first conversation that has one."""
     if corpus.indexed.answered is None:
         return True
     plan = corpus.plan

@@ -58,7 +58,7 @@ class Datasets:
     made_with: Mapping[str, Fingerprint | None] = field(default_factory=dict)  # by prefix
 
     def describe(self) -> list[str]:
-        """One line per split or validation set, printed at the start of a run."""
+        """Return one line per split or validation set, printed at the start of a run."""
         lines = {
             name: f"{name}: {samples.describe() if samples else 'no samples'}"
             for name, samples in self._by_name().items()
@@ -68,11 +68,11 @@ class Datasets:
         return [*lines.values(), *no_checksums(self.unchecked)]
 
     def corpora(self) -> dict[str, tuple[GPTDataset, ...]]:
-        """Returns the corpora of every data set, by the name under which it is reported."""
+        """Return the corpora of every data set, by the name under which it is reported."""
         return {name: _corpora_of(samples) for name, samples in self._by_name().items()}
 
     def _by_name(self) -> dict[str, Samples | None]:
-        """Returns all data sets by the names under which they are reported."""
+        """Return all data sets by the names under which they are reported."""
         sets: dict[str, Samples | None] = {name: getattr(self, name) for name in SPLIT_NAMES}
         sets |= {f"valid, {name}": samples for name, samples in self.named_valid.items()}
         if self.named_valid:
@@ -80,7 +80,7 @@ class Datasets:
         return sets
 
     def train_corpora(self) -> tuple[GPTDataset, ...]:
-        """The training corpora, one or those of a blend; empty for synthetic tokens."""
+        """Return the training corpora, one or those of a blend; empty for synthetic tokens."""
         return _corpora_of(self.train)
 
     def token_bytes(
@@ -120,7 +120,8 @@ def build_datasets(
     vocab_size: int,
     tokenizer: TokenizerConfig | None = None,
 ) -> Datasets:
-    """The splits with at least the requested samples; `vocab_size` is the tokenizer's, unpadded."""
+    """Return the splits with at least the requested samples; `vocab_size` is the tokenizer's,
+    unpadded."""
     counts = {name: getattr(num_samples, name) for name in SPLIT_NAMES}
     # Training data is opened even if no sample of it is requested: a run may only evaluate.
     wanted = [name for name in SPLIT_NAMES if name == "train" or counts[name] != 0]
@@ -146,7 +147,7 @@ def _build_from_corpora(
     vocab_size: int,
     tokenizer: TokenizerConfig | None,
 ) -> Datasets:
-    """The splits in `counts`; a held-out split without a sample is skipped."""
+    """Return the splits in `counts`; a held-out split without a sample is skipped."""
 
     unchecked = []
     made_with: dict[str, Fingerprint | None] = {}
@@ -194,7 +195,7 @@ def _build_from_corpora(
 
 
 def _allow_open_files(blends: Iterable[Blend]) -> None:
-    """Raises the limit of open files by those of the corpora, as far as the system lets it."""
+    """Raise the limit of open files by those of the corpora, as far as the system lets it."""
     prefixes = {prefix for blend in blends for prefix in blend.prefixes}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
@@ -204,7 +205,7 @@ def _allow_open_files(blends: Iterable[Blend]) -> None:
 
 
 def no_checksums(prefixes: Sequence[str]) -> Iterator[str]:
-    """A line on corpora without checksums, if there are any."""
+    """Yield a line on corpora without checksums, if there are any."""
     if prefixes:
         names = [*prefixes[:_NAMED], f"{len(prefixes) - _NAMED} more"][: len(prefixes)]
         yield (
@@ -214,7 +215,7 @@ def no_checksums(prefixes: Sequence[str]) -> Iterator[str]:
 
 
 def _sets(config: DataConfig) -> dict[tuple[str, str], Blend]:
-    """The blend of each split, or of each named validation set."""
+    """Return the blend of each split, or of each named validation set."""
     sets = {(split_name, ""): blend for split_name, blend in config.blends().items()}
     if config.multiple_validation_sets:
         valid = sets.pop(("valid", ""))
@@ -296,7 +297,7 @@ class MicroBatches:
             wait.check()
 
     def sample_numbers(self) -> Iterator[range]:
-        """The samples of micro-batch 0, 1, ...; endless."""
+        """Return the samples of micro-batch 0, 1, ...; endless."""
         # A separate generator: one that references `self`, and so its own reader, would be freed by
         # the garbage collector, which frees the queues of the workers before these are told to end,
         # and then waits 5 seconds for each.
@@ -346,7 +347,7 @@ class MicroBatches:
 def _sample_numbers(
     own: range, *, consumed: int, stride: int, round_of: int | None
 ) -> Iterator[range]:
-    """A rank's part of every stride; restarts at 0 when a round is over."""
+    """Yield a rank's part of every stride; restarts at 0 when a round is over."""
     first = consumed
     while True:
         yield range(first + own.start, first + own.stop)
@@ -357,7 +358,7 @@ def _sample_numbers(
 
 @contextmanager
 def _child_signals_left_alone() -> Iterator[None]:
-    """Restores the SIGCHLD handler: torch's could raise anywhere in the training thread.
+    """Restore the SIGCHLD handler: torch's could raise anywhere in the training thread.
 
     Without torch's handler a dead worker is detected where its batch is waited for.
     """

@@ -123,7 +123,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
-    """Each split as an interval of the corpus; None for a weight of 0."""
+    """Return each split as an interval of the corpus; None for a weight of 0."""
     ends = [0.0]
     for weight in parse_split(text):
         ends.append(ends[-1] + weight)  # one by one: the rounding in `split_bounds` depends on it
@@ -134,19 +134,19 @@ def split_matrix(text: str) -> tuple[Share | None, Share | None, Share | None]:
 
 
 def share_of(split: str | None, split_name: str) -> Share | None:
-    """The part of a corpus that a split uses; all of it without --split."""
+    """Return the part of a corpus that a split uses; all of it without --split."""
     if split is None:
         return Share(0.0, 1.0)
     return split_matrix(split)[SPLIT_NAMES.index(split_name)]
 
 
 def split_bounds(share: Share, num_sequences: int) -> Bounds:
-    """The sequences of a split: contiguous, in file order, not shuffled."""
+    """Return the sequences of a split: contiguous, in file order, not shuffled."""
     return Bounds(round(share.begin * num_sequences), round(share.end * num_sequences))
 
 
 def build_order(sequence_lengths: NDArray[np.int32], plan: OrderPlan) -> SampleOrder:
-    """The order of a plan; bit for bit Megatron's."""
+    """Return the order of a plan; bit for bit Megatron's."""
     random = np.random.RandomState(plan.seed)
     document_index = _document_index(plan, random)
     sample_index = _sample_index(sequence_lengths, document_index, plan)
@@ -167,7 +167,7 @@ def _document_index(plan: OrderPlan, random: np.random.RandomState) -> NDArray[n
 def _sample_index(
     lengths: NDArray[np.int32], document_index: NDArray[np.int32], plan: OrderPlan
 ) -> NDArray[Any]:
-    """The sample index, built block by block so that temporaries stay in the CPU cache."""
+    """Return the sample index, built block by block so that temporaries stay in the CPU cache."""
     num_rows = plan.total_samples + 1
     rows = np.empty((num_rows, 2), dtype=sample_index_dtype(plan, lengths))
     begin, row = 0, 0  # the block's first token, and the first row not yet filled

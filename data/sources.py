@@ -62,7 +62,7 @@ class Piece:
 
 
 def kind_of(path: Path) -> SourceKind | None:
-    """The format of a file by its suffix, without a compression suffix."""
+    """Return the format of a file by its suffix, without a compression suffix."""
     name = path.with_suffix("") if path.suffix in COMPRESSIONS else path
     kind = SUFFIXES.get(name.suffix)
     return None if kind is SourceKind.PARQUET and name is not path else kind
@@ -71,7 +71,7 @@ def kind_of(path: Path) -> SourceKind | None:
 def find_pieces(
     inputs: Sequence[str | Path], *, config: str | None = None, split: str = "train"
 ) -> list[Piece]:
-    """One piece per source of --input, before any is read; `UserError` for bad ones.
+    """Return one piece per source of --input, before any is read; `UserError` for bad ones.
 
     Files in a folder, and files that match a pattern, are sorted by name.
     """
@@ -142,7 +142,7 @@ def _hub_piece(name: str, config: str | None, split: str) -> Piece:
 
 @cache
 def open_hugging_face(name: str, config: str | None, split: str) -> Any:
-    """The rows of a data set saved on disk, or of one that `datasets` finds by name."""
+    """Return the rows of a data set saved on disk, or of one that `datasets` finds by name."""
     with importing(f"--input {name} is no file, and a data set needs datasets"):
         import datasets
     datasets.disable_progress_bars()
@@ -167,7 +167,7 @@ def open_hugging_face(name: str, config: str | None, split: str) -> Any:
 
 
 def open_parquet(path: str) -> Any:
-    """Opens a `pyarrow.parquet.ParquetFile`."""
+    """Open a `pyarrow.parquet.ParquetFile`."""
     with importing(f"--input {path} needs the package pyarrow"):
         from pyarrow import ArrowException, parquet
     try:
@@ -177,7 +177,8 @@ def open_parquet(path: str) -> Any:
 
 
 def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
-    """The same documents in the same order, cut into `parts` lists of about the same size."""
+    """Return the same documents in the same order, cut into `parts` lists of about the
+    same size."""
     total = sum(piece.num_bytes for piece in pieces)
     shares: list[list[Piece]] = [[] for _ in range(parts)]
     passed = 0
@@ -193,7 +194,7 @@ def share_out(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
 
 
 def _cut(piece: Piece, limit: int) -> tuple[Piece, Piece | None]:
-    """Splits a piece after about `limit` bytes, at least one unit: the head and the rest."""
+    """Split a piece after about `limit` bytes, at least one unit: the head and the rest."""
     if not piece.divisible:
         return piece, None
     middle = piece.begin + max(1, (piece.end - piece.begin) * limit // piece.num_bytes)

@@ -51,7 +51,7 @@ class StoredArray:
         return self.shape[0]
 
     def __getitem__(self, key: int | slice) -> NDArray[Any]:
-        """A row, or neighbouring ones; they are read from the file at each call."""
+        """Return a row, or neighbouring ones; they are read from the file at each call."""
         begin, stop, step = (key if isinstance(key, slice) else slice(key, key + 1)).indices(
             len(self)
         )
@@ -60,11 +60,11 @@ class StoredArray:
         return rows.reshape(-1, *self.shape[1:])[slice(None) if isinstance(key, slice) else 0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        """All rows, for numpy's functions."""
+        """Return all rows, for numpy's functions."""
         return self[:] if dtype is None else self[:].astype(dtype)
 
     def parts(self) -> Iterator[bytes]:
-        """All rows as bytes, part by part."""
+        """Yield all rows as bytes, part by part."""
         rows = max(1, _PART_BYTES // self._row_bytes)
         for begin in range(0, len(self), rows):
             yield self._read(begin, min(rows, len(self) - begin))

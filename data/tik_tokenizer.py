@@ -87,7 +87,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _parts(text: str) -> Iterable[str]:
-    """Cuts a long text where LLaMA-3's code does: into stretches, then inside long runs."""
+    """Cut a long text where LLaMA-3's code does: into stretches, then inside long runs."""
     for begin in range(0, len(text), STRETCH):
         stretch = text[begin : begin + STRETCH]
         runs = LONG_RUN.finditer(stretch)

@@ -11,7 +11,7 @@ _UNCHANGING = ("ByteFallback", "ByteLevel", "Fuse", "Strip")  # inside a text, b
 
 
 def bytes_of_pieces(tokenizer: Any, vocab_size: int) -> list[int] | None:
-    """The bytes of every id; 0 for what is special or unknown.
+    """Return the bytes of every id; 0 for what is special or unknown.
 
     None if the decoder makes blanks up, as WordPiece's: then the text is not in the pieces.
     """

@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes many texts in one call of the library, on one thread."""
+        """Encode many texts in one call of the library, on one thread."""
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a configuration; `UserError` names the wrong flag."""
+    """Return the tokenizer of a configuration; `UserError` names the wrong flag."""
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None, "TokenizerConfig checks this"
         return NullTokenizer(config.vocab_size, eod=config.null_tokenizer_eod_id)
@@ -72,7 +72,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """A tokenizer read from files."""
+    """Return a tokenizer read from files."""
     if config.tokenizer_type == GPT2_TYPE:
         assert config.vocab_file is not None, "TokenizerConfig checks this"
         assert config.merge_file is not None, "TokenizerConfig checks this"
@@ -87,7 +87,8 @@ def _read_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, exactly: int | None = None) -> int:
-    """The rows of embedding and head: `vocab_size` rounded up to --make-vocab-size-divisible-by.
+    """Return the rows of embedding and head: `vocab_size` rounded up to
+    --make-vocab-size-divisible-by.
 
     With --padded-vocab-size the number is `exactly`, and the multiple is ignored.
     """

@@ -93,7 +93,7 @@ class TokenizerConfig:
 
 
 def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer that the flags select; None if no flag does.
+    """Return the tokenizer that the flags select; None if no flag does.
 
     GPT-2's files without a type are enough: that type is Megatron's default.
     """
@@ -104,7 +104,7 @@ def tokenizer_config(flags: Mapping[str, Any]) -> TokenizerConfig | None:
 
 
 def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The TokenizerConfig fields stored in a checkpoint; empty if it stores none.
+    """Return the TokenizerConfig fields stored in a checkpoint; empty if it stores none.
 
     In the past NullTokenizer's --vocab-size did not count the EOD, an extra id. The checkpoint's
     own `vocab_size` counts all ids; if it is missing, the checkpoint is older than that change.
@@ -116,7 +116,7 @@ def saved_tokenizer(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpadded_vocab_size(common: Mapping[str, Any]) -> int | None:
-    """The vocabulary rows of a checkpoint's model that are no padding, as far as it says.
+    """Return the vocabulary rows of a checkpoint's model that are no padding, as far as it says.
 
     Its tokenizer may have fewer ids; older checkpoints of runs have that number alone.
     """

@@ -24,7 +24,7 @@ _PROBES = (
 
 
 def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = False) -> bool:
-    """Writes tokenizer.json and tokenizer_config.json; False if ids would differ.
+    """Write tokenizer.json and tokenizer_config.json; False if ids would differ.
 
     Ids differ if a model normalizes text or is not BPE. With `begins_texts` the BOS token is added
     to each text.
@@ -52,12 +52,12 @@ def write_tokenizer_json(model: Path, folder: Path, *, begins_texts: bool = Fals
 
 
 def write_gpt2_tokenizer_json(vocab_file: Path, merge_file: Path, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for GPT-2's two files."""
+    """Write tokenizer.json and tokenizer_config.json for GPT-2's two files."""
     _save(read_gpt2(vocab_file, merge_file), folder, dict.fromkeys(("bos", "eos", "unk"), END))
 
 
 def _save(tokenizer: Any, folder: Path, roles: Mapping[str, str]) -> None:
-    """Writes the two files; `roles` are the texts of special tokens, by a role such as `eos`."""
+    """Write the two files; `roles` are the texts of special tokens, by a role such as `eos`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -69,7 +69,7 @@ def _save(tokenizer: Any, folder: Path, roles: Mapping[str, str]) -> None:
 
 
 def _tokenizer(processor: Any) -> Any:
-    """The model as a tokenizer of the tokenizers library."""
+    """Return the model as a tokenizer of the tokenizers library."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     ids = range(processor.get_piece_size())
@@ -104,7 +104,8 @@ def _tokenizer(processor: Any) -> Any:
 
 
 def _beginning(piece: str, number: int) -> Any:
-    """The post-processor that puts a token before every text, unless special tokens are off."""
+    """Return the post-processor that puts a token before every text, unless special tokens
+    are off."""
     from tokenizers.processors import TemplateProcessing
 
     return TemplateProcessing(
@@ -115,7 +116,7 @@ def _beginning(piece: str, number: int) -> Any:
 
 
 def _ordinary(processor: Any) -> dict[str, int]:
-    """The ordinary pieces, by their text, with their ids."""
+    """Return the ordinary pieces, by their text, with their ids."""
     return {
         processor.id_to_piece(i): i
         for i in range(processor.get_piece_size())
@@ -124,7 +125,7 @@ def _ordinary(processor: Any) -> dict[str, int]:
 
 
 def _merges(processor: Any) -> list[tuple[str, str]]:
-    """All pairs of pieces that merge into a piece, in order of preference."""
+    """Return all pairs of pieces that merge into a piece, in order of preference."""
     pieces = _ordinary(processor)
     found: list[tuple[float, int, int, str, str]] = []
     for piece, number in pieces.items():

@@ -23,7 +23,7 @@ class Wait:
         self._has_noted = False
 
     def check(self) -> None:
-        """Says once what is waited for; `TimeoutError`, one line with status 1, past the limit."""
+        """Say once what is waited for; `TimeoutError`, one line with status 1, past the limit."""
         waited = time.monotonic() - self._begin
         if waited > self.limit_seconds:
             raise TimeoutError(

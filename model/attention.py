@@ -38,7 +38,7 @@ Core = Callable[[Tensor, Tensor, Tensor, Documents | None, KeptAttention | None]
 def documents_of(
     lengths: tuple[int, ...] | None, num_samples: int, device: torch.device
 ) -> Documents | None:
-    """None if every sample is one document."""
+    """Return None if every sample is one document."""
     if lengths is None or len(lengths) == num_samples:
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FLASH_CAPABILITY:
@@ -54,7 +54,8 @@ def attend(
     backend: AttentionBackend = "auto",
     documents: Documents | None = None,
 ) -> Tensor:
-    """Causal scaled dot-product attention, one call for each document; returns [B, S, N, H]."""
+    """Return causal scaled dot-product attention, one call for each document; returns [B, S,
+    N, H]."""
     if documents is not None:
         flat = (part.flatten(0, 1).split(documents.lengths) for part in (q_BSNH, k_BSKH, v_BSKH))
         parts = zip(*flat, strict=True)
@@ -72,7 +73,7 @@ def attend(
 def chosen_kernel(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, backend: AttentionBackend
 ) -> SDPBackend:
-    """The kernel that computes attention of them, without documents."""
+    """Return the kernel that computes attention of them, without documents."""
     if backend != "auto":
         return _KERNELS[backend]
     grouped = q_BSNH.shape[2] != k_BSKH.shape[2]

@@ -62,7 +62,8 @@ class Gpu(NamedTuple):
         return self.capability in _CUDNN_GPUS and self.cudnn >= _OLDEST_CUDNN
 
     def block_kernel(self, head_size: int, queries: int, keys: int, *, causal: bool) -> SDPBackend:
-        """The kernel of attention of so many queries to a block of keys, without documents."""
+        """Return the kernel of attention of so many queries to a block of keys,
+        without documents."""
         fits = queries % TILE == keys % TILE == 0 or (causal and queries > 1)
         if self.takes_cudnn and head_size <= _CUDNN_HEAD and fits:
             return SDPBackend.CUDNN_ATTENTION
@@ -71,7 +72,7 @@ class Gpu(NamedTuple):
 
 @cache
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU, and the cuDNN that is loaded."""
+    """Return the GPU, and the cuDNN that is loaded."""
     try:
         cudnn = torch.backends.cudnn.version()
     except RuntimeError:  # older than the one that torch was built with
@@ -88,7 +89,7 @@ class AttentionKernels(NamedTuple):
 
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> AttentionKernels:
-    """Returns the kernels that compute attention of such queries, keys and values."""
+    """Return the kernels that compute attention of such queries, keys and values."""
     whole, parts = chosen_kernel(q, k, v, backend), _block_kernel(q, k, True, backend == "flash")
     takes = backend in BLOCK_BACKENDS and flash_takes(q.itemsize, q.shape[-1])
     if parts is None or not takes or gpu_of(q.device).capability < FLASH_CAPABILITY:
@@ -103,11 +104,11 @@ class Partial(NamedTuple):
     lse_BSN: Tensor  # noqa: N815
 
     def of(self, *at: slice) -> Partial:
-        """The same of some samples, queries and heads, as views."""
+        """Return the same of some samples, queries and heads, as views."""
         return Partial(self.out_BSNH[at], self.lse_BSN[at])
 
     def merge_(self, other: Partial) -> None:
-        """Makes this, whose output is fp32, attention to the keys of both."""
+        """Make this, whose output is fp32, attention to the keys of both."""
         share_BSN = torch.sigmoid(other.lse_BSN - self.lse_BSN)
         self.out_BSNH.lerp_(other.out_BSNH.float(), share_BSN[..., None])
         self.lse_BSN.copy_(torch.logaddexp(self.lse_BSN, other.lse_BSN))
@@ -116,7 +117,8 @@ class Partial(NamedTuple):
 def attend_block(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool = False, flash: bool = False
 ) -> Partial:
-    """Attention to these keys, by cuDNN unless `flash`; if `causal`, of query i to keys 0 .. i."""
+    """Return attention to these keys, by cuDNN unless `flash`; if `causal`, of query i to keys 0 ..
+    i."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
     tensors = _heads_first(q_BSNH, k_BSKH, v_BSKH)
     kernel = _block_kernel(q_BSNH, k_BSKH, causal, flash)
@@ -142,7 +144,8 @@ def block_grads(
     causal: bool = False,
     flash: bool = False,
 ) -> Grads:
-    """A block's share of the gradients; `whole` is the queries' attention to all their keys."""
+    """Return a block's share of the gradients; `whole` is the queries' attention to all
+    their keys."""
     _check_square(q_BSNH, k_BSKH, causal=causal)
     parts, lengths = (q_BSNH, k_BSKH, v_BSKH), (None, None, q_BSNH.shape[1], k_BSKH.shape[1])
     lse_BNS, kernel = whole.lse_BSN.transpose(1, 2), _block_kernel(q_BSNH, k_BSKH, causal, flash)
@@ -169,7 +172,7 @@ def block_grads(
 def attend_causally(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, documents: Documents | None, flash: bool = False
 ) -> Partial:
-    """Causal attention within each sample or, with documents of all samples, within each."""
+    """Return causal attention within each sample or, with documents of all samples, within each."""
     if documents is None:
         return attend_block(q_BSNH, k_BSKH, v_BSKH, causal=True, flash=flash)
     flat = [part.flatten(0, 1) for part in (q_BSNH, k_BSKH, v_BSKH)]
@@ -192,7 +195,7 @@ def causal_grads(
     documents: Documents | None,
     flash: bool = False,
 ) -> Grads:
-    """The share of `attend_causally` in the gradients."""
+    """Return the share of `attend_causally` in the gradients."""
     if documents is None:
         return block_grads(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, whole, causal=True, flash=flash)
     flat = [part.flatten(0, 1) for part in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, *whole)]
@@ -217,7 +220,8 @@ def attend_keeping(
     documents: Documents | None,
     kept: KeptAttention | None,
 ) -> Tensor:
-    """Causal attention within each document; what it has `kept`, it does not compute again."""
+    """Return causal attention within each document; what it has `kept`, it does not
+    compute again."""
     if kept is None and not _in_one_call(documents, q_BSNH, backend):
         return attend(q_BSNH, k_BSKH, v_BSKH, backend, documents)
     out_BSNH: Tensor = _Keeping.apply(backend == "flash", documents, kept, q_BSNH, k_BSKH, v_BSKH)
@@ -311,7 +315,7 @@ def _flash_grads(*args: Any) -> Grads:
 
 
 def _block_kernel(q: Tensor, k: Tensor, causal: bool, flash: bool) -> SDPBackend | None:
-    """None: that of a CPU."""
+    """Return None: that of a CPU."""
     if flash or not q.is_cuda:
         return SDPBackend.FLASH_ATTENTION if q.is_cuda else None
     return gpu_of(q.device).block_kernel(q.shape[-1], q.shape[1], k.shape[1], causal=causal)
@@ -330,7 +334,7 @@ def _bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views with tokens and heads exchanged."""
+    """Return views with tokens and heads exchanged."""
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 

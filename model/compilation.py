@@ -18,14 +18,16 @@ _MOST_GRAPHS = 64  # of one part of a block; more stop the run
 
 
 def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The function by a backend of torch.compile; it raises where it would not be one graph."""
+    """Return the function by a backend of torch.compile; it raises where it would not be
+    one graph."""
     # Blocks that freeze different weights, and evaluation, have graphs of their own.
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
 def check_compiler(config: LlamaConfig, device: torch.device) -> None:
-    """`UserError` if blocks cannot be compiled here, for example for want of a C++ compiler."""
+    """Raise `UserError` if blocks cannot be compiled here, for example for want of a
+    C++ compiler."""
     backend = config.torch_compile
     if backend is None:
         return

@@ -49,7 +49,7 @@ class RecomputeConfig:
         return self.num_layers if (self.granularity, self.method) == ("full", "uniform") else 1
 
     def first_layer(self, layer: int) -> int | None:
-        """The layer at which this one's recomputation begins; None if its block is kept."""
+        """Return the layer at which this one's recomputation begins; None if its block is kept."""
         if self.core_attention or (self.method == "block" and layer >= self.num_layers):
             return None
         return layer - layer % self.group_size
@@ -169,7 +169,8 @@ class LlamaConfig:
 
 
 def flash_takes(num_bytes: int, head_size: int) -> bool:
-    """Whether FlashAttention takes heads of such elements as they are, on a GPU that has it."""
+    """Return whether FlashAttention takes heads of such elements as they are, on a GPU that
+    has it."""
     return num_bytes == 2 and head_size <= _LARGEST_HEAD and head_size % _HEAD_MULTIPLE == 0
 
 
@@ -182,7 +183,7 @@ _FUSED_LOSS_TOKENS, _FUSED_LOSS_BYTES = 4096, 2**30
 
 
 def loss_chunk(vocab_size: int, element_bytes: int, *, fused: bool) -> int:
-    """Returns how many tokens' logits the loss computes at a time; `fused`: by Triton."""
+    """Return how many tokens' logits the loss computes at a time; `fused`: by Triton."""
     if not fused:
         return LOSS_CHUNK_TOKENS
     fit = _FUSED_LOSS_BYTES // (vocab_size * element_bytes)
@@ -227,7 +228,7 @@ _small_qwen3 = partial(_qwen3, tie_embeddings_and_output_weights=True)
 
 
 def _mistral(*sizes: int, vocab: int, positions: int, base: float) -> LlamaConfig:
-    """A Mistral model without sliding-window attention."""
+    """Return a Mistral model without sliding-window attention."""
     more: Any = {"max_position_embeddings": positions, "vocab_size": vocab, "rotary_base": base}
     return _sizes(*sizes, num_query_groups=8, kv_channels=128, **more)
 
@@ -263,7 +264,8 @@ LLAMA_PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset_name(text: str) -> str:
-    """The preset matching `text`, ignoring case and dashes; `text` itself if none matches."""
+    """Return the preset matching `text`, ignoring case and dashes; `text` itself if
+    none matches."""
     meant = (name for name in LLAMA_PRESETS if _plain(name) == _plain(text))
     return next(meant, text)
 

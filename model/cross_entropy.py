@@ -33,7 +33,7 @@ def _fused_losses(
 def _losses(
     x_TD: Tensor, weight_VD: Tensor, labels_T1: Tensor, *, needs_grads: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Each token's loss, and the gradient of its logits in the type of `x`, where needed."""
+    """Return each token's loss, and the gradient of its logits in the type of `x`, where needed."""
     losses_T, probabilities_TV = _losses_and_probabilities(x_TD, weight_VD, labels_T1)
     if not needs_grads:
         return losses_T, None
@@ -61,12 +61,12 @@ def _logits(x_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def _softmax_(logits_TV: Tensor) -> None:
-    """Replaces the logits: an element is read before it is written, once a row's sum is known."""
+    """Replace the logits: an element is read before it is written, once a row's sum is known."""
     torch.softmax(logits_TV, dim=-1, out=logits_TV)
 
 
 def _log_sum_exp_softmax_(logits_TV: Tensor) -> Tensor:
-    """The log-sum-exp of each row; replaces the logits by probabilities."""
+    """Return the log-sum-exp of each row; replaces the logits by probabilities."""
     highest_T = logits_TV.amax(-1)
     _softmax_(logits_TV)
     # exp(highest - log-sum-exp) is the largest probability, which is at least 1 / V.
@@ -153,7 +153,7 @@ class _WeightGrad:
         self._adds = self._into_adds
 
     def add(self, grad_TV: Tensor, x_TD: Tensor) -> None:
-        """Adds `grad.T @ x`; `several` chunks are summed in fp32, whatever the model's dtype."""
+        """Add `grad.T @ x`; `several` chunks are summed in fp32, whatever the model's dtype."""
         if self._total_VD is None:
             kind = torch.float32 if self._several else x_TD.dtype
             self._total_VD = x_TD.new_empty((grad_TV.shape[1], x_TD.shape[1]), dtype=kind)
@@ -162,7 +162,7 @@ class _WeightGrad:
         self._adds = True
 
     def end(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient; None if it is in the sink."""
+        """Return the gradient; None if it is in the sink."""
         assert self._total_VD is not None, "no tokens"
         if self._into_VD is None:
             return self._total_VD.to(dtype)
@@ -179,7 +179,7 @@ def linear_cross_entropy(
     *,
     fused: bool = False,
 ) -> Tensor:
-    """The sum over tokens of token weight times cross-entropy, an fp32 scalar.
+    """Return the sum over tokens of token weight times cross-entropy, an fp32 scalar.
 
     `fused`: of a token's logits Triton makes its loss and their gradient. Not for torch.compile.
     """
@@ -287,7 +287,8 @@ def slice_scores(
 
 
 def join_scores(scores: Iterable[tuple[Tensor, Tensor]], token_weights_BS: Tensor) -> Tensor:
-    """The loss of `linear_cross_entropy`, from the scores of all slices, consumed one by one."""
+    """Return the loss of `linear_cross_entropy`, from the scores of all slices, consumed one by
+    one."""
     log_norm_T: Tensor | None = None
     label_logit_T: Tensor | None = None
     for slice_norm_T, slice_logit_T in scores:

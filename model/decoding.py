@@ -29,7 +29,7 @@ class Decoder:
 
     @torch.no_grad()
     def start(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Prefills the cache with non-empty texts; returns the logits [B, V] of the next token."""
+        """Prefill the cache with non-empty texts; return the logits [B, V] of the next token."""
         assert texts, "no text"
         assert all(texts), "an empty text"
         device = self.model.embedding.weight.device
@@ -46,7 +46,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor) -> Tensor:
-        """Appends one token to every text; returns the logits [B, V] of the next token."""
+        """Append one token to every text; return the logits [B, V] of the next token."""
         positions_B = self.lengths_B
         longest = int(positions_B.max()) + 1
         self._make_room(longest)

@@ -74,7 +74,7 @@ class _RowsOfSink(torch.autograd.Function):
 
 
 def _adds_rows(into_VD: Tensor, grad_BSD: Tensor) -> bool:
-    """Whether the rows' gradients are added to the buffer one by one.
+    """Return whether the rows' gradients are added to the buffer one by one.
 
     Not on a GPU, where their order would vary, and not in 16 bits, which would round every sum.
     """

@@ -64,7 +64,7 @@ def operand(
     transposed: bool = False,
     again: bool = False,
 ) -> Operand:
-    """The tensor as matmuls take it: unchanged without fp8.
+    """Return the tensor as matmuls take it: unchanged without fp8.
 
     `outputs` reads `data` of both operands, `input_grads` data of the gradient and the weight
     `transposed`, `weight_grad` both transposed. `again`: an activation that backward casts too.
@@ -116,7 +116,7 @@ def kept_cast(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def make_kept_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> None:
-    """Casts those whose values stay until backward, before a graph that cannot keep anything."""
+    """Cast those whose values stay until backward, before a graph that cannot keep anything."""
     with torch.no_grad():
         for weight in weights:
             casts = casts_of(weight)
@@ -127,7 +127,7 @@ def make_kept_casts(weights: Iterable[Tensor], dtype: torch.dtype, fp8: Fp8) -> 
 def weight_operand(
     weight: Tensor, dtype: torch.dtype, fp8: Fp8 | None, casts: Casts | None, *, transposed: bool
 ) -> Operand:
-    """A weight of a layer that computes in `dtype`: for `outputs`, or `transposed`.
+    """Return a weight of a layer that computes in `dtype`: for `outputs`, or `transposed`.
 
     Where its values stay until backward, forward casts it for both.
     """

@@ -49,7 +49,7 @@ class Kernels(NamedTuple):
 def usable_kernels(
     config: LlamaConfig, fusions: Fusions | None, dtype: torch.dtype, device: torch.device
 ) -> Kernels:
-    """Tries the kernels that `fusions` ask for, forward and backward, against the plain versions.
+    """Try the kernels that `fusions` ask for, forward and backward, against the plain versions.
 
     A rank without Triton, or without the compiler that Triton needs, computes plainly; so do all
     without `fusions`.
@@ -125,7 +125,8 @@ def _try_rotary(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -
 
 
 def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """`RuntimeError` unless the bits are the same; ranks without Triton cast as the others do."""
+    """Raise `RuntimeError` unless the bits are the same; ranks without Triton cast as the others
+    do."""
     assert config.fp8_format is not None
     values = 448.0 * _values((130, 65), torch.float32, device)
     values[1, 2] = 448.0  # the scale is a power of two, and many values lie halfway
@@ -145,7 +146,7 @@ def _try_casts(config: LlamaConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _check_largest(values: Tensor) -> None:
-    """Raises `RuntimeError` unless all kernels find the largest value of what they write."""
+    """Raise `RuntimeError` unless all kernels find the largest value of what they write."""
     from model.kernels import norm, norm_backward, rotate, swiglu, swiglu_backward
 
     scale, angles = values[0].contiguous(), values.new_ones(len(values), values.shape[-1] - 1)
@@ -168,7 +169,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def _compare(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
-    """`RuntimeError` unless values and gradients agree to the type's rounding."""
+    """Raise `RuntimeError` unless values and gradients agree to the type's rounding."""
     found = []
     for fused in (False, True):
         leaves = [each.clone().requires_grad_() for each in inputs]

@@ -189,12 +189,12 @@ class _Fields(TypedDict):
 
 
 def hugging_face_name(name: str) -> str:
-    """A parameter's name in transformers; shapes and channel order are the same."""
+    """Return a parameter's name in transformers; shapes and channel order are the same."""
     return name_in(_NAMES, name)
 
 
 def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json of the family that fits this model; `UserError` if none does."""
+    """Return the config.json of the family that fits this model; `UserError` if none does."""
     model_type = "llama"
     if config.add_qkv_bias or config.qk_layernorm:
         model_type = "qwen3" if config.qk_layernorm else "qwen2"
@@ -230,14 +230,14 @@ def hugging_face_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def output_biases(fields: Mapping[str, Any]) -> list[str]:
-    """Biases that transformers' model of this config.json has and this one has not."""
+    """Return biases that transformers' model of this config.json has and this one has not."""
     is_there = _FAMILIES[fields.get("model_type", "llama")].has_attention_bias
     layers = range(fields["num_hidden_layers"] if is_there and fields.get("attention_bias") else 0)
     return [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in layers]
 
 
 def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
-    """The model that a config.json of any version of transformers describes.
+    """Return the model that a config.json of any version of transformers describes.
 
     `UserError` names the first feature that this model does not support. Biases on attention's
     output projection, see `output_biases`, have to be zero.
@@ -281,7 +281,7 @@ def _family(fields: Mapping[str, Any]) -> _Family:
 
 
 def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
-    """Raises `UserError` for sliding-window attention."""
+    """Raise `UserError` for sliding-window attention."""
     window = fields.get("sliding_window", family.sliding_window)
     # Without use_sliding_window a given window is ignored by every family but Mistral.
     if window is not None and fields.get("use_sliding_window", family.sliding_window is not None):
@@ -294,7 +294,7 @@ def _check_window(fields: Mapping[str, Any], family: _Family) -> None:
 
 
 def _rope(fields: Mapping[str, Any], rope: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """The RoPE fields, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+    """Return the RoPE fields, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
     `longest`: the longest sequence, which LLaMA-3.1's scaling stretches if no other is stated.
     """

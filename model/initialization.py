@@ -56,7 +56,7 @@ def parameter_initializers(config: LlamaConfig) -> dict[str, ParameterInit]:
 def initial_values(
     spec: ParameterInit, seed: int, start: int, stop: int, *, num_threads: int = 1
 ) -> Tensor:
-    """Elements [start, stop) of the flattened parameter, in fp32 on the CPU.
+    """Return elements [start, stop) of the flattened parameter, in fp32 on the CPU.
 
     They do not depend on the number of threads that draw them.
     """
@@ -93,7 +93,7 @@ def initial_values(
 def initialize_whole(
     model: nn.Module, config: LlamaConfig, seed: int, *, num_threads: int = 1
 ) -> None:
-    """Initializes an unsharded model in place."""
+    """Initialize an unsharded model in place."""
     specs = parameter_initializers(config)
     for name, parameter in model.named_parameters():
         spec = specs[name]
@@ -103,14 +103,14 @@ def initialize_whole(
 
 @lru_cache(maxsize=1)  # a rank with a column shard requests the same block row by row
 def _whole_block(seed: int, spec: ParameterInit, block: int, numel: int) -> Tensor:
-    """All of a block, since a generator's n-th number may depend on how many are drawn."""
+    """Return all of a block, since a generator's n-th number may depend on how many are drawn."""
     values = torch.empty(numel, dtype=torch.float32, device="cpu")
     _draw(values, seed, spec, block)
     return values
 
 
 def _draw(values: Tensor, seed: int, spec: ParameterInit, block: int) -> None:
-    """Fills it with standard normal numbers, or with those of [0, 1)."""
+    """Fill it with standard normal numbers, or with those of [0, 1)."""
     generator = _generator(seed, spec.name, block)
     if spec.bound is None:
         values.normal_(generator=generator)

@@ -13,7 +13,7 @@ Attended = tuple[Tensor, Tensor]  # an output, and the log-sum-exp of its scores
 
 
 def checkpointed(function: Callable[..., Any], *args: object) -> Any:
-    """The function's result; backward calls it again instead of keeping what it computes."""
+    """Return the function's result; backward calls it again instead of keeping what it computes."""
     # Dropout is a hash of numbers, so there is no state of a random generator to save.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
@@ -30,7 +30,7 @@ class KeptAttention:
         self._is_complete = False
 
     def complete(self) -> None:
-        """Ends the first run."""
+        """End the first run."""
         self._is_complete = True
 
     def attended(self, attend: Callable[[], Attended]) -> Attended:

@@ -27,13 +27,13 @@ VERSION: str = triton.__version__
 
 @triton.jit
 def _magnitude(x):
-    """Returns bits in the order of magnitudes; a NaN's are above those of infinity."""
+    """Return bits in the order of magnitudes; a NaN's are above those of infinity."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _raise(largest, magnitude, written):
-    """Raises `largest` to the largest `magnitude`, as it is rounded where `written` points to."""
+    """Raise `largest` to the largest `magnitude`, as it is rounded where `written` points to."""
     value = tl.max(magnitude, None).to(tl.float32, bitcast=True)  # rounding keeps the order
     found = _magnitude(value.to(written.dtype.element_ty))
     # Most programs find that others have raised it: all would wait for one address.
@@ -217,7 +217,7 @@ def _cross_entropy(logits, labels, losses, num_columns, GRADS: tl.constexpr, BLO
 
 
 def norm(x_BSD: Tensor, scale_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Computes RMSNorm, for a cast, and 1 / the root mean square [B, S, 1] in fp32."""
+    """Compute RMSNorm, for a cast, and 1 / the root mean square [B, S, 1] in fp32."""
     x, width = x_BSD.contiguous(), x_BSD.shape[-1]
     y, largest = torch.empty_like(x), _zeros(x)
     rstd_BS1 = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -238,7 +238,7 @@ def norm_backward(
     *,
     for_cast: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes gradients of RMSNorm's input and scale; `rstd` is what forward divided by.
+    """Compute gradients of RMSNorm's input and scale; `rstd` is what forward divided by.
 
     The input's includes `residual`, its gradient by another way.
     """
@@ -256,7 +256,7 @@ def norm_backward(
 
 
 def _zeros(like: Tensor, count: int = 1) -> Tensor:
-    """Makes the bits of the largest values of `count` tensors that a kernel is to write."""
+    """Make the bits of the largest values of `count` tensors that a kernel is to write."""
     return torch.zeros(count, dtype=torch.int32, device=like.device)
 
 
@@ -267,7 +267,7 @@ def _remember(largest: Tensor | None, *written: Tensor) -> None:
 
 
 def cross_entropy(logits_TV: Tensor, labels_T: Tensor, *, needs_grads: bool) -> Tensor:
-    """Each token's loss in fp32; `needs_grads` replaces its logits by their gradients."""
+    """Return each token's loss in fp32; `needs_grads` replaces its logits by their gradients."""
     assert logits_TV.is_contiguous()
     losses_T = torch.empty(logits_TV.shape[0], dtype=torch.float32, device=logits_TV.device)
     num_columns = logits_TV.shape[1]
@@ -290,7 +290,8 @@ def swiglu(gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False) -> Tenso
 def swiglu_backward(
     grad_BSF: Tensor, gate_BSF: Tensor, up_BSF: Tensor, *, for_cast: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and up, and `silu(gate) * up`, which replaces the contiguous `grad`."""
+    """Return gradients of gate and up, and `silu(gate) * up`, which replaces the
+    contiguous `grad`."""
     assert grad_BSF.is_contiguous()
     gate, up = gate_BSF.contiguous(), up_BSF.contiguous()
     grad_gate, grad_up, numel = torch.empty_like(gate), torch.empty_like(up), gate.numel()
@@ -321,7 +322,7 @@ def rotate(
 def cast(
     tensor: Tensor, kind: torch.dtype, *, data: bool, transposed: bool, again: bool = False
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The tensor in fp8, its transpose [last dim, others], as asked for; and its scale.
+    """Return the tensor in fp8, its transpose [last dim, others], as asked for; and its scale.
 
     `again`: the tensor, an activation, is to be cast once more.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def remember_largest(tensor: Tensor, largest: Tensor) -> None:
-    """Keeps the largest value of a contiguous tensor, if that fills its storage.
+    """Keep the largest value of a contiguous tensor, if that fills its storage.
 
     Call it after writing. Kernels of Triton do not raise a tensor's version, so none may write into
     it later.
@@ -21,7 +21,7 @@ def remember_largest(tensor: Tensor, largest: Tensor) -> None:
 
 
 def known_largest(tensor: Tensor) -> Tensor | None:
-    """Returns what was remembered of a contiguous tensor whose values are still the same."""
+    """Return what was remembered of a contiguous tensor whose values are still the same."""
     storage = tensor.untyped_storage()
     version, largest = getattr(storage, "largest", (None, None))
     if storage.nbytes() != tensor.nbytes or version != tensor._version:

@@ -102,7 +102,7 @@ def normed_linears(
 
 
 def gated(gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-    """The input of SwiGLU's last projection."""
+    """Return the input of SwiGLU's last projection."""
     return F.silu(gate_BSF) * up_BSF
 
 
@@ -201,7 +201,7 @@ class _Linear(torch.autograd.Function):
     def weight(
         ctx: Any, x: Tensor, weight_ED: Tensor, kept: Sequence[Tensor], *, transposed: bool
     ) -> Operand:
-        """The weight for a matmul with `x`."""
+        """Return the weight for a matmul with `x`."""
         if kept:
             data, turned, scale = kept
             return Scaled(data, turned, scale, x.dtype)

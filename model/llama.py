@@ -107,7 +107,7 @@ class Block(AdaptedBlock):
     def attention(
         self, x_BSD: Tensor, info: TokenInfo, attend: Attend | None, norm: SharedNorm | None = None
     ) -> Tensor:
-        """Returns `x` plus the attention output [B, S, D].
+        """Return `x` plus the attention output [B, S, D].
 
         Of slices of the weights, which share `norm`: a part of the output, without `x`.
         """
@@ -121,7 +121,7 @@ class Block(AdaptedBlock):
         return x_BSD + add_slices_after(slices, self.attention_norm, self.config, x_BSD, *args)
 
     def project(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Makes queries [B, S, N, H], keys and values [B, S, K, H], rotated if they are to be."""
+        """Make queries [B, S, N, H], keys and values [B, S, K, H], rotated if they are to be."""
         return self._projected(x_BSD, cos, sin, None, None)[1:]
 
     def _projected(
@@ -132,7 +132,7 @@ class Block(AdaptedBlock):
         drops: DropKey | None,
         norm: SharedNorm | None,
     ) -> tuple[Tensor, ...]:
-        """Returns `x` as the residual addition is to read it, and queries, keys and values."""
+        """Return `x` as the residual addition is to read it, and queries, keys and values."""
         epsilon, head = self.config.norm_epsilon, (-1, self.config.kv_channels)
         names, sources = ("wq", "wk", "wv"), (x_BSD, self.attention_norm)
         weights = (self.wq, self.wk, self.wv)
@@ -157,7 +157,7 @@ class Block(AdaptedBlock):
         sources: tuple[Tensor, Tensor],
         weights: tuple[Tensor, ...],
     ) -> tuple[SharedNorm, Tensor, tuple[Tensor, ...]]:
-        """Returns the norm, shared or of its own, its input, to be added, and its projections."""
+        """Return the norm, shared or of its own, its input, to be added, and its projections."""
         if norm is not None:  # slices, whose sum is added to the input
             return norm, sources[0], normed_linears(norm, *sources, *weights, fp8=self.fp8)
         config = self.config
@@ -190,11 +190,11 @@ class Block(AdaptedBlock):
         return y_BSD
 
     def finish(self, x_BSD: Tensor, out_BSNH: Tensor) -> Tensor:
-        """The block's output, of its input and what attention made of it."""
+        """Return the block's output, of its input and what attention made of it."""
         return self.mlp(x_BSD + self._output(out_BSNH, None), None)
 
     def mlp(self, x_BSD: Tensor, drops: DropKey | None, norm: SharedNorm | None = None) -> Tensor:
-        """Returns `x` plus the MLP output [B, S, D].
+        """Return `x` plus the MLP output [B, S, D].
 
         Of slices of the weights, which share `norm`: a part of the output, without `x`.
         """
@@ -216,7 +216,7 @@ class Block(AdaptedBlock):
 
 @cache
 def _compiled_block(backend: str) -> tuple[Callable[..., Any], ...]:
-    """A block in one graph; what comes before attention's core, and after it."""
+    """Return a block in one graph; what comes before attention's core, and after it."""
     parts = (Block._plain, Block.project, Block.finish)
     return tuple(compiled(part, backend) for part in parts)
 
@@ -260,7 +260,8 @@ class Head(nn.Module):
     def score_slice(
         self, x_BSD: Tensor, labels_BS: Tensor, token_weights_BS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """A vocabulary slice's part of every token's loss, see `slice_scores`, `join_scores`."""
+        """Return a vocabulary slice's part of every token's loss, see `slice_scores`,
+        `join_scores`."""
         assert self.weight is not None, "no slice was put in the place of the weight"
         first_row = self.starts["weight"]
         return slice_scores(x_BSD, self.weight, labels_BS, token_weights_BS, first_row=first_row)
@@ -304,7 +305,7 @@ class Llama(nn.Module):
     def freeze(
         self, is_trained: Callable[[str], bool], *, activations: torch.dtype | None = None
     ) -> None:
-        """Freezes every parameter for whose name `is_trained` returns False.
+        """Freeze every parameter for whose name `is_trained` returns False.
 
         Blocks that backward then does not reach save no activations and are not recomputed. Give
         the type of `activations` where frozen weights may have another.
@@ -360,7 +361,7 @@ class Llama(nn.Module):
         return logits_or_loss
 
     def units(self) -> tuple[UnitSpec, ...]:
-        """The units in forward order; the name of one is the path of its module."""
+        """Return the units in forward order; the name of one is the path of its module."""
         return unit_specs(self.config)
 
 

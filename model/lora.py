@@ -69,7 +69,7 @@ class AdaptedBlock(nn.Module):
         self.starts: dict[str, int] = {}  # of weights that are slices: the first row or column
 
     def adapts(self, name: str) -> bool:
-        """Whether the weight of this name has an adapter."""
+        """Return whether the weight of this name has an adapter."""
         lora = self.config.lora
         return lora is not None and name in lora.targets
 
@@ -81,7 +81,7 @@ class AdaptedBlock(nn.Module):
         sources: Sequence[Tensor],
         drops: DropKey | None,
     ) -> tuple[Tensor, ...]:
-        """The outputs of the weights of these names, with those of their adapters added.
+        """Return the outputs of the weights of these names, with those of their adapters added.
 
         All of them read the `shared` input, which is made of `sources`. Without `drops` nothing is
         dropped.
@@ -113,14 +113,16 @@ class AdaptedBlock(nn.Module):
         sources: Sequence[Tensor],
         drops: DropKey | None,
     ) -> Tensor:
-        """The same for one weight that alone reads its input, `make_input` of the sources."""
+        """Return the same for one weight that alone reads its input, `make_input` of
+        the sources."""
         shared = SharedInput(make_input, *sources)
         (found,) = self.adapted((name,), (output,), shared, sources, drops)
         shared.release()
         return found
 
     def _pair(self, name: str, columns: int, rows: int) -> tuple[Tensor, Tensor]:
-        """An adapter's matrices; of a slice of the weight's columns or rows, their slices."""
+        """Return an adapter's matrices; of a slice of the weight's columns or rows,
+        their slices."""
         down_RD, up_ER = getattr(self, down_name(name)), getattr(self, up_name(name))
         first = self.starts.get(name, 0)
         if columns < down_RD.shape[1]:
@@ -130,7 +132,7 @@ class AdaptedBlock(nn.Module):
         return down_RD, up_ER
 
     def _mask_of(self, name: str, columns: int, drops: DropKey | None) -> MakeMask | None:
-        """Makes the mask of a weight's input; None if nothing is dropped."""
+        """Make the mask of a weight's input; None if nothing is dropped."""
         lora = self.config.lora
         if lora is None or drops is None or lora.dropout == 0.0:
             return None
@@ -198,13 +200,14 @@ class _LowRank(torch.autograd.Function):
 
 
 def _thirds(tensors: Sequence[Tensor], count: int) -> Iterator[Sequence[Tensor]]:
-    """The last three runs of `count` tensors."""
+    """Return the last three runs of `count` tensors."""
     last = tensors[len(tensors) - 3 * count :]
     return (last[first : first + count] for first in range(0, 3 * count, count))
 
 
 def _dropped(x: Tensor, kept: Tensor, dropout: float) -> Tensor:
-    """Elements that are not kept become 0, all others larger, so that their mean is as before."""
+    """Return elements that are not kept become 0, all others larger, so that their mean is as
+    before."""
     return x.masked_fill(~kept, 0.0).mul_(1.0 / (1.0 - dropout))
 
 
@@ -240,7 +243,7 @@ def keep_mask(
 
 
 def _runs(ranges: Sequence[range], width: int) -> Iterator[tuple[int, int, int]]:
-    """Runs of elements of the tokens in `ranges`, and how far on these are in a whole sample.
+    """Run of elements of the tokens in `ranges`, and how far on these are in a whole sample.
 
     64 bits an element are too many for all at once.
     """
@@ -253,7 +256,7 @@ def _runs(ranges: Sequence[range], width: int) -> Iterator[tuple[int, int, int]]
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right of signed numbers."""
+    """Return a logical shift to the right of signed numbers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

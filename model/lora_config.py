@@ -47,7 +47,7 @@ class LoraConfig:
         return self.alpha / self.rank
 
     def shapes(self, block: Mapping[str, Shape]) -> dict[str, Shape]:
-        """The shapes of a block's adapters, from those of its weights."""
+        """Return the shapes of a block's adapters, from those of its weights."""
         found: dict[str, Shape] = {}
         for name in self.targets:
             rows, columns = block[name]
@@ -61,27 +61,27 @@ class LoraConfig:
 
 
 def down_name(weight: str) -> str:
-    """The name of a weight's adapter that reads its input (peft's lora_A)."""
+    """Return the name of a weight's adapter that reads its input (peft's lora_A)."""
     return f"{weight}_lora_a"
 
 
 def up_name(weight: str) -> str:
-    """The name of a weight's adapter that makes its output (peft's lora_B)."""
+    """Return the name of a weight's adapter that makes its output (peft's lora_B)."""
     return f"{weight}_lora_b"
 
 
 def adapted_weight(name: str) -> str:
-    """The name of the weight that an adapter of this name stands beside."""
+    """Return the name of the weight that an adapter of this name stands beside."""
     return name.removesuffix("_lora_a").removesuffix("_lora_b")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of an adapter."""
+    """Return whether a parameter's name is that of an adapter."""
     return name.endswith(("_lora_a", "_lora_b"))
 
 
 def targets_of(text: str) -> tuple[str, ...]:
-    """The weights of --lora-target-modules, in the block's order."""
+    """Return the weights of --lora-target-modules, in the block's order."""
     if text == ALL_LINEAR:
         return tuple(MODULES.values())
     modules = text.split(",")

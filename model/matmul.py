@@ -18,7 +18,7 @@ from paro.errors import UserError
 
 
 def check_matmul_types(fp8: Fp8Format | None, dtype: torch.dtype, device: torch.device) -> None:
-    """`UserError` if a GPU does not multiply matrices in fp8, or in bf16, as asked."""
+    """Raise `UserError` if a GPU does not multiply matrices in fp8, or in bf16, as asked."""
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
@@ -67,14 +67,14 @@ class GradSink(ABC):
 
     @abstractmethod
     def open(self) -> tuple[Tensor, bool]:
-        """The buffer for the gradient, and whether to add to what it holds."""
+        """Return the buffer for the gradient, and whether to add to what it holds."""
 
     @abstractmethod
     def close(self) -> None:
-        """Says that the gradient is in the buffer."""
+        """Say that the gradient is in the buffer."""
 
     def take(self, leaf: Tensor) -> None:
-        """Moves autograd's gradient of a leaf, if it made one; a hook after its accumulation."""
+        """Move autograd's gradient of a leaf, if it made one; a hook after its accumulation."""
         grad, leaf.grad = leaf.grad, None
         if grad is not None:  # else a matmul has put it where it belongs
             into, adds = self.open()
@@ -89,7 +89,7 @@ _NUMBERS = itertools.count()
 
 
 def number_weights(weights: Iterable[Tensor]) -> None:
-    """Gives those that have a sink, and only them, a number as `sink_number`."""
+    """Give those that have a sink, and only them, a number as `sink_number`."""
     for weight in weights:
         numbered = hasattr(weight, "sink_number")
         if sink_of(weight) is None:
@@ -159,7 +159,7 @@ def write_weight_grad(grad: Operand, x: Operand, into_ED: Tensor, *, adds: bool)
 
 
 def store_grad(grad: Tensor, into: Tensor, *, adds: bool) -> None:
-    """Replaces the buffer's values by the gradient, or `adds` it to them."""
+    """Replace the buffer's values by the gradient, or `adds` it to them."""
     if adds:
         into.add_(grad)
     else:
@@ -167,7 +167,7 @@ def store_grad(grad: Tensor, into: Tensor, *, adds: bool) -> None:
 
 
 def _writes_into(into_ED: Tensor, grad_TE: Tensor) -> bool:
-    """Whether a matmul can write its result there: on a GPU also in fp32, from 16 bits."""
+    """Return whether a matmul can write its result there: on a GPU also in fp32, from 16 bits."""
     if into_ED.dtype == grad_TE.dtype:
         return True
     return into_ED.dtype == torch.float32 and grad_TE.device.type == "cuda"
@@ -184,7 +184,7 @@ def _weight_grad(grad: Operand, x: Operand) -> Tensor:
 def _product(
     left: Scaled, left_MK: Tensor, right: Scaled, right_NK: Tensor, *, fast: bool = False
 ) -> Tensor:
-    """Multiplies two matrices in fp8 to [M, N].
+    """Multiply two matrices in fp8 to [M, N].
 
     `fast`: a GPU adds up with fewer bits than fp32 has. That is for forward alone: errors of
     gradients would add up from block to block. CPUs ignore it.

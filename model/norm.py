@@ -17,7 +17,7 @@ from model.matmul import input_grads
 def _norm(
     x_BSD: Tensor, scale_D: Tensor, epsilon: float, *, for_cast: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes the norm and 1 / the root mean square [B, S, 1] in fp32; `for_cast`: by Triton.
+    """Compute the norm and 1 / the root mean square [B, S, 1] in fp32; `for_cast`: by Triton.
 
     Written out for the CPU, where torch's own runs several operations and saves their results.
     """
@@ -42,7 +42,7 @@ def _norm_backward(
     rstd_BS1: Tensor,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Computes the gradients of x and scale that are `needed`."""
+    """Compute the gradients of x and scale that are `needed`."""
     needs_x, needs_scale = needed
     if x_BSD.device.type != "cpu":
         shape, scale = (x_BSD.shape[-1],), scale_D.to(x_BSD.dtype)
@@ -109,7 +109,7 @@ class SharedInput:
         return self._y_BSD.shape[-1]
 
     def release(self) -> None:
-        """Frees the input; call it after the forward of every reader has finished."""
+        """Free the input; call it after the forward of every reader has finished."""
         self._y_BSD = None
 
     def in_forward(self, *, backward_follows: bool) -> Tensor:
@@ -118,7 +118,7 @@ class SharedInput:
         return self._y_BSD
 
     def in_backward(self, sources: Sequence[Tensor], needs_grads: Sequence[bool]) -> Tensor:
-        """The input [T, D], made again if this is the first reader."""
+        """Return the input [T, D], made again if this is the first reader."""
         if not self._leaves:
             pairs = zip(sources, needs_grads, strict=True)
             self._leaves = tuple(source.detach().requires_grad_(needed) for source, needed in pairs)
@@ -131,22 +131,22 @@ class SharedInput:
             return self.make(*leaves)
 
     def _grads(self, y_BSD: Tensor, leaves: Sequence[Tensor], grad_BSD: Tensor) -> Iterator[Tensor]:
-        """The gradients of the leaves that need one."""
+        """Return the gradients of the leaves that need one."""
         needed = [leaf for leaf in leaves if leaf.requires_grad]
         return iter(torch.autograd.grad(y_BSD, needed, grad_BSD))
 
     def add_products(self, grads: Sequence[Operand], weights: Iterator[Operand]) -> None:
-        """Accumulates one reader's gradient of the input; weights live one at a time."""
+        """Accumulate one reader's gradient of the input; weights live one at a time."""
         for grad in grads:
             self._grad_y_TD = input_grads(grad, next(weights), total_TD=self._grad_y_TD)
 
     def add(self, grad_TD: Tensor) -> None:
-        """Accumulates one reader's gradient of the input, which is this object's from now on."""
+        """Accumulate one reader's gradient of the input, which is this object's from now on."""
         total_TD = self._grad_y_TD
         self._grad_y_TD = grad_TD if total_TD is None else total_TD.add_(grad_TD)
 
     def source_grads(self) -> tuple[Tensor | None, ...]:
-        """Gradients of the sources, as far as needed, after the last reader; None before."""
+        """Return gradients of the sources, as far as needed, after the last reader; None before."""
         self._readers_left -= 1
         leaves, y_BSD, grad_TD = self._leaves, self._y_BSD, self._grad_y_TD
         if self._readers_left or not leaves:
@@ -187,7 +187,7 @@ class SharedNorm(SharedInput):
         super().__init__(make, x_BSD, scale_D)
 
     def add_residual(self, grad_BSD: Tensor) -> None:
-        """Takes x's gradient by the way around the norm, to which that of the norm is added."""
+        """Take x's gradient by the way around the norm, to which that of the norm is added."""
         self._residual_BSD = grad_BSD
 
     def _make_again(self, leaves: Sequence[Tensor]) -> Tensor:

@@ -60,7 +60,7 @@ class _Rotate(torch.autograd.Function):
 def rotate(
     x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False, for_cast: bool = False
 ) -> Tensor:
-    """Rotates each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton.
+    """Rotate each pair of channels (i, i + H/2) by its position's angle; `fused`: by Triton.
 
     `for_cast`: Triton also finds the largest value of the gradient, which is cast.
     """

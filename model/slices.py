@@ -14,7 +14,7 @@ Slices = Iterable[Callable[..., Tensor]]
 
 
 def add_slices(slices: Slices, *args: Any) -> Tensor:
-    """The sum of the slices' partial results."""
+    """Return the sum of the slices' partial results."""
     total: Tensor | None = None
     for run in slices:
         partial_BSD = run(*args)
@@ -26,7 +26,7 @@ def add_slices(slices: Slices, *args: Any) -> Tensor:
 def add_slices_after(
     slices: Slices, norm_D: Tensor, config: LlamaConfig, x_BSD: Tensor, *args: Any
 ) -> Tensor:
-    """The same of slices that share the norm of their input."""
+    """Return the same of slices that share the norm of their input."""
     shared = SharedNorm(x_BSD, norm_D, config.norm_epsilon, fused=config.fuses_norms)
     out_BSD = add_slices(slices, x_BSD, *args, shared)
     shared.release()

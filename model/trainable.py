@@ -47,7 +47,7 @@ class Trainable:
 
     @classmethod
     def of_flag(cls, text: str) -> Trainable:
-        """The value of --trainable."""
+        """Return the value of --trainable."""
         kind, colon, rest = text.partition(":")
         if text == TrainableKind.ALL.value:
             return cls()
@@ -63,11 +63,11 @@ class Trainable:
         )
 
     def is_part(self, config: LlamaConfig) -> bool:
-        """Whether some parameters of the model are frozen."""
+        """Return whether some parameters of the model are frozen."""
         return self.kind is not TrainableKind.ALL or config.lora is not None
 
     def names(self, config: LlamaConfig) -> frozenset[str]:
-        """The names of the model's parameters that train; a pattern must match one.
+        """Return the names of the model's parameters that train; a pattern must match one.
 
         Of a model with adapters, these do.
         """
@@ -91,6 +91,6 @@ class Trainable:
 
 
 def _kinds(names: list[str]) -> list[str]:
-    """The names, those of all blocks as `blocks.*.NAME`."""
+    """Return the names, those of all blocks as `blocks.*.NAME`."""
     of_block = (f"blocks.*.{n.split('.', 2)[2]}" if n.startswith("blocks.") else n for n in names)
     return list(dict.fromkeys(of_block))

@@ -56,7 +56,7 @@ class UnitSpec:
         return self.borrows[0] if self.borrows else self.name
 
     def cuts_of(self, part: PartSpec) -> dict[str, int]:
-        """The dims along which the part's matrices are cut, by their names in the model."""
+        """Return the dims along which the part's matrices are cut, by their names in the model."""
         return {f"{self.holder}.{name}": dim for name, dim in part.cuts.items()}
 
     def label_of(self, part: PartSpec) -> str:
@@ -66,7 +66,7 @@ class UnitSpec:
 
 @lru_cache(maxsize=64)
 def unit_specs(config: LlamaConfig) -> tuple[UnitSpec, ...]:
-    """The units in forward order: embedding, blocks, head."""
+    """Return the units in forward order: embedding, blocks, head."""
     rows: dict[str, Shape] = {"weight": (config.vocab_size, config.hidden_size)}
     cuts = {"weight": 0}
     tied = config.tie_embeddings_and_output_weights
@@ -115,7 +115,8 @@ def _block_shapes(config: LlamaConfig) -> dict[str, Shape]:
 
 
 def _block_parts(config: LlamaConfig) -> tuple[PartSpec, ...]:
-    """Attention, cut between groups of queries with their keys and values; MLP, by columns."""
+    """Return attention, cut between groups of queries with their keys and values; MLP,
+    by columns."""
     biases = {"bq": 0, "bk": 0, "bv": 0} if config.add_qkv_bias else {}
     of_heads = ("q_norm", "k_norm") if config.qk_layernorm else ()
     attention = PartSpec(
@@ -135,7 +136,7 @@ def _block_parts(config: LlamaConfig) -> tuple[PartSpec, ...]:
 
 
 def _with_adapters(part: PartSpec, config: LlamaConfig) -> PartSpec:
-    """The part, whose slices read the adapters of its weights whole."""
+    """Return the part, whose slices read the adapters of its weights whole."""
     if config.lora is None:
         return part
     targets = [name for name in part.cuts if name in config.lora.targets]
@@ -144,13 +145,14 @@ def _with_adapters(part: PartSpec, config: LlamaConfig) -> PartSpec:
 
 
 def first_trained_unit(units: Sequence[UnitSpec], is_trained: Callable[[str], bool]) -> int:
-    """The index of the first unit with a parameter that trains; the number of units if none has."""
+    """Return the index of the first unit with a parameter that trains; the number of units if none
+    has."""
     some_train = (any(map(is_trained, unit.parameters)) for unit in units)
     return next((index for index, trains in enumerate(some_train) if trains), len(units))
 
 
 def recomputed_groups(units: Sequence[UnitSpec], first_trained: int) -> tuple[range, ...]:
-    """The indices of the units that backward recomputes together, for each recomputation.
+    """Return the indices of the units that backward recomputes together, for each recomputation.
 
     Backward does not reach units below the first that trains, so none of them is recomputed.
     """
@@ -163,22 +165,23 @@ def recomputed_groups(units: Sequence[UnitSpec], first_trained: int) -> tuple[ra
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, Shape]:
-    """Every parameter's shape by its name in the model, in model order."""
+    """Return every parameter's shape by its name in the model, in model order."""
     return {name: shape for unit in unit_specs(config) for name, shape in unit.parameters.items()}
 
 
 def name_in(names: Mapping[str, str], name: str) -> str:
-    """A parameter's name by a table of `names`, in which * is the number of a block."""
+    """Return a parameter's name by a table of `names`, in which * is the number of a block."""
     layer = name.split(".")[1]
     return names[name.replace(f".{layer}.", ".*.")].replace("*", layer)
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """The number of parameters; a tied weight counts once."""
+    """Return the number of parameters; a tied weight counts once."""
     return sum(map(math.prod, parameter_shapes(config).values()))
 
 
 def cut_dims(config: LlamaConfig) -> dict[str, int]:
-    """The dim along which each parameter that is cut into slices is cut, by name in the model."""
+    """Return the dim along which each parameter that is cut into slices is cut, by name in the
+    model."""
     cuts = (unit.cuts_of(part) for unit in unit_specs(config) for part in unit.parts)
     return {name: dim for cut in cuts for name, dim in cut.items()}

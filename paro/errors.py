@@ -51,14 +51,15 @@ class UserError(ValueError):
 
 
 def check_least(least: int, **flags: float | None) -> None:
-    """`UserError` for a flag below `least`; flags are named as their attributes."""
+    """Raise `UserError` for a flag below `least`; flags are named as their attributes."""
     for name, value in flags.items():
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
 
 
 def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_size: int) -> None:
-    """`UserError` with the nearest valid sizes unless all ranks get equal whole micro-batches."""
+    """Raise `UserError` with the nearest valid sizes unless all ranks get equal whole
+    micro-batches."""
     at_once = micro_batch_size * data_parallel_size
     if size > 0 and size % at_once == 0:
         return
@@ -71,7 +72,7 @@ def check_multiple(what: str, size: int, micro_batch_size: int, data_parallel_si
 
 
 def contradiction(one: str, other: str) -> UserError:
-    """The error about two flags that cannot both be given."""
+    """Return the error about two flags that cannot both be given."""
     return UserError(f"{one} and {other} contradict each other: give one of them")
 
 
@@ -94,14 +95,14 @@ class PeerError(Exception):
 
 
 def is_storage_failure(error: BaseException) -> bool:
-    """Whether it is a full disk or a lost mount: neither the user's mistake nor ours."""
+    """Return whether it is a full disk or a lost mount: neither the user's mistake nor ours."""
     return isinstance(error, StorageError) or (
         isinstance(error, OSError) and error.errno in _STORAGE_FAILURES
     )
 
 
 def is_memory_failure(error: BaseException) -> bool:
-    """Whether an allocation failed, on the host or on the device."""
+    """Return whether an allocation failed, on the host or on the device."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     # torch.OutOfMemoryError by its name, as this file does without torch.
@@ -112,7 +113,7 @@ def is_memory_failure(error: BaseException) -> bool:
 
 
 def open_files_limit(error: BaseException) -> str | None:
-    """Returns the limit and the remedy in a line, if too many open files caused an error."""
+    """Return the limit and the remedy in a line, if too many open files caused an error."""
     met: BaseException | None = None
     for cause in _causes(error):
         met = cause if _OUT_OF_FILES.search(str(cause)) else met  # of several, what it began with
@@ -144,7 +145,7 @@ def lost_peer(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error, what caused it, and so on; what ranks agree on may be its own cause.
+    """Yield an error, what caused it, and so on; what ranks agree on may be its own cause.
 
     Contexts are no causes: an error of ours in a handler keeps its traceback.
     """
@@ -170,7 +171,7 @@ def for_all_ranks(error: BaseException, rank: int) -> UserError | RunError | Pee
 
 
 def describe(error: BaseException) -> str:
-    """A short one-line description of an exception."""
+    """Return a short one-line description of an exception."""
     if (limit := open_files_limit(error)) is not None:
         return limit
     if isinstance(error, (UserError, RunError, PeerError)):
@@ -184,12 +185,12 @@ def describe(error: BaseException) -> str:
 
 
 def type_and_message(error: Exception) -> str:
-    """An exception of another library as one line, with all lines of its message."""
+    """Return an exception of another library as one line, with all lines of its message."""
     return open_files_limit(error) or one_line(f"{type(error).__name__}: {error}")
 
 
 def _describe_memory(text: str) -> str:
-    """An allocator's text, without advice that is not about our flags."""
+    """Return an allocator's text, without advice that is not about our flags."""
     asked = re.search(r"(?:tried|unable) to allocate ([\d.]+ \w+)", text, re.IGNORECASE)
     free = re.search(r"of which ([\d.]+ \w+) is free", text)
     whose = "device" if "CUDA" in text or "CUBLAS" in text else "host"
@@ -238,7 +239,7 @@ def printing() -> Iterator[None]:
 
 @contextmanager
 def about(prefix: str = "", suffix: str = "") -> Iterator[None]:
-    """Puts a field or a flag before the text of a `UserError`, and a remedy behind it."""
+    """Put a field or a flag before the text of a `UserError`, and a remedy behind it."""
     try:
         yield
     except UserError as error:

@@ -30,12 +30,13 @@ Shape = tuple[int, ...]
 
 
 def shape_text(shape: Shape) -> str:
-    """The shape as text, such as 3x4."""
+    """Return the shape as text, such as 3x4."""
     return "x".join(map(str, shape)) or "a scalar"
 
 
 def decays(shape: Shape) -> bool:
-    """Whether weight decay applies to a parameter: as in Megatron, not to norms and biases."""
+    """Return whether weight decay applies to a parameter: as in Megatron, not to norms
+    and biases."""
     return len(shape) > 1
 
 
@@ -54,12 +55,13 @@ class Box:
 
 
 def whole_box(name: str, shape: Shape) -> Box:
-    """The box that covers a whole parameter."""
+    """Return the box that covers a whole parameter."""
     return Box(name=name, shape=shape, start=(0,) * len(shape), extent=shape)
 
 
 def slice_box(name: str, shape: Shape, *, dim: int, index: int, number: int) -> Box:
-    """Box `index` of the `number` nearly equal boxes that a parameter is split into along `dim`."""
+    """Return box `index` of the `number` nearly equal boxes that a parameter is split into along
+    `dim`."""
     low, high = (shape[dim] * i // number for i in (index, index + 1))
     start, extent = [0] * len(shape), list(shape)
     start[dim], extent[dim] = low, high - low
@@ -109,14 +111,14 @@ class UnitLayout:
         return min(max(self.decayed_stop - start % length, 0), stop - start)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The pieces stored in the elements [start, stop) of the buffer, without padding."""
+        """Yield the pieces stored in the elements [start, stop) of the buffer, without padding."""
         for placed in self.boxes:
             low, high = max(start, placed.offset), min(stop, placed.stop)
             if low < high:
                 yield Piece(placed.box, low - placed.offset, high - placed.offset, low)
 
     def gaps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """The ranges within [start, stop) of the buffer that are padding."""
+        """Yield the ranges within [start, stop) of the buffer that are padding."""
         position, end = start, self.numel if stop is None else stop
         for piece in self.pieces(start, end):
             if position < piece.offset:
@@ -127,7 +129,8 @@ class UnitLayout:
 
 
 def make_layout(*slices: Sequence[Box], decayed: frozenset[str], world_size: int) -> UnitLayout:
-    """The layout of boxes, in one slice or several, for any degree that divides `world_size`.
+    """Return the layout of boxes, in one slice or several, for any degree that divides
+    `world_size`.
 
     Slices are padded to the longest one.
     """
@@ -151,7 +154,7 @@ def make_layout(*slices: Sequence[Box], decayed: frozenset[str], world_size: int
 
 
 def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:
-    """The layout of whole parameters for any degree that divides `world_size`."""
+    """Return the layout of whole parameters for any degree that divides `world_size`."""
     boxes = [whole_box(name, shape) for name, shape in shapes.items()]
     return make_layout(boxes, decayed=_decayed(shapes), world_size=world_size)
 
@@ -164,7 +167,8 @@ def make_sliced_layout(
     world_size: int,
     half: int | None = None,
 ) -> UnitLayout:
-    """The layout of matrices slice by slice: the shard at degree `number` is one slice of each.
+    """Return the layout of matrices slice by slice: the shard at degree `number` is one slice of
+    each.
 
     `cuts` maps each name to the dim it is split along. With `half` the layout holds only the first
     (0) or second (1) half of every slice.
@@ -193,7 +197,7 @@ def _decayed(shapes: Mapping[str, Shape]) -> frozenset[str]:
 def halves_of(
     shapes: Mapping[str, Shape], *, cuts: Mapping[str, int], number: int, shares: int | None
 ) -> tuple[int | None, ...]:
-    """The values of `half` for `make_sliced_layout`; (None,) if the slices cannot be halved.
+    """Return the values of `half` for `make_sliced_layout`; (None,) if the slices cannot be halved.
 
     With `shares` matrices consist of that many equal blocks, such as heads, and are split between.
     """
@@ -213,18 +217,18 @@ class Rectangle:
 
 
 def chunk_numel(numel: int, element_bytes: int, *, device_type: str) -> int:
-    """Elements per message of an in-place exchange of a slice of `numel` elements."""
+    """Return elements per message of an in-place exchange of a slice of `numel` elements."""
     quarter = max(1, -(-numel // _LEAST_CHUNKS))
     return quarter if device_type == "cuda" else min(quarter, _CHUNK_BYTES // element_bytes)
 
 
 def rectangles(box: Box, low: int, high: int) -> Iterator[Rectangle]:
-    """Splits elements [low, high) of a box into rectangles: partial row, full rows, partial row."""
+    """Split elements [low, high) of a box into rectangles: partial row, full rows, partial row."""
     yield from _cut(box.start, box.extent, low, high, 0)
 
 
 def _cut(start: Shape, extent: Shape, low: int, high: int, base: int) -> Iterator[Rectangle]:
-    """Rectangles of the box (start, extent); `base` is the index of its first element."""
+    """Yield rectangles of the box (start, extent); `base` is the index of its first element."""
     if low >= high:
         return
     row = prod(extent[1:])
@@ -259,7 +263,7 @@ def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
 
 
 def parameter_runs(box: Box, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """The elements [low, high) of a box as (begin, end) ranges of the flattened parameter."""
+    """Yield the elements [low, high) of a box as (begin, end) ranges of the flattened parameter."""
     inner = [box.shape[dim + 1 :] for dim in range(len(box.shape))]
     for part in rectangles(box, low, high):
         start, extent = part.start, part.extent

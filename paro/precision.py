@@ -72,7 +72,7 @@ class PrecisionConfig:
         return (self.inter_param_bits, self.inter_grad_bits) != (FULL_BITS, FULL_BITS)
 
     def with_inter_bits(self, bits: int) -> PrecisionConfig:
-        """The same with updated parameters and gradients in `bits` between groups."""
+        """Return the same with updated parameters and gradients in `bits` between groups."""
         feedback = self.inter_grad_error_feedback and bits != FULL_BITS
         return replace(
             self,
@@ -114,7 +114,7 @@ class PrecisionConfig:
         return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype)
 
     def describe(self) -> str:
-        """One line that describes the dtypes, printed at the start of a run."""
+        """Return one line that describes the dtypes, printed at the start of a run."""
         frozen = f", frozen ones {self.frozen}" if self.frozen != self.compute else ""
         moments = "and moments fp32"
         if self.rounds_moments:

@@ -42,29 +42,32 @@ class Strategy:
 
 
 def replicated(strategy: Strategy) -> Strategy:
-    """The strategy with params and grads replicated: for norms, if all other weights rotate."""
+    """Return the strategy with params and grads replicated: for norms, if all other
+    weights rotate."""
     return replace(strategy, params=1, grads=1)
 
 
 def is_legal(letters: str) -> bool:
-    """Whether optimizer state is sharded at least as finely as params and grads (PaRO 3.1.1)."""
+    """Return whether optimizer state is sharded at least as finely as params and grads (PaRO
+    3.1.1)."""
     params, grads, optim = (LETTERS.index(letter) for letter in letters)
     return optim >= max(params, grads)
 
 
 def legal_letters() -> tuple[str, ...]:
-    """The 14 legal letter strategies, ordered from coarse to fine params."""
+    """Return the 14 legal letter strategies, ordered from coarse to fine params."""
     return tuple(name for name in map("".join, product(LETTERS, repeat=3)) if is_legal(name))
 
 
 def dominating_letters(letters: str) -> str:
-    """The legal strategy with the same params and grads that never costs more than `letters`."""
+    """Return the legal strategy with the same params and grads that never costs more than
+    `letters`."""
     params, grads = letters[0], letters[1]
     return params + grads + max(params, grads, key=LETTERS.index)
 
 
 def check_group_size(world_size: int, group_size: int) -> None:
-    """Raises `UserError` unless `group_size` divides `world_size`."""
+    """Raise `UserError` unless `group_size` divides `world_size`."""
     if group_size < 1 or world_size % group_size != 0:
         raise UserError(
             f"--paro-group-size {group_size} does not divide the {count_text(world_size, 'rank')}; "
@@ -73,12 +76,13 @@ def check_group_size(world_size: int, group_size: int) -> None:
 
 
 def fitting_group_size(group_size: int, world_size: int) -> int:
-    """The largest size that divides both, or all ranks where they were or are one group."""
+    """Return the largest size that divides both, or all ranks where they were or are one group."""
     return world_size if group_size >= world_size else math.gcd(group_size, world_size)
 
 
 def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
-    """A legal strategy from letters, degrees or a common name; else `UserError` with advice."""
+    """Return a legal strategy from letters, degrees or a common name; else `UserError`
+    with advice."""
     check_group_size(world_size, group_size)
     spelled = NAMED_STRATEGIES.get(text.lower(), text)
     degrees = degrees_of(spelled)
@@ -102,7 +106,8 @@ def parse_strategy(text: str, *, world_size: int, group_size: int) -> Strategy:
 
 
 def degrees_of(text: str) -> tuple[int, int, int] | None:
-    """The degrees of params, grads and optimizer state as given; None for letters and names."""
+    """Return the degrees of params, grads and optimizer state as given; None for letters
+    and names."""
     if "," not in text:
         return None
     try:
@@ -144,7 +149,7 @@ def _from_degrees(
 
 
 def effective_letters(strategy: Strategy, *, world_size: int, group_size: int) -> str | None:
-    """The letters for the strategy's degrees; None if a degree has no letter.
+    """Return the letters for the strategy's degrees; None if a degree has no letter.
 
     Equal degrees get one letter: G with a single group, N with groups of one rank.
     """

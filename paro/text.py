@@ -11,7 +11,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def printable(text: str) -> str:
-    """The text with every character escaped that a terminal would act upon or hide.
+    """Return the text with every character escaped that a terminal would act upon or hide.
 
     Names in files and flags may hold ANSI escapes, or marks that reverse the direction of text.
     Ends of lines and tabs are left: the layout of what is printed.
@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def is_word(text: str) -> bool:
-    """Whether a command line and a file's name can have the text.
+    """Return whether a command line and a file's name can have the text.
 
     It has no NUL and no half of a character of two; bytes that are no UTF-8 are allowed.
     """
@@ -35,7 +35,7 @@ def is_word(text: str) -> bool:
 
 
 def one_line(text: str, longest: int = _MAX_LINE_CHARS) -> str:
-    """The text as one printable line of at most `longest` characters, its middle cut out."""
+    """Return the text as one printable line of at most `longest` characters, its middle cut out."""
     return _cut(printable(" ".join(text.split())), longest)
 
 
@@ -53,19 +53,19 @@ def _cut(line: str, longest: int) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names as an English list: `a`, `a and b`, `a, b and c`."""
+    """Return the names as an English list: `a`, `a and b`, `a, b and c`."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def count_text(number: int, what: str) -> str:
-    """The number and a noun, in the plural unless the number is 1."""
+    """Return the number and a noun, in the plural unless the number is 1."""
     plural = f"{what}es" if what.endswith("ch") else f"{what}s"
     return f"{number} {what if number == 1 else plural}"
 
 
 def ranks_text(world_size: int, group_size: int) -> str:
-    """The number of ranks and the group size; no groups for a single rank."""
+    """Return the number of ranks and the group size; no groups for a single rank."""
     ranks = count_text(world_size, "rank")
     if world_size == 1:
         return ranks
@@ -73,7 +73,7 @@ def ranks_text(world_size: int, group_size: int) -> str:
 
 
 def size_text(num_bytes: int, *, like: int | None = None) -> str:
-    """The bytes in a unit in which they are at least 1, or in which `like` is at least 1."""
+    """Return the bytes in a unit in which they are at least 1, or in which `like` is at least 1."""
     least = num_bytes if like is None else like
     for name, size in _UNITS:
         if least >= size:
@@ -82,7 +82,7 @@ def size_text(num_bytes: int, *, like: int | None = None) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A line for each row of equally many cells; the columns `left` are left-aligned."""
+    """Return a line for each row of equally many cells; the columns `left` are left-aligned."""
     columns = []
     for index, cells in enumerate(zip(*rows, strict=True)):
         justify = str.ljust if {index, index - len(rows[0])} & {*left} else str.rjust

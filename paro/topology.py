@@ -39,7 +39,7 @@ class Axis:
         return self.outer // self.inner
 
     def digit(self, rank: int) -> int:
-        """The position of `rank` along the axis."""
+        """Return the position of `rank` along the axis."""
         return rank // self.inner % self.size
 
 
@@ -77,7 +77,8 @@ class Topology:
     axes: tuple[Axis, ...]
 
     def axes_between(self, coarse: int, fine: int) -> tuple[Axis, ...]:
-        """The axis span from degree `coarse` to degree `fine`, which is at least as large."""
+        """Return the axis span from degree `coarse` to degree `fine`, which is at least
+        as large."""
         span = tuple(a for a in self.axes if coarse <= a.inner and a.outer <= fine)
         ends = (span[0].inner, span[-1].outer) if span else (coarse, coarse)
         assert ends == (coarse, fine), f"degrees {coarse} and {fine} are not cuts of {self.axes}"
@@ -92,7 +93,7 @@ class Topology:
         return tuple(range(first, first + outer, inner))
 
     def in_order_of_shards(self, span: AxisSpan, rank: int) -> tuple[int, ...]:
-        """The members of a span in the order of their shards at its fine degree."""
+        """Return the members of a span in the order of their shards at its fine degree."""
         members = self.members(span, rank)
         return tuple(sorted(members, key=lambda one: nested_range(span, one, len(members))))
 
@@ -115,7 +116,8 @@ def nested_range(span: tuple[Axis, ...], rank: int, numel: int) -> tuple[int, in
 
 
 def by_units(span: AxisSpan, units: int) -> AxisSpan:
-    """A span in the order in which its axes cut a buffer of `units` units, one after the other.
+    """Return a span in the order in which its axes cut a buffer of `units` units, one after the
+    other.
 
     If there are several, each position along the outermost axis has the shards of one of them.
     """
@@ -125,7 +127,8 @@ def by_units(span: AxisSpan, units: int) -> AxisSpan:
 
 @lru_cache(maxsize=1024)  # plans ask for the same one again and again
 def make_topology(*, world_size: int, group_size: int, degrees: tuple[int, ...]) -> Topology:
-    """The topology with axis boundaries at 1, every degree, the group size and the world size."""
+    """Return the topology with axis boundaries at 1, every degree, the group size and the world
+    size."""
     cuts = sorted({1, *degrees, group_size, world_size})
     axes = []
     for index, (inner, outer) in enumerate(pairwise(cuts)):
@@ -144,13 +147,13 @@ class Axes(Enum):
 
 
 def axes_of(span: Sequence[Axis]) -> Axes:
-    """The kinds of links of an axis span, which must not be empty."""
+    """Return the kinds of links of an axis span, which must not be empty."""
     kinds = {axis.link for axis in span}
     assert kinds, "an empty span moves nothing"
     return Axes(kinds.pop().value) if len(kinds) == 1 else Axes.BOTH
 
 
 def split_by_link(span: Sequence[Axis]) -> tuple[AxisSpan, AxisSpan]:
-    """The axes of a span inside groups, and those between them."""
+    """Return the axes of a span inside groups, and those between them."""
     intra = tuple(axis for axis in span if axis.link is Link.INTRA)
     return intra, tuple(axis for axis in span if axis.link is Link.INTER)

@@ -58,7 +58,7 @@ MODEL = (
 
 
 def make_shards(num_params: int, hidden_size: int, control: Control) -> list[FlatShard]:
-    """Shards with a LLaMA's shapes, sharded over all ranks: a unit is 12 square matrices."""
+    """Shard with a LLaMA's shapes, sharded over all ranks: a unit is 12 square matrices."""
     world = control.world
     topology = make_topology(
         world_size=world.size, group_size=world.size, degrees=(world.size, world.size, world.size)
@@ -102,7 +102,7 @@ def read_plainly(path: Path) -> None:
 
 
 def timed(control: Control, action: Callable[[], object]) -> float:
-    """Seconds until the last rank has finished."""
+    """Return seconds until the last rank has finished."""
     control.barrier()
     begin = time.perf_counter()
     action()
@@ -120,7 +120,8 @@ def peak_of(action: Callable[[], object]) -> int:
 
 
 def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
-    """Medians over rounds: GB/s, fractions of the disk's, and memory in addition to the shards."""
+    """Return medians over rounds: GB/s, fractions of the disk's, and memory in addition to the
+    shards."""
     shards = make_shards(args.params, args.hidden_size, control)
     held = sum(shard.values.nbytes for shard in shards)
     unit = sum(s.values.nbytes for s in shards if s.layout is shards[0].layout)
@@ -174,7 +175,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
 
 
 def steps_during_saves(args: argparse.Namespace, control: Control) -> dict[str, object]:
-    """Medians of steps that start during a save and of steps without one, in turns.
+    """Return medians of steps that start during a save and of steps without one, in turns.
 
     A save may end within a step that started during it: that step still counts.
     """

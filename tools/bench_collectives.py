@@ -77,7 +77,7 @@ class Settings:
     trained: RunConfig | None = None  # the training that times the device of a machine file
 
     def moves(self, op: Op, span: AxisSpan) -> list[Move]:
-        """One collective per size."""
+        """Return one collective per size."""
         dtype, ranks = TYPES[self.args.dtype], self.topology.world_size
         return moves_of(op, span, self.sizes, ranks=ranks, dtype=dtype)
 
@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def settings_of(args: argparse.Namespace, world: World) -> Settings:
-    """The settings; `UserError` for mistakes of the user."""
+    """Return the settings; `UserError` for mistakes of the user."""
     if world.size == 1:
         raise UserError(
             "one process has no peer: start several, such as torchrun "
@@ -143,7 +143,7 @@ def settings_of(args: argparse.Namespace, world: World) -> Settings:
 
 
 def trained(args: argparse.Namespace, backend: str) -> RunConfig | None:
-    """The training that times a machine file's device; None where no file is written."""
+    """Return the training that times a machine file's device; None where no file is written."""
     if args.machine_file is None:
         return None
     with about("--train: "):
@@ -159,7 +159,7 @@ def chosen(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def size_of(text: str) -> int:
-    """Bytes of `4096`, `64K` or `1.5M`."""
+    """Return bytes of `4096`, `64K` or `1.5M`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     size = round(Decimal(match[1]) * PREFIXES[match[2]]) if match else 0
     if size < 1:
@@ -213,7 +213,7 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
 
 
 def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
-    """One op, algorithm and size, as a row of --json."""
+    """Return one op, algorithm and size, as a row of --json."""
     move = outcome.move
     axes = axes_of(move.span)
     ranks = move.span[-1].outer // move.span[0].inner
@@ -237,7 +237,7 @@ def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
 
 
 def conditions(settings: Settings, control: Control) -> dict[str, Any]:
-    """The conditions under which the rows were measured."""
+    """Return the conditions under which the rows were measured."""
     machine, device = settings.machine, control.device
     on_gpu = device.type == "cuda"
     links = {link.value: machine.link(link) for link in Link}
@@ -259,7 +259,8 @@ def conditions(settings: Settings, control: Control) -> dict[str, Any]:
 
 
 def measured_device(settings: Settings, control: Control) -> Device | None:
-    """The device of a rank: its compute rates, and the memory of its context and communicators."""
+    """Return the device of a rank: its compute rates, and the memory of its context and
+    communicators."""
     if settings.trained is None:
         return None
     config = settings.runtime.groups_on(control.device)
@@ -273,7 +274,7 @@ def write(
     facts: dict[str, Any],
     device: Device | None,
 ) -> None:
-    """Writes the requested files."""
+    """Write the requested files."""
     world = axes_of(settings.topology.axes).value
     rows = [row_of(outcome, settings) for outcome in outcomes]
     of_world = [row for row in rows if row["axes"] == world]

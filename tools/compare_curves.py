@@ -47,7 +47,7 @@ def differences_from(run: Run, reference: Run) -> dict[int, float]:
 
 
 def distance_of(run: Run, reference: Run) -> dict[str, Any]:
-    """Compares the losses of a run with the reference's: relative differences."""
+    """Compare the losses of a run with the reference's: relative differences."""
     signed = list(differences_from(run, reference).values())
     sizes = [abs(value) for value in signed]
     return {
@@ -62,7 +62,7 @@ def distance_of(run: Run, reference: Run) -> dict[str, Any]:
 
 
 def table(distances: Sequence[dict[str, Any]], reference: Run) -> str:
-    """The distances as a text table."""
+    """Return the distances as a text table."""
     last = list(losses_of(reference).values())[-1]
     rows = (
         {
@@ -81,7 +81,7 @@ def table(distances: Sequence[dict[str, Any]], reference: Run) -> str:
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
-    """Draws the curves in one panel, and their differences below it."""
+    """Draw the curves in one panel, and their differences below it."""
     with drawing(path, 2, 1, size=(8, 7), sharex=True) as (_, (losses, apart)):
         for number, run in enumerate(runs):
             curve = losses_of(run)

@@ -68,13 +68,13 @@ class Profile:
     activities: tuple[Activity, ...]  # of "compute", and of every communication stream's jobs
 
     def computing(self) -> float:
-        """Seconds of forward, backward and update, without the waits among them."""
+        """Return seconds of forward, backward and update, without the waits among them."""
         thread = [activity for activity in self.activities if activity.stream == "compute"]
         waits = [(wait.start, wait.end) for wait in thread if wait.kind in WAITS]
         return length((each.start, each.end) for each in thread) - length(waits)
 
     def waited(self, kind: str) -> float:
-        """Seconds for which the training thread waited for communication of a kind."""
+        """Return seconds for which the training thread waited for communication of a kind."""
         return sum(
             activity.end - activity.start
             for activity in self.activities
@@ -82,7 +82,7 @@ class Profile:
         )
 
     def lanes(self) -> dict[str, float]:
-        """Seconds for which each communication stream was busy."""
+        """Return seconds for which each communication stream was busy."""
         busy: defaultdict[str, float] = defaultdict(float)
         for activity in self.activities:
             if activity.stream != "compute":
@@ -100,7 +100,7 @@ class _Trace(TypedDict):
 
 
 def read_profile(path: Path) -> Profile | DeviceProfile:
-    """Reads a trace written by a run on CPU or on a GPU; `UserError` for any other file."""
+    """Read a trace written by a run on CPU or on a GPU; `UserError` for any other file."""
     with about(suffix="; give what --use-pytorch-profiler wrote"):
         trace: _Trace = read_json(path, _Trace, max_bytes=_MAX_BYTES)
         ranges = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
@@ -138,7 +138,7 @@ def _activities(events: Iterable[Event], rank: int, begin: float, end: float) ->
 
 
 def table(profiles: Sequence[Profile]) -> str:
-    """Mean milliseconds of a step, as a text table; a row for each rank."""
+    """Return the mean milliseconds of a step, as a text table; a row for each rank."""
     lanes = sorted({lane for profile in profiles for lane in profile.lanes()})
     names = ["rank", "a step", "computes", *(f"waits: {kind}" for kind in WAITS), "neither", *lanes]
     rows = [names]
@@ -155,7 +155,8 @@ def table(profiles: Sequence[Profile]) -> str:
 
 
 def figures(profile: Profile) -> dict[str, Any]:
-    """The figures of a CPU rank's profile for a JSON file; times are seconds of all steps."""
+    """Return the figures of a CPU rank's profile for a JSON file; times are seconds of
+    all steps."""
     return {
         "rank": profile.rank,
         "num_steps": profile.num_steps,

@@ -101,7 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def table(measured: Traffic) -> str:
-    """Bytes that crossed the links, as text."""
+    """Return bytes that crossed the links, as text."""
     rows = [("", "sent", "received")]
     rows += [
         (f"node {nic.node} nic{nic.nic}", f"{nic.sent_bytes:,}", f"{nic.received_bytes:,}")

@@ -25,7 +25,8 @@ MACHINE_SPECIFIC = ("_sysconfigdata", "__phello__")
 
 
 def python_sources(root: Path) -> Iterator[Path]:
-    """The library's source files below `root`, sorted, without tests and installed packages."""
+    """Yield the library's source files below `root`, sorted, without tests and
+    installed packages."""
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         skipped = SKIPPED_FOLDERS.intersection(parts) or parts[0].startswith("config-")
@@ -34,7 +35,7 @@ def python_sources(root: Path) -> Iterator[Path]:
 
 
 def read_texts(paths: Iterator[Path]) -> list[str]:
-    """The contents of the files that are UTF-8 and not empty."""
+    """Return the contents of the files that are UTF-8 and not empty."""
     texts = []
     for path in paths:
         try:
@@ -47,7 +48,7 @@ def read_texts(paths: Iterator[Path]) -> list[str]:
 
 
 def gather(output: Path, *, min_bytes: int, seed: int) -> str:
-    """Writes the library to `output` in a seeded random order; returns a summary."""
+    """Write the library to `output` in a seeded random order; return a summary."""
     root = Path(sysconfig.get_path("stdlib"))
     texts = read_texts(python_sources(root))
     size = sum(len(text.encode()) for text in texts)

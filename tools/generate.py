@@ -34,7 +34,7 @@ LENGTHS = {False: 64, True: 512}  # tokens at most, of a continuation and of an 
 
 
 def open_model(directory: Path, iteration: int | None = None, base: str | None = None) -> Source:
-    """Opens a checkpoint of a training (the newest, or one iteration) or a Hugging Face folder."""
+    """Open a checkpoint of a training (the newest, or one iteration) or a Hugging Face folder."""
     if is_hugging_face(directory):
         if iteration is not None:
             raise UserError(f"--ckpt-step {iteration}: a Hugging Face folder has no iterations")
@@ -50,7 +50,7 @@ def open_model(directory: Path, iteration: int | None = None, base: str | None =
 
 
 def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
-    """The tokenizer of a model, from its original location or from `moved_to`."""
+    """Return the tokenizer of a model, from its original location or from `moved_to`."""
     saved: Mapping[str, Any] = source.tokenizer or {
         "tokenizer_type": "NullTokenizer",
         "vocab_size": source.config.vocab_size,
@@ -69,7 +69,8 @@ def load_tokenizer(source: Source, moved_to: str | None) -> Tokenizer:
 
 
 def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
-    """The same tokenizer at another location; GPT-2's two files keep their names, in a folder."""
+    """Return the same tokenizer at another location; GPT-2's two files keep their names, in a
+    folder."""
     kind = saved["tokenizer_type"]
     if kind == GPT2_TYPE and Path(moved_to).is_dir():
         files: dict[str, Any] = {
@@ -84,7 +85,7 @@ def moved_tokenizer(saved: Mapping[str, Any], moved_to: str) -> TokenizerConfig:
 
 
 def load_model(source: Source, device: torch.device, dtype: torch.dtype) -> Llama:
-    """The model with its trained parameters; `UserError` if one is not finite."""
+    """Return the model with its trained parameters; `UserError` if one is not finite."""
     with torch.device("meta"):
         model = Llama(source.config)
     parameters = {
@@ -187,7 +188,7 @@ def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def prefix_of(source: Source, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids with which the training samples of a model began."""
+    """Return the ids with which the training samples of a model began."""
     prefix = tokenizer.text_prefix
     if not prefix and source.begins_with_bos and tokenizer.bos is not None:
         prefix = (tokenizer.bos,)
@@ -195,7 +196,7 @@ def prefix_of(source: Source, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[list[int]]:
-    """The model's input: the prompts, each started as the training samples were."""
+    """Return the model's input: the prompts, each started as the training samples were."""
     begun = [[*prefix_of(source, tokenizer), *text] for text in texts]
     check_ids(tokenizer, begun, source.config.vocab_size)
     return begun
@@ -204,7 +205,7 @@ def beginnings(source: Source, tokenizer: Tokenizer, texts: Sequence[list[int]])
 def continue_all(
     speaker: Speaker, prompts: Sequence[str], texts: Sequence[list[int]], begun: list[list[int]]
 ) -> None:
-    """Prints every prompt with what follows; the text of a single one as it is produced."""
+    """Print every prompt with what follows; the text of a single one as it is produced."""
     steps = speaker.continued(begun)
     if len(prompts) == 1:
         print_line(prompts[0], end="", whole=True)

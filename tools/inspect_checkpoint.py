@@ -40,7 +40,7 @@ Entry = dict[str, Any]
 
 
 def entry_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Entry:
-    """Describes a tensor of a checkpoint, as --json has it."""
+    """Describe a tensor of a checkpoint, as --json has it."""
     type_name = str(dtype).removeprefix("torch.")
     size = prod(shape) * dtype.itemsize
     return {"name": name, "shape": [*shape], "dtype": type_name, "bytes": size}
@@ -61,7 +61,7 @@ def format_of(directory: Path) -> str:
 
 
 def inspect_native(directory: Path, iteration: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """A checkpoint of this project, with the optimizer's moments."""
+    """Return a checkpoint of this project, with the optimizer's moments."""
     folder = find_checkpoint(directory, iteration)
     assert folder is not None, f"{directory} has a tracker"
     entries = [
@@ -80,7 +80,7 @@ def inspect_other(source: Source) -> tuple[dict[str, Any], list[Entry]]:
 
 
 def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iterator[str]:
-    """The printed description of a checkpoint."""
+    """Yield the printed description of a checkpoint."""
     yield f"format {kind}"
     for name, value in facts.items():
         if isinstance(value, dict):
@@ -102,7 +102,7 @@ def lines(kind: str, facts: Mapping[str, Any], entries: Sequence[Entry]) -> Iter
 
 
 def verify(kind: str, directory: Path, iteration: int | None) -> str:
-    """Reads or measures all files that are needed; `UserError` names the first bad file."""
+    """Read or measures all files that are needed; `UserError` names the first bad file."""
     if kind == "paro":
         folder = find_checkpoint(directory, iteration)
         assert folder is not None, f"{directory} has a tracker"
@@ -147,7 +147,7 @@ def inspect(args: argparse.Namespace) -> None:
 
 
 def _state_of(entry: Entry) -> str:
-    """The state's name; other formats have only parameters."""
+    """Return the state's name; other formats have only parameters."""
     state = entry["name"].partition(".")[0]
     return state if state in (*STATE_NAMES, SENT, GRAD_ERRORS) else PARAM
 

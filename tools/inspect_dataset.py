@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def prefixes_of(args: Namespace) -> list[str]:
-    """The corpora that the flags name, as training would interpret them."""
+    """Return the corpora that the flags name, as training would interpret them."""
     blends = [
         parse_blend(words, "--" + name.replace("_", "-"))
         for name in PATH_FLAGS
@@ -135,7 +135,7 @@ def describe_origin(prefix: str, given: Fingerprint | None) -> str:
 def describe_with_tokenizer(
     dataset: IndexedDataset, tokenizer: Tokenizer, contents: Contents, num_documents: int
 ) -> Iterator[str]:
-    """Ends of documents, ids that the tokenizer does not have, and some documents as text."""
+    """End of documents, ids that the tokenizer does not have, and some documents as text."""
     yield (
         "  documents that end with the end-of-document token: "
         f"{contents.ended:,} of {contents.filled:,}"
@@ -154,7 +154,7 @@ def describe_with_tokenizer(
 
 
 def shown_text(dataset: IndexedDataset, tokenizer: Tokenizer, sequences: range) -> str:
-    """The beginning of a document in one line."""
+    """Return the beginning of a document in one line."""
     ids: list[int] = []
     for sequence in sequences:
         ids += dataset[sequence][: SHOWN_TOKENS - len(ids)].tolist()

@@ -19,7 +19,7 @@ from tools.shared.command_line import Parser
 
 
 def prefixes_in(folder: Path) -> list[Path]:
-    """The data sets of a folder by name; `UserError` if a file has no partner."""
+    """Return the data sets of a folder by name; `UserError` if a file has no partner."""
     if not folder.is_dir():
         raise UserError(f"--input {folder} is no folder: give one that holds data sets")
     with reading(f"--input {folder}"):
@@ -38,7 +38,7 @@ def prefixes_in(folder: Path) -> list[Path]:
 
 
 def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
-    """Writes all documents of the data sets into one; returns a line of summary."""
+    """Write all documents of the data sets into one; return a line of summary."""
     targets = {bin_path(output_prefix).absolute(), idx_path(output_prefix).absolute()}
     for prefix in prefixes:
         if bin_path(prefix).absolute() in targets:
@@ -59,7 +59,8 @@ def merge(prefixes: Sequence[Path], output_prefix: str) -> str:
 
 
 def tokenizer_of(prefixes: Sequence[Path]) -> Fingerprint | None:
-    """The tokenizer that made all of them, or None if one does not record it; they must agree.
+    """Return the tokenizer that made all of them, or None if one does not record it; they must
+    agree.
 
     Older data sets do not say what its ids stand for; if one of them does, it holds for all.
     """

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
-    """Prints the plan and writes the files; `UserError` at the end if nothing fits."""
+    """Print the plan and write the files; `UserError` at the end if nothing fits."""
     print_line(tables.title(workload), "")
     if args.gpu is not None:
         print_line(described(workload.machine), "")
@@ -146,7 +146,7 @@ def scaling(
 
 
 def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
-    """Writes and draws one step of the best candidate, with at most two micro-batches."""
+    """Write and draws one step of the best candidate, with at most two micro-batches."""
     size = chosen.candidate.micro_batch_size
     few = replace(
         workload,

@@ -104,7 +104,7 @@ def writing(prefixes: Sequence[str], plan: EncodingPlan) -> Iterator[list[Indexe
 def write_batches(
     writers: Sequence[IndexedDatasetWriter], batches: Iterator[EncodedBatch], progress: Progress
 ) -> Tally:
-    """Appends all batches; returns the tally of what was in them."""
+    """Append all batches; return the tally of what was in them."""
     tally = Tally()
     for batch in batches:
         for writer, documents in zip(writers, batch.by_key, strict=True):
@@ -115,7 +115,7 @@ def write_batches(
 
 
 def preprocess(job: Job, workers: Workers, progress: Progress) -> list[str]:
-    """Writes all data sets of the plan or none; returns a line on each, and on bad documents."""
+    """Write all data sets of the plan or none; return a line on each, and on bad documents."""
     if job.partitions == 1:
         with writing(job.prefixes, job.plan) as writers:
             batches = encoded_batches(job.pieces, job.plan, workers)
@@ -142,7 +142,7 @@ def write_partitions(
     workers: Workers,
     progress: Progress,
 ) -> Tally:
-    """Writes the partitions that no earlier run has finished; returns the tally of all of them."""
+    """Write the partitions that no earlier run has finished; returns the tally of all of them."""
     total = Tally()
     for number, share in enumerate(shares):
         tally = partitions.finished(number)
@@ -304,7 +304,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_counts(args: argparse.Namespace) -> None:
-    """`UserError` for a number of processes, files or documents that cannot be meant."""
+    """Raise `UserError` for a number of processes, files or documents that cannot be meant."""
     for flag, limit in MOST.items():
         given = getattr(args, flag)
         for count in given if isinstance(given, list) else [given]:
@@ -315,7 +315,7 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """The job that the flags describe; `UserError` for what cannot be done."""
+    """Return the job that the flags describe; `UserError` for what cannot be done."""
     if args.split_sentences:
         raise UserError(NO_SENTENCES)
     check_counts(args)

@@ -47,7 +47,7 @@ def send(number: int, processes: Sequence[int]) -> None:
 
 
 def end_with_ranks(number: int) -> int:
-    """Passes a signal on, waits for the ranks, and returns the exit status of the run."""
+    """Pass a signal on, waits for the ranks, and returns the exit status of the run."""
     started = children(os.getpid())  # and not yet seen to end
     send(number, started)
     # They stay waitable: torchrun looks for its ranks too.
@@ -60,7 +60,7 @@ def end_with_ranks(number: int) -> int:
 
 
 def status_of_failed(error: Any) -> int:
-    """The status of the rank that failed first; says what that rank did not say itself."""
+    """Return the status of the rank that failed first; says what that rank did not say itself."""
     rank, failure = error.get_first_failure()
     if failure.exitcode < 0:
         killer = signal.Signals(-failure.exitcode).name

@@ -50,7 +50,8 @@ TRAINER_OPTIONS: dict[str, Any] = {
 
 
 def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> list[str]:
-    """The texts in short pieces; if larger, evenly sampled to one to two times `sample_bytes`."""
+    """Return the texts in short pieces; if larger, evenly sampled to one to two times
+    `sample_bytes`."""
     total = sum(piece.num_bytes for piece in pieces)
     part = min(1.0, sample_bytes / max(1, total))
     chooser = random.Random(SEED)
@@ -80,7 +81,7 @@ def sampled_chunks(pieces: Sequence[Piece], *, key: str, sample_bytes: int) -> l
 
 
 def train(chunks: Sequence[str], *, vocab_size: int, character_coverage: float) -> bytes:
-    """The content of a SentencePiece model file."""
+    """Return the content of a SentencePiece model file."""
     with importing("training a tokenizer needs the package sentencepiece"):
         from sentencepiece import SentencePieceTrainer
     model = io.BytesIO()

@@ -89,7 +89,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 
 
 def describe(entity: str | None, project: str, name: str) -> str:
-    """The view as text."""
+    """Return the view as text."""
     lines = [f"view {name!r} of {entity or 'your account'}/{project}:"]
     for section, panels in SECTIONS.items():
         lines.append(f"  {section}")
@@ -100,7 +100,7 @@ def describe(entity: str | None, project: str, name: str) -> str:
 
 
 def make_workspace(entity: str, project: str, name: str) -> Any:
-    """The view as an object of wandb-workspaces; nothing is sent yet."""
+    """Return the view as an object of wandb-workspaces; nothing is sent yet."""
     workspaces = importlib.import_module("wandb_workspaces.workspaces")
     reports = importlib.import_module("wandb_workspaces.reports.v2")
     sections = [
@@ -123,7 +123,7 @@ def make_workspace(entity: str, project: str, name: str) -> Any:
 
 
 def has_account() -> bool:
-    """Whether there is a login key where wandb looks for one; never prompts."""
+    """Return whether there is a login key where wandb looks for one; never prompts."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -29,7 +29,8 @@ def corrected(
     better: Mapping[str, object],
     refused: Collection[str],
 ) -> str:
-    """The flags to give instead of `words`, ready to paste; empty if only values are to change.
+    """Return the flags to give instead of `words`, ready to paste; empty if only values are to
+    change.
 
     Flags that are refused, unknown or without effect are left out or replaced; a guess for an
     unknown one never replaces a flag that is given. The arguments in `better`, by their names, have
@@ -81,7 +82,7 @@ def corrected(
 
 
 def _replace(kept: dict[str, list[str]], added: Sequence[list[list[str]]]) -> list[str]:
-    """Adds flags in place of others, unless they are given; returns notes about them."""
+    """Add flags in place of others, unless they are given; return notes about them."""
     notes = []
     for groups in added:
         if not groups or groups[0][0] in kept:

@@ -68,7 +68,7 @@ class Rule:
 
 
 def _rules() -> Iterator[Rule]:
-    """All rows of the table, by flag."""
+    """Yield all rows of the table, by flag."""
     for row in _TABLE["partly_accepted"]:
         values, where = tuple(row.get("values", ())), row.get("where")
         why, instead = _one_line(row["why"]), _one_line(row["instead"])
@@ -96,13 +96,13 @@ _FAMILIES = {rule.flag[:-1]: rule for rule in RULES if rule.is_family}
 
 @cache
 def rule_of(flag: str) -> Rule | None:
-    """The rule for a flag or else for its family; None for a setting or an unknown flag."""
+    """Return the rule for a flag or else for its family; None for a setting or an unknown flag."""
     families = (rule for prefix, rule in _FAMILIES.items() if flag.startswith(prefix))
     return _BY_FLAG.get(flag) or next(families, None)
 
 
 def add_compatibility_args(parser: ArgumentParser) -> None:
-    """Adds every flag that may be accepted; one not given does not appear in the namespace."""
+    """Add every flag that may be accepted; one not given does not appear in the namespace."""
     add = parser.add_argument_group(
         "Megatron-LM compatibility",
         "Accepted so that LLaMA scripts run unchanged; every one says why it changes nothing. "
@@ -123,7 +123,8 @@ def add_compatibility_args(parser: ArgumentParser) -> None:
 def take_other_flags(
     words: Sequence[str], parser: ArgumentParser
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """The words without the flags of rules that the parser does not have, and these' values."""
+    """Return the words without the flags of rules that the parser does not have, and
+    these' values."""
     left: list[str] = []
     taken: dict[str, list[str]] = {}
     for head, *values in by_flag(words):
@@ -137,7 +138,7 @@ def take_other_flags(
 
 
 def refused(args: Namespace) -> dict[str, list[str]]:
-    """The given flags that are refused, grouped by what to do instead.
+    """Return the given flags that are refused, grouped by what to do instead.
 
     They would train another model or need an unsupported feature.
     """
@@ -151,7 +152,7 @@ def refused(args: Namespace) -> dict[str, list[str]]:
 
 
 def refusals(args: Namespace) -> list[str]:
-    """One line per alternative to the flags that are refused."""
+    """Return one line per alternative to the flags that are refused."""
     return [
         f"{listed(given)} {'is' if len(given) == 1 else 'are'} not supported: {instead}"
         for instead, given in refused(args).items()
@@ -159,7 +160,7 @@ def refusals(args: Namespace) -> list[str]:
 
 
 def ignored_lines(args: Namespace) -> tuple[str, ...]:
-    """One line per given flag that has no effect."""
+    """Return one line per given flag that has no effect."""
     return tuple(
         f"{_spelled(flag, values)} has no effect: {rule.why}"
         for rule, flag, values in _given(args)
@@ -168,7 +169,7 @@ def ignored_lines(args: Namespace) -> tuple[str, ...]:
 
 
 def replacements(args: Namespace) -> dict[str, list[str]]:
-    """The words to give instead of each given flag that is refused or has no effect.
+    """Return the words to give instead of each given flag that is refused or has no effect.
 
     There are none for a flag that is to be left out.
     """
@@ -183,7 +184,7 @@ def replacements(args: Namespace) -> dict[str, list[str]]:
 
 
 def changed_parts(args: Namespace) -> tuple[str, ...]:
-    """A line with the parts of the model that Megatron-LM would make differently; or none.
+    """Return a line with the parts of the model that Megatron-LM would make differently; or none.
 
     Flags that Megatron-LM alone has tell its script from one of this project, which asks for none.
     """
@@ -199,7 +200,7 @@ def changed_parts(args: Namespace) -> tuple[str, ...]:
 
 
 def _given(args: Namespace) -> Iterator[tuple[Rule, str, list[object]]]:
-    """The given flags that have a rule, with it and their values."""
+    """Yield the given flags that have a rule, with it and their values."""
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')}"
         rule = rule_of(flag)

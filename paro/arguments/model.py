@@ -223,7 +223,8 @@ def add_regularization_args(parser: ArgumentParser) -> None:
 
 
 def _optimizer(text: str) -> str:
-    """The optimizer; dist_muon is an old name of one whose states are sharded, as all are here."""
+    """Return the optimizer; dist_muon is an old name of one whose states are sharded, as all are
+    here."""
     return "muon" if text == "dist_muon" else text
 
 

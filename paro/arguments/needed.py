@@ -48,7 +48,7 @@ _SIMPLE = {
 def missing_flags(
     args: Namespace, *, named: Collection[str] = (), loaded: bool = False
 ) -> list[str]:
-    """One line per required value that is missing; flags in `named` count as given.
+    """Return one line per required value that is missing; flags in `named` count as given.
 
     Values that --use-checkpoint-args can supply are not missing until the checkpoint is `loaded`.
     """
@@ -72,12 +72,12 @@ def missing_flags(
 
 
 def flags_in(lines: Iterable[str]) -> KeysView[str]:
-    """The flags that lines name, in their order."""
+    """Return the flags that lines name, in their order."""
     return dict.fromkeys(re.findall(r"--[a-z][\w-]*", " ".join(lines))).keys()
 
 
 def with_stand_ins(args: Namespace) -> tuple[Namespace, KeysView[str]]:
-    """The arguments with values for missing flags, sizes apart, and the flags so treated.
+    """Return the arguments with values for missing flags, sizes apart, and the flags so treated.
 
     A line that names one of these flags is about a value that nobody gave.
     """
@@ -89,7 +89,8 @@ def with_stand_ins(args: Namespace) -> tuple[Namespace, KeysView[str]]:
 
 
 def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
-    """One line with the model sizes that neither a flag nor a preset gives; empty if none."""
+    """Return one line with the model sizes that neither a flag nor a preset gives; empty
+    if none."""
     if _any_given(args, named, "--llama-preset"):
         return []
     missing = [flag for flag in _SIZES if not _any_given(args, named, flag)]
@@ -100,7 +101,7 @@ def missing_sizes(args: Namespace, named: Collection[str] = ()) -> list[str]:
 
 
 def nothing_needed_is_given(args: Namespace) -> bool:
-    """Whether no required flag is given, so that an example command helps most."""
+    """Return whether no required flag is given, so that an example command helps most."""
     needed = (*_SIZES, *_SIMPLE, *_LENGTHS, *_DATA, *_TOKENIZER, "--llama-preset")
     return not _any_given(args, (), *needed)
 

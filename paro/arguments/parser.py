@@ -75,7 +75,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 @cache
 def build_parser() -> ArgumentParser:
-    """The parser of pretrain_llama.py, which nobody changes: the same one for every call."""
+    """Return the parser of pretrain_llama.py, which nobody changes: the same one for every call."""
     parser = FlagParser(
         usage="%(prog)s [flag ...]",  # listing all flags would fill a screen
         description=_ABOUT,
@@ -99,7 +99,7 @@ def build_parser() -> ArgumentParser:
 
 
 def _finite(text: str) -> float:
-    """The number in `text`; a `ValueError` for what is none, as `float` raises it."""
+    """Return the number in `text`; a `ValueError` for what is none, as `float` raises it."""
     number = float(text)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text.strip()} is not a finite number")
@@ -107,7 +107,7 @@ def _finite(text: str) -> float:
 
 
 def _whole_number(text: str) -> int:
-    """An `int` of 64 bits; what is larger, torch and numpy cannot count with."""
+    """Return an `int` of 64 bits; what is larger, torch and numpy cannot count with."""
     number = int(text)
     if abs(number) > MOST:
         raise argparse.ArgumentTypeError(f"{text[:40]} must be at most {MOST}")
@@ -130,7 +130,7 @@ def parse_args(
     trains: bool = True,
     wrong_values: Callable[[Namespace], WrongValues] | None = None,
 ) -> Namespace:
-    """Parses a command line (by default this process's own); `UserError` lists all mistakes.
+    """Parse a command line (by default this process's own); `UserError` lists all mistakes.
 
     If there are mistakes, the error also lists refused and missing flags; otherwise `check_flags`
     reports those. A program that does not train (`trains`) has neither. With `wrong_values` an
@@ -161,21 +161,21 @@ def parse_args(
 
 
 def check_flags(args: Namespace, mistakes: Sequence[str] = ()) -> None:
-    """`UserError` lists every flag that is refused or missing, after other `mistakes`."""
+    """Raise `UserError` lists every flag that is refused or missing, after other `mistakes`."""
     if found := wrong_flags(args, mistakes):
         bare = not mistakes and nothing_needed_is_given(args)
         raise UserError(*found, example=f"This trains, on any machine:\n{EXAMPLE}" if bare else "")
 
 
 def wrong_flags(args: Namespace, mistakes: Sequence[str] = ()) -> list[str]:
-    """A line for every flag that is refused or missing, after other `mistakes`."""
+    """Return a line for every flag that is refused or missing, after other `mistakes`."""
     return [*mistakes, *refusals(args), *missing_flags(args, named=flags_in(mistakes))]
 
 
 def parse_known(
     parser: ArgumentParser, words: Sequence[str], mistakes: list[str]
 ) -> tuple[Namespace, list[str], set[str]]:
-    """The parsed flags, words that belong to no flag, and flags whose values are refused.
+    """Return the parsed flags, words that belong to no flag, and flags whose values are refused.
 
     argparse stops at the first error, so that flag is removed and the rest is parsed again. The
     errors are appended to `mistakes`.
@@ -197,27 +197,27 @@ def parse_known(
 
 
 def names_in(*titles: str) -> frozenset[str]:
-    """The names of the arguments in these groups of --help."""
+    """Return the names of the arguments in these groups of --help."""
     groups = [group for group in build_parser()._action_groups if group.title in titles]
     assert len(groups) == len(titles), f"not all of {titles} are groups"
     return frozenset(action.dest for group in groups for action in group._group_actions)
 
 
 def given(arguments: Mapping[str, object]) -> list[str]:
-    """Names of the arguments that differ from their defaults."""
+    """Name of the arguments that differ from their defaults."""
     defaults = _defaults()
     return [name for name, value in arguments.items() if value != defaults.get(name)]
 
 
 @cache
 def _defaults() -> dict[str, object]:
-    """Every argument's default; argparse looks through all arguments for one."""
+    """Return every argument's default; argparse looks through all arguments for one."""
     parser = build_parser()
     return {action.dest: parser.get_default(action.dest) for action in parser._actions}
 
 
 def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
-    """Fills a config from the arguments of its fields' names, some of them behind `paro_`.
+    """Fill a config from the arguments of its fields' names, some of them behind `paro_`.
 
     `derived` gives the other fields.
     """
@@ -227,7 +227,7 @@ def take(config_type: type[Config], args: Namespace, **derived: Any) -> Config:
 
 
 def _describe_unknown(unknown: Sequence[str], parser: ArgumentParser) -> Iterator[str]:
-    """One line per unknown flag, and one for words that belong to no flag."""
+    """Yield one line per unknown flag, and one for words that belong to no flag."""
     for flag, *values in by_flag(unknown):
         given = " ".join((flag, *values))
         if flag.startswith("-"):

@@ -19,7 +19,7 @@ SYNONYMS = {
 
 
 def hint_for(flag: str, parser: ArgumentParser) -> str:
-    """One hint; it never suggests a flag that the parser does not have."""
+    """Return one hint; it never suggests a flag that the parser does not have."""
     known = parser._option_string_actions
     plain = flag.lstrip("-").lower().replace("_", "-").rpartition(".")[2]  # as in optimizer.lr
     meaning = SYNONYMS.get(plain)
@@ -32,7 +32,7 @@ def hint_for(flag: str, parser: ArgumentParser) -> str:
 def known_as(
     flag: str, values: Sequence[str], parser: ArgumentParser, given: Collection[str]
 ) -> list[str]:
-    """The flags that the hint for an unknown one names, if they are all that the hint says.
+    """Return the flags that the hint for an unknown one names, if they are all that the hint says.
 
     The last takes the values; those before it are switches. None where its argument is among the
     `given`, which a guess must not change, or does not take these values.

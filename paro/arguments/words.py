@@ -11,12 +11,12 @@ _WIDTH = 80
 
 
 def starts_flag(word: str) -> bool:
-    """Whether a word of a command line is a flag, and no value such as -1."""
+    """Return whether a word of a command line is a flag, and no value such as -1."""
     return _FLAG.match(word) is not None
 
 
 def by_flag(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words after it; words before the first flag form their own group."""
+    """Yield each flag with the words after it; words before the first flag form their own group."""
     group: list[str] = []
     for word in words:
         if group and starts_flag(word):

@@ -20,7 +20,7 @@ MOST_DEPTH = 8  # flags need 2, and a value that is too deep is shown in its own
 
 
 def read_flags(path: str, parser: ArgumentParser) -> tuple[list[str], list[str]]:
-    """The flags in the file as command line words, and one line per wrong key.
+    """Return the flags in the file as command line words, and one line per wrong key.
 
     `UserError` if the file cannot be read.
 
@@ -53,7 +53,8 @@ def _spell(option: object) -> str:
 
 
 def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
-    """The keys, spelled like flags, and their values, which are texts with the type they look like.
+    """Return the keys, spelled like flags, and their values, which are texts with the type they
+    look like.
 
     No value is made of a text: the flag's own type reads it as it reads a word.
     """
@@ -80,7 +81,8 @@ def _read_mapping(path: str, most_keys: int) -> list[tuple[str, yaml.Node]]:
 
 
 def _refuse_what_no_flag_is(text: str, path: str) -> None:
-    """`UserError` for an alias, which a few bytes can repeat billions of times, or deep nesting.
+    """Raise `UserError` for an alias, which a few bytes can repeat billions of times, or deep
+    nesting.
 
     Also for what no command line could say: a tag, or a text that is no word of one.
     """
@@ -107,12 +109,13 @@ def _line(event: yaml.Event) -> int:
 
 
 def _kind(node: yaml.Node) -> str:
-    """The type that a value looks like, such as "bool" or "null"."""
+    """Return the type that a value looks like, such as "bool" or "null"."""
     return str(node.tag).removeprefix("tag:yaml.org,2002:")
 
 
 def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
-    """The words for a flag; without an action it takes anything: it is ignored or refused."""
+    """Return the words for a flag; without an action it takes anything: it is ignored
+    or refused."""
     kind = _kind(value)
     if kind == "null":
         return []
@@ -136,7 +139,7 @@ def _words(flag: str, action: Action | None, value: yaml.Node) -> list[str]:
 
 
 def _shown(value: yaml.Node) -> str:
-    """A value as the file spells it."""
+    """Return a value as the file spells it."""
     begin, end = value.start_mark, value.end_mark
     assert begin is not None, "it was read from a text"
     assert end is not None

@@ -46,12 +46,12 @@ class Ranks:
         return "" if self.lease is None else self.lease.token
 
     def check_lease(self) -> None:
-        """Raises `LeaseLostError` on the first rank of the folder if it is another run's by now."""
+        """Raise `LeaseLostError` on the first rank of the folder if it is another run's by now."""
         if self.lease is not None:
             self.lease.check()
 
     def first_decides(self, action: Callable[[], T], blame: str) -> T:
-        """Runs `action` on the first rank of every folder; all get its result or its error."""
+        """Run `action` on the first rank of every folder; all get its result or its error."""
         outcome: T | None = None
         with self.raise_on_all_ranks(blame, name_rank=False):
             if self.is_first_of_folder:

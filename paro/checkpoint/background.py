@@ -25,7 +25,8 @@ class HostCopy:
         self._room: dict[tuple[str, Shape], Tensor] = {}
 
     def take(self, states: dict[str, BoxedState]) -> dict[str, BoxedState]:
-        """A copy of the states that training does not change; overwrites the previous copy."""
+        """Return a copy of the states that training does not change; overwrites the
+        previous copy."""
         sources = rectangles_of(states)
         missing = {key: values for key, values in sources.items() if key not in self._room}
         block = torch.empty(starts_of(missing.values())[-1], dtype=torch.uint8)
@@ -53,7 +54,7 @@ def starts_of(sources: Iterable[Tensor]) -> list[int]:
 
 
 def cut_up(block: Tensor, sources: Sequence[Tensor]) -> list[Tensor]:
-    """The block as room for copies of the sources; page-locked if they are on a GPU."""
+    """Return the block as room for copies of the sources; page-locked if they are on a GPU."""
     on_gpu = next((values.device for values in sources if values.is_cuda), None)
     if on_gpu is not None and block.nbytes:
         pin(block, on_gpu)
@@ -80,7 +81,7 @@ class Background:
         self._thread.start()
 
     def wait(self) -> Exception | None:
-        """Waits for the last job; its exception or None. Later calls return None."""
+        """Wait for the last job; its exception or None. Later calls return None."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -110,7 +111,7 @@ class Background:
 
 
 def pin(room: Tensor, device: torch.device) -> None:
-    """Page-locks the memory of `room` for a GPU until the process ends.
+    """Page-lock the memory of `room` for a GPU until the process ends.
 
     torch's own pinned tensors would take up to twice their size, which it rounds up to a power of
     two. Ranges that are locked one by one must not share a page: lock one block, and cut it.

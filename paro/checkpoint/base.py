@@ -15,7 +15,7 @@ from paro.untrusted.schema import conform
 
 
 def as_base(directory: Path) -> Base | None:
-    """An iteration's folder as a base; None for format 1, whose content has no checksum."""
+    """Return an iteration's folder as a base; None for format 1, whose content has no checksum."""
     manifest = read_manifest(directory)
     if manifest is None:
         return None
@@ -27,7 +27,7 @@ def as_base(directory: Path) -> Base | None:
 
 
 def stored_parameters(directory: Path) -> frozenset[str]:
-    """The parameters that an iteration's folder holds itself."""
+    """Return the parameters that an iteration's folder holds itself."""
     # Imported here because DCP takes half a second.
     from paro.checkpoint.metadata import read_metadata
 
@@ -36,7 +36,8 @@ def stored_parameters(directory: Path) -> frozenset[str]:
 
 
 def open_base(named: Base | None, moved_to: str | None, blame: str) -> tuple[Path, Manifest] | None:
-    """The folder and manifest of the base that `blame` names; None if it is complete without.
+    """Return the folder and manifest of the base that `blame` names; None if it is complete
+    without.
 
     `moved_to` is the value of --base. `UserError` if the base is gone, damaged or another one.
     """
@@ -62,7 +63,7 @@ def open_base(named: Base | None, moved_to: str | None, blame: str) -> tuple[Pat
 
 
 def adapters_of(common: Mapping[str, Any], directory: Path) -> LoraConfig | None:
-    """The adapters of a checkpoint with this common.json; None if it has none."""
+    """Return the adapters of a checkpoint with this common.json; None if it has none."""
     if common.get("lora") is None:
         return None
     found: LoraConfig = conform(common["lora"], LoraConfig, f"{directory / COMMON}: lora")
@@ -70,7 +71,7 @@ def adapters_of(common: Mapping[str, Any], directory: Path) -> LoraConfig | None
 
 
 def has_adapters(common: Mapping[str, Any], wanted: LoraConfig | None, directory: Path) -> bool:
-    """Whether the adapters that are wanted are there; False where they are to begin.
+    """Return whether the adapters that are wanted are there; False where they are to begin.
 
     `UserError` if there are others.
     """

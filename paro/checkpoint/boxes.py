@@ -36,7 +36,7 @@ class BoxedState:
 def boxed_states(
     shards: Iterable[FlatShard], *, writers: Collection[int] = ()
 ) -> dict[str, BoxedState]:
-    """Every state of the shards' units, with the rectangles this rank holds or must write.
+    """Return every state of the shards' units, with the rectangles this rank holds or must write.
 
     With `writers`, which include this rank, the replicas of a shard among them each write a part of
     it, in rectangles of at most `MAX_ITEM_BYTES`, because each is written and read in one piece.
@@ -63,7 +63,7 @@ def boxed_states(
 
 
 def rectangles_of(states: Mapping[str, BoxedState]) -> dict[tuple[str, Shape], Tensor]:
-    """The rectangles of all states, by the name of the state and the corner."""
+    """Return the rectangles of all states, by the name of the state and the corner."""
     return {
         (name, corner): values
         for name, state in states.items()
@@ -72,12 +72,12 @@ def rectangles_of(states: Mapping[str, BoxedState]) -> dict[tuple[str, Shape], T
 
 
 def may_be_missing(name: str) -> bool:
-    """Whether runs with other flags, ranks or strategies hold no state of this name."""
+    """Return whether runs with other flags, ranks or strategies hold no state of this name."""
     return name.startswith((f"{SENT}.", f"{GRAD_ERRORS}."))
 
 
 def begin_without(states: Mapping[str, BoxedState], missing: Collection[str]) -> None:
-    """Fills states that were read nowhere, from those that were; parameters stay as they are.
+    """Fill states that were read nowhere, from those that were; parameters stay as they are.
 
     A run that held no parameters as sent computed with the rounded masters. All else begins at 0.
     """
@@ -91,7 +91,8 @@ def begin_without(states: Mapping[str, BoxedState], missing: Collection[str]) ->
 
 
 def _items(corner: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:
-    """A rectangle, cut by rows into items of about `MAX_ITEM_BYTES` if it is to be written."""
+    """Yield a rectangle, cut by rows into items of about `MAX_ITEM_BYTES` if it is to
+    be written."""
     if not to_write or values.nbytes <= MAX_ITEM_BYTES or not corner:
         yield corner, values
         return

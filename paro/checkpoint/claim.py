@@ -26,7 +26,7 @@ class Claim:
     lease: Lease | None
 
     def is_ours(self) -> bool:
-        """Whether no other run may own this rank's folder yet, as far as its lease says."""
+        """Return whether no other run may own this rank's folder yet, as far as its lease says."""
         return self.lease is None or self.lease.is_ours()
 
 
@@ -38,7 +38,7 @@ def claimed(
     *,
     progressed: Callable[[], None] = lambda: None,
 ) -> Iterator[Claim]:
-    """Holds the lease of every folder in the block; collective.
+    """Hold the lease of every folder in the block; collective.
 
     Raises `UserError` on all ranks if another run holds one of the folders. `say` gets a line
     on every rank where the start has to wait; `progressed` is called in every turn of the wait.
@@ -79,7 +79,7 @@ def claimed(
 def ranks_by_folder(
     root: Path, control: Control, *, blame: str = ""
 ) -> tuple[tuple[int, ...], ...]:
-    """The ranks, grouped by the folder that they see under this path; collective.
+    """Return the ranks, grouped by the folder that they see under this path; collective.
 
     Every rank creates a temporary marker file and looks for those of the others. Raises
     `UserError` if two ranks see each other's files differently. `blame` names the folder's flag.

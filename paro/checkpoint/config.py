@@ -29,7 +29,7 @@ _FREE_FIELDS = frozenset(
 
 
 def saved_fields(model: LlamaConfig) -> dict[str, Any]:
-    """The fields of the model that checkpoints hold."""
+    """Return the fields of the model that checkpoints hold."""
     return {name: value for name, value in asdict(model).items() if name not in _FREE_FIELDS}
 
 

@@ -88,7 +88,8 @@ def iteration_directory(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(directory_root: str | Path) -> int | None:
-    """The iteration in the tracker; None if nothing was saved. `DamagedError` for a bad tracker."""
+    """Return the iteration in the tracker; None if nothing was saved. `DamagedError` for a bad
+    tracker."""
     root = Path(directory_root)
     path = root / TRACKER
     with reading(f"{path}"):
@@ -109,7 +110,7 @@ def latest_iteration(directory_root: str | Path) -> int | None:
 
 
 def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
-    """The iterations to resume from, best first, and what is wrong with the tracker or None.
+    """Return the iterations to resume from, best first, and what is wrong with the tracker or None.
 
     First the tracker's, then older ones, last newer ones: those are from a save that crashed just
     before it wrote the tracker, or were rejected by a user who set the tracker back.
@@ -128,14 +129,15 @@ def candidates(directory_root: str | Path) -> tuple[list[int], str | None]:
 
 
 def iterations_in(root: Path) -> set[int]:
-    """Every iteration that has a folder, complete or not."""
+    """Return every iteration that has a folder, complete or not."""
     with reading(f"{root}"):
         names = [path.name.removesuffix(_REPLACED) for path in root.glob("iter_*") if path.is_dir()]
     return {int(name[5:]) for name in names if name[5:].isascii() and name[5:].isdigit()}
 
 
 def newest_good(root: Path, *, last_fine: int) -> int | None:
-    """The newest iteration from which a step went well, when the last such step was `last_fine`.
+    """Return the newest iteration from which a step went well, when the last such step was
+    `last_fine`.
 
     What that step itself left may be what is wrong, so it is named only if there is no other.
     """
@@ -156,7 +158,7 @@ def describe_saved(directory_root: str | Path) -> str | None:
 
 
 def set_aside(directory_root: str | Path, number: int) -> Path | None:
-    """Moves all checkpoints into a subfolder, which can be loaded like the root; None without any.
+    """Move all checkpoints into a subfolder, which can be loaded like the root; None without any.
 
     The tracker is moved last: after a crash before that, a new run still refuses the root.
     """
@@ -175,7 +177,7 @@ def set_aside(directory_root: str | Path, number: int) -> Path | None:
 
 
 def find_checkpoint(directory_root: str | Path, iteration: int | None = None) -> Path | None:
-    """The folder of `iteration`, or of the latest one; None if nothing was saved."""
+    """Return the folder of `iteration`, or of the latest one; None if nothing was saved."""
     root = Path(directory_root)
     wanted = latest_iteration(root) if iteration is None else iteration
     if wanted is None:
@@ -191,7 +193,7 @@ def find_checkpoint(directory_root: str | Path, iteration: int | None = None) ->
 
 
 def newest_whole(directory_root: str | Path) -> Path | None:
-    """The best folder whose files have the right sizes; None if nothing was saved.
+    """Return the best folder whose files have the right sizes; None if nothing was saved.
 
     `DamagedError` if none is complete.
     """
@@ -213,13 +215,14 @@ def newest_whole(directory_root: str | Path) -> Path | None:
 
 
 def read_common(directory_root: str | Path, iteration: int | None = None) -> dict[str, Any] | None:
-    """The contents of common.json; None if nothing was saved."""
+    """Return the contents of common.json; None if nothing was saved."""
     directory = find_checkpoint(directory_root, iteration)
     return common_of(directory) if directory else None
 
 
 def common_of(directory: Path) -> dict[str, Any]:
-    """The contents of common.json in an iteration's folder; `DamagedError` if it is damaged."""
+    """Return the contents of common.json in an iteration's folder; `DamagedError` if it
+    is damaged."""
     manifest = read_manifest(directory)
     path = directory / COMMON
     with damaged(path):
@@ -236,7 +239,7 @@ def begin_checkpoint(
     check: Callable[[], None] = lambda: None,
     token: str = "",
 ) -> Path:
-    """Creates an empty folder for `iteration`; removes leftovers of crashed saves.
+    """Create an empty folder for `iteration`; remove leftovers of crashed saves.
 
     `check` raises if the folder is another run's by now. With a `token` no other run writes into
     the new folder, not even one that has lost its lease and does not know it yet.
@@ -263,7 +266,7 @@ def finish_checkpoint(
     files: Mapping[str, Stretches] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Turns a written folder into the latest checkpoint; until the last rename the old one is.
+    """Turn a written folder into the latest checkpoint; until the last rename the old one is.
 
     `check` is called before every rename and raises if the folder is another run's by now.
     `files` are the files of tensors; `common["arguments"]` goes into the manifest. Everything that
@@ -302,13 +305,13 @@ def finish_checkpoint(
 
 
 def discard_checkpoint(partial: Path) -> None:
-    """Removes the files of a failed save; the previous checkpoint is not touched."""
+    """Remove the files of a failed save; the previous checkpoint is not touched."""
     shutil.rmtree(partial, ignore_errors=True)
     _next_tracker(partial).unlink(missing_ok=True)
 
 
 def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int) -> None:
-    """Removes the newest checkpoint before an iteration, unless it is a multiple of `interval`.
+    """Remove the newest checkpoint before an iteration, unless it is a multiple of `interval`.
 
     It is renamed first, so that no partial one is ever visible.
     """
@@ -326,7 +329,8 @@ def retire_checkpoint(directory_root: str | Path, *, before: int, interval: int)
 
 
 def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """The items file by file, each of at most `limit` bytes unless one item alone has more."""
+    """Yield the items file by file, each of at most `limit` bytes unless one item alone
+    has more."""
     bunch: list[T] = []
     num_bytes = 0
     for item in items:
@@ -340,7 +344,7 @@ def in_files(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Ite
 
 
 def _refuse_strangers(root: Path) -> None:
-    """Raises `UserError` if a root without a valid tracker holds files of another kind."""
+    """Raise `UserError` if a root without a valid tracker holds files of another kind."""
     if (root / METADATA).exists() or (root / COMMON).exists():
         raise UserError(
             f"{root} is one iteration of a checkpoint: give the folder that holds it, "

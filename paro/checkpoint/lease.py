@@ -60,25 +60,26 @@ class Lease:
         return self._lost is not None
 
     def is_ours(self) -> bool:
-        """Whether no other run may own the folder yet; reads the file only after a long sleep."""
+        """Return whether no other run may own the folder yet; reads the file only after a long
+        sleep."""
         if not self.is_lost and time.monotonic() - self._checked > STILL_SECONDS / 2:
             with suppress(OSError, LeaseLostError):  # a lost mount is the next save's to report
                 self.check()
         return not self.is_lost
 
     def check(self) -> None:
-        """Raises `LeaseLostError` unless this process holds the lease now."""
+        """Raise `LeaseLostError` unless this process holds the lease now."""
         with self._lock, self._own_file():
             pass
 
     def beat(self) -> None:
-        """Shows that this process lives; raises as `check` does."""
+        """Show that this process lives; raises as `check` does."""
         with self._lock, self._own_file() as descriptor:
             self._beats += 1
             _overwrite(descriptor, _content(self._owner, beats=self._beats, released=False))
 
     def release(self) -> None:
-        """Lets the next run have the folder at once; of a lost lease nothing is written."""
+        """Let the next run have the folder at once; of a lost lease nothing is written."""
         with self._lock:
             if self._lost is None and not self._ended.is_set():
                 with suppress(OSError, LeaseLostError), self._own_file() as descriptor:
@@ -121,7 +122,7 @@ class Lease:
         )
 
     def _restored(self) -> int:
-        """Opens a file that was removed: by a successor, or with the folder and no other is there.
+        """Open a file that was removed: by a successor, or with the folder and no other is there.
 
         Raises `LeaseLostError` in the first case. The folder below a mount that is gone gets none.
         """
@@ -154,7 +155,7 @@ class Contender:
         self._seen_at = 0.0
 
     def attempt(self) -> Lease | str:
-        """The lease, or whom it waits for, in words; `UserError` if another run lives."""
+        """Return the lease, or whom it waits for, in words; `UserError` if another run lives."""
         found = _newest(self._root)
         if found is None or self._is_free(found):
             number = 1 if found is None else found.number + 1
@@ -200,7 +201,7 @@ class _Found:
 
 
 def _newest(root: Path) -> _Found | None:
-    """The lease file that counts; None if there is none."""
+    """Return the lease file that counts; None if there is none."""
     while numbers := _numbers(root):
         path = _path(root, max(numbers))
         try:
@@ -238,7 +239,7 @@ def _path(root: Path, number: int) -> Path:
 
 
 def _create(root: Path, number: int, owner: Owner) -> bool:
-    """Creates lease `number` and removes older ones; False if too late.
+    """Create lease `number` and remove older ones; False if too late.
 
     A slow contender may create a number that its successors have passed and removed. Where a disk
     lets several create one, its last writer owns it, and the others lose it at their next check.
@@ -280,7 +281,7 @@ def _content(owner: Owner, *, beats: int, released: bool) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """The fields of a lease file; none if it is damaged."""
+    """Return the fields of a lease file; none if it is damaged."""
     try:
         record: dict[str, Any] = parse_json(content, dict[str, Any], "")
     except UserError:

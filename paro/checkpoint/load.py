@@ -52,7 +52,7 @@ def load_checkpoint(
     wanted: Loading = Loading(),
     log: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """Fills `shards` in place; returns the contents of common.json, None if nothing was saved.
+    """Fill `shards` in place; return the contents of common.json, None if nothing was saved.
 
     Collective; `log` is called on every rank. Every rank passes a shard of every unit and of each
     state it wants; states left out are not read. A converted model has no moments: they become
@@ -91,7 +91,8 @@ def load_checkpoint(
 def _order(
     root: str | Path, iteration: int | None, ranks: Ranks, blame: str
 ) -> tuple[list[int], str | None]:
-    """The iterations that all ranks try, best first, and what is wrong with the tracker or None.
+    """Return the iterations that all ranks try, best first, and what is wrong with the tracker or
+    None.
 
     Rank 0's order holds for all ranks: else they could resume from different iterations. Raises
     `UserError` if other ranks see checkpoints and rank 0 sees none.
@@ -119,7 +120,7 @@ def _load_iteration(
     ranks: Ranks,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Fills the states from one iteration, after every rank has found all that it needs."""
+    """Fill the states from one iteration, after every rank has found all that it needs."""
     with ranks.raise_on_all_ranks():
         directory = find_checkpoint(root, iteration)
         assert directory is not None, f"iteration {iteration}"
@@ -169,7 +170,7 @@ def _load_iteration(
 
 
 def _conversions(states: Mapping[str, BoxedState], stored: Mapping[str, Any]) -> set[str]:
-    """A line for every kind of moments that the checkpoint has in another type."""
+    """Return a line for every kind of moments that the checkpoint has in another type."""
     kinds = {
         (name.partition(".")[0], stored[name].properties.dtype, state.dtype)
         for name, state in states.items()
@@ -187,7 +188,7 @@ def _parameters(states: dict[str, State]) -> dict[str, State]:
 
 
 def _source(name: str, stored: Mapping[str, object], wanted: Loading) -> str:
-    """The name under which the checkpoint has the values of a state."""
+    """Return the name under which the checkpoint has the values of a state."""
     sent = SENT + name.removeprefix(PARAM)
     return sent if wanted.as_sent and sent in stored else name
 
@@ -201,7 +202,7 @@ def _fits(state: BoxedState, saved: object) -> bool:
 
 
 def _check_model(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """`UserError` for the first field that differs, also where all shapes are equal.
+    """Raise `UserError` for the first field that differs, also where all shapes are equal.
 
     Shapes alone do not distinguish 8 heads of 16 from 4 heads of 32.
     """

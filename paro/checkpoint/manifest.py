@@ -86,7 +86,7 @@ class Manifest:
         }
 
     def check_sizes(self, names: list[str] | None = None) -> None:
-        """Raises `DamagedError` unless these files, or all, exist with the sizes as written."""
+        """Raise `DamagedError` unless these files, or all, exist with the sizes as written."""
         for name in self.files if names is None else names:
             path = self.directory / name
             wanted = self.files.get(name)
@@ -99,19 +99,19 @@ class Manifest:
                 raise DamagedError(f"{path} is {what}: {found} bytes of {num_bytes}")
 
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
-        """Raises `DamagedError` unless this is a stretch of the file with this checksum."""
+        """Raise `DamagedError` unless this is a stretch of the file with this checksum."""
         if self._by_place.get((name, begin)) != (length, checksum):
             raise DamagedError(_wrong(self.directory / name, begin, begin + length))
 
     def read_file(self, name: str) -> bytes:
-        """The contents of a small file, verified."""
+        """Return the contents of a small file, verified."""
         self.check_sizes([name])
         content = read_bytes(self.directory / name)
         self.check_sum(name, 0, len(content), crc32(content))
         return content
 
     def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
-        """Verifies every file; returns the bytes read. `DamagedError` names the first bad file."""
+        """Verify every file; return the bytes read. `DamagedError` names the first bad file."""
         self.check_sizes()
         for name, stretches in self.files.items():
             path = self.directory / name
@@ -128,7 +128,7 @@ class Manifest:
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a regular file of a checkpoint; `DamagedError` if it is none."""
+    """Return the bytes of a regular file of a checkpoint; `DamagedError` if it is none."""
     try:
         status = path.stat()
     except OSError as error:
@@ -139,12 +139,12 @@ def size_of(path: Path) -> int:
 
 
 def sum_of(content: bytes) -> Stretches:
-    """The checksum of a small file, which is one stretch."""
+    """Return the checksum of a small file, which is one stretch."""
     return (Stretch(len(content), crc32(content)),)
 
 
 def _placed(stretches: Stretches) -> Iterator[tuple[int, Stretch]]:
-    """The stretches of a file, each with its first byte."""
+    """Yield the stretches of a file, each with its first byte."""
     begin = 0
     for stretch in stretches:
         yield begin, stretch
@@ -157,7 +157,7 @@ def _num_bytes(stretches: Stretches) -> int:
 
 @cache
 def library_versions() -> Mapping[str, str]:
-    """The versions of Python and of the libraries that a checkpoint depends on."""
+    """Return the versions of Python and of the libraries that a checkpoint depends on."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -170,7 +170,7 @@ def library_versions() -> Mapping[str, str]:
 def write_manifest(
     directory: Path, iteration: int, files: Mapping[str, Stretches], arguments: Mapping[str, Any]
 ) -> None:
-    """Writes the manifest, the last file: without one the folder counts as incomplete."""
+    """Write the manifest, the last file: without one the folder counts as incomplete."""
     facts = {
         "format_version": FORMAT_VERSION,
         "iteration": iteration,
@@ -186,7 +186,8 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of an iteration's folder, None for format 1; `DamagedError` if it is damaged."""
+    """Return the manifest of an iteration's folder, None for format 1; `DamagedError` if it is
+    damaged."""
     path = directory / MANIFEST
     with damaged(path):
         if not path.exists():
@@ -232,7 +233,7 @@ def damaged(path: Path) -> Iterator[None]:
 
 
 def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Raises `LaterFormatError` for the format of a later version of this project."""
+    """Raise `LaterFormatError` for the format of a later version of this project."""
     if facts["format_version"] > FORMAT_VERSION:
         named = facts.get("versions", {}).items()
         with_them = ", with " * bool(named) + ", ".join(f"{name} {v}" for name, v in named)
@@ -243,7 +244,7 @@ def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def write_durably(path: Path, text: str) -> Stretches:
-    """Writes and fsyncs a small file, so that it survives a crash of the machine."""
+    """Write and fsyncs a small file, so that it survives a crash of the machine."""
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)

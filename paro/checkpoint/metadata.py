@@ -68,7 +68,7 @@ class _WrongError(Exception):
 
 
 def _layout(name: object) -> Any:
-    """The layout of a name; other arguments could not be hashed safely."""
+    """Return the layout of a name; other arguments could not be hashed safely."""
     if type(name) is not str:
         raise pickle.UnpicklingError("a layout has no name")
     return _get_layout(name)
@@ -114,7 +114,7 @@ class _MetadataUnpickler(CheckedUnpickler):
 
 
 def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, Any]]:
-    """The states and the places of their rectangles."""
+    """Return the states and the places of their rectangles."""
     states = getattr(metadata, "state_dict_metadata", None)
     places = getattr(metadata, "storage_data", None)
     if not isinstance(states, dict) or not isinstance(places, dict):

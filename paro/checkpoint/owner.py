@@ -48,7 +48,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self | None:
-        """The owner in a parsed lease file, its texts fit to be printed; None if damaged."""
+        """Return the owner in a parsed lease file, its texts fit to be printed; None if damaged."""
         own = {field.name: record[field.name] for field in fields(cls) if field.name in record}
         try:
             found: Self = conform(own, cls, "")
@@ -60,7 +60,7 @@ class Owner:
         return replace(found, **texts)
 
     def is_same_job(self, other: Owner) -> bool:
-        """Whether both are starts of one torchrun or SLURM job."""
+        """Return whether both are starts of one torchrun or SLURM job."""
         return any(
             mine and mine == theirs
             for mine, theirs in (
@@ -70,7 +70,7 @@ class Owner:
         )
 
     def is_dead_here(self) -> bool:
-        """Whether it is known to be dead, as only a process of this very host can be."""
+        """Return whether it is known to be dead, as only a process of this very host can be."""
         if not self.boot_id or not self.pid_namespace:
             return False
         if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
@@ -95,7 +95,7 @@ def _short(text: str) -> str:
 
 
 def _boot_id() -> str:
-    """Names this host until it boots again; empty where the system does not tell."""
+    """Name this host until it boots again; empty where the system does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -95,7 +95,7 @@ def items_to_read(name: str, state: BoxedState, metadata: Metadata) -> list[Read
 
 
 def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> None:
-    """Raises `UserError` unless a checkpoint has exactly our parameters, and these states."""
+    """Raise `UserError` unless a checkpoint has exactly our parameters, and these states."""
     for name, state in states.items():
         kind, _, parameter = name.partition(".")
         if name not in saved:
@@ -136,6 +136,6 @@ def _write_item(name: str, shape: Shape, corner: Shape, values: Tensor) -> Write
 
 
 def rectangle(states: Mapping[str, BoxedState], index: MetadataIndex) -> Tensor:
-    """The values of the rectangle that DCP means by an index."""
+    """Return the values of the rectangle that DCP means by an index."""
     assert index.offset is not None, f"{index.fqn} without a corner"
     return states[index.fqn].rectangles[tuple(index.offset)]

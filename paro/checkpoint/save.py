@@ -35,7 +35,7 @@ def write_states(
     ranks: Ranks,
     log: Callable[[str], None],
 ) -> None:
-    """Saves states, which may be copies, and `common` as `iteration`; collective.
+    """Save states, which may be copies, and `common` as `iteration`; collective.
 
     Every rank passes what it holds of every state; each folder gets what the ranks that see it
     hold. `common` must be JSON; the iteration, the format and the versions are added. `log` is
@@ -71,7 +71,7 @@ def write_states(
 def write_files(
     folder: Path, states: dict[str, BoxedState], planner: SavePlanner, ranks: Ranks, blame: str
 ) -> dict[str, Stretches]:
-    """Writes the tensor files; returns the checksums of all files in this rank's folder.
+    """Write the tensor files; return the checksums of all files in this rank's folder.
 
     Collective; an error begins with `blame`, and is raised on all ranks.
     """
@@ -97,7 +97,7 @@ def write_files(
 
 
 def _read_back(folder: Path) -> None:
-    """Checks that this rank sees the files of all others, before the folder is put in place."""
+    """Check that this rank sees the files of all others, before the folder is put in place."""
     try:
         check_files(folder, list(read_metadata(folder).storage_data.values()))
     except UserError as error:
@@ -108,6 +108,6 @@ def _read_back(folder: Path) -> None:
 
 
 def _blame_new_owner(check: Callable[[], None]) -> None:
-    """Raises `LeaseLostError` if another run has the folder, and so removed what this one wrote."""
+    """Raise `LeaseLostError` if another run has the folder, and so removed what this one wrote."""
     with suppress(OSError):  # a folder that is gone is no other run's
         check()

@@ -111,7 +111,7 @@ class _SummingStream:
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Writes all of it, block by block: a block's checksum is taken while it is in cache."""
+        """Write all of it, block by block: a block's checksum is taken while it is in cache."""
         view = memoryview(content).cast("B")
         try:
             for begin in range(0, len(view), _BLOCK_BYTES):
@@ -129,7 +129,7 @@ class _SummingStream:
         """A no-op: nothing is buffered."""
 
     def end_stretch(self) -> tuple[int, Stretch]:
-        """Ends a stretch, the bytes written since the last one; its first byte, and it."""
+        """End a stretch, the bytes written since the last one; its first byte, and it."""
         begin, self._begin = self._begin, self._written
         checksum, self._checksum = self._checksum, 0
         if self._written - self._asked >= MAX_ITEM_BYTES:
@@ -140,7 +140,8 @@ class _SummingStream:
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:
-    """The same values in a storage of exactly their size: torch.save writes whole storages."""
+    """Return the same values in a storage of exactly their size: torch.save writes
+    whole storages."""
     values = values.contiguous()
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
@@ -200,7 +201,7 @@ class CheckedReader:
         return sorted(reads, key=lambda read: read.place)
 
     def read(self, plan: Sequence[Read]) -> None:
-        """Carries out a plan; reads each rectangle once even if several parts of it are used."""
+        """Carry out a plan; read each rectangle once even if several parts of it are used."""
         for name, of_file in groupby(plan, key=lambda read: read.place[0]):
             path = self.directory / name
             by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
@@ -241,14 +242,14 @@ class CheckedReader:
 
 
 def _read_soon(file: FileIO, place: Place) -> None:
-    """Starts reading ahead, block by block: of a long range Linux would read only the beginning."""
+    """Start reading ahead, block by block: of a long range Linux would read only the beginning."""
     _, begin, length = place
     for block in range(begin, begin + length, _BLOCK_BYTES):
         os.posix_fadvise(file.fileno(), block, _BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
-    """Reads into `room` until it is full or the file ends; returns the bytes and their checksum."""
+    """Read into `room` until it is full or the file ends; return the bytes and their checksum."""
     filled = checksum = 0
     while filled < len(room) and (count := file.readinto(room[filled : filled + _BLOCK_BYTES])):
         checksum = crc32(room[filled : filled + count], checksum)
@@ -257,7 +258,7 @@ def _read(file: FileIO, room: memoryview) -> tuple[memoryview, int]:
 
 
 def check_files(directory: Path, places: list[Any]) -> None:
-    """Raises `DamagedError` unless the files of these places exist and are long enough."""
+    """Raise `DamagedError` unless the files of these places exist and are long enough."""
     needed: dict[str, int] = {}
     for place in places:
         stop = place.offset + place.length

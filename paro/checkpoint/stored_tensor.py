@@ -25,7 +25,7 @@ _NAME_LENGTH, _EXTRA_LENGTH = slice(26, 28), slice(28, 30)
 
 
 def tensor_in(content: memoryview) -> Tensor:
-    """The tensor on the CPU, if possible as a view of these bytes, else loaded by torch."""
+    """Return the tensor on the CPU, if possible as a view of these bytes, else loaded by torch."""
     window: Any = Window(content)  # has the methods that zipfile and torch use
     try:
         return _view_of(content, window)
@@ -118,7 +118,7 @@ def _view_of(content: memoryview, window: io.RawIOBase) -> Tensor:
 
 
 def _place(content: memoryview, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """The range [begin, stop) of an uncompressed entry's data in `content`."""
+    """Return the range [begin, stop) of an uncompressed entry's data in `content`."""
     header = content[entry.header_offset : entry.header_offset + _HEADER_BYTES]
     lengths = (int.from_bytes(header[part], "little") for part in (_NAME_LENGTH, _EXTRA_LENGTH))
     begin = entry.header_offset + _HEADER_BYTES + sum(lengths)

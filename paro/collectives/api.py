@@ -16,7 +16,7 @@ from paro.distributed.links import Links
 
 
 def make_collectives(choice: AlgorithmChoice, groups: Groups, links: Links) -> Collectives:
-    """Collectives by a choice of algorithms, for which `groups` has been made."""
+    """Return collectives by a choice of algorithms, for which `groups` has been made."""
     ends = Ends()
 
     def make(name: str) -> Collectives:

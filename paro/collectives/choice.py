@@ -33,5 +33,5 @@ class AlgorithmChoice:
         return self.pieces is not None
 
     def of(self, op: Op, span: AxisSpan, num_bytes: int) -> str:
-        """The algorithm of a collective along a span that is not empty."""
+        """Return the algorithm of a collective along a span that is not empty."""
         return self.names[0] if self.best is None else self.best(op, axes_of(span), num_bytes)

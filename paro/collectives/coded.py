@@ -51,7 +51,7 @@ class CodedReduction(Endpoint):
         self._uncoded_dtype = uncoded_dtype  # of elements that have no code
 
     def reduce(self, gradients: Contribution, result: Tensor, *, after: Event) -> Event:
-        """Queues the sum of `gradients` over the ranks into `result`.
+        """Queue the sum of `gradients` over the ranks into `result`.
 
         `result` is this rank's optimizer range, a part of them or, with replicas, more.
         """
@@ -66,7 +66,8 @@ class CodedReduction(Endpoint):
         return self._submit(Use.EXCHANGE, gradients.span, job, after=after)
 
     def _exchange(self, gradients: Contribution) -> tuple[Tensor, Tensor, int]:
-        """The sum of this rank's piece, its transformed and its uncoded elements, and its start."""
+        """Return the sum of this rank's piece, its transformed and its uncoded elements, and its
+        start."""
         rank, whole, start = self._rank, gradients.values, gradients.start
         codes, errors, span = gradients.codes, gradients.errors, gradients.span
         members = self._groups.topology.members(span, rank)
@@ -99,7 +100,7 @@ class CodedReduction(Endpoint):
     def _gather(
         self, total: Tensor, uncoded: Tensor, start: int, gradients: Contribution, result: Tensor
     ) -> None:
-        """Encodes a sum that is still transformed; all holders decode the same bytes."""
+        """Encode a sum that is still transformed; all holders decode the same bytes."""
         rank, span, codes = self._rank, gradients.replicas, gradients.codes
         ranges = result.view(-1, codes.numel)
         encoded = torch.zeros(

@@ -41,7 +41,7 @@ class Ends:
         self._scratch: dict[tuple[Use, AxisSpan], Scratch] = {}  # one job at a time per stream
 
     def level(self, use: Use, span: AxisSpan, num_messages: int) -> Level:
-        """The level of one collective that sends `num_messages` messages on it."""
+        """Return the level of one collective that sends `num_messages` messages on it."""
         first_tag = self._next_tags.get((use, span), 0)
         self._next_tags[use, span] = first_tag + num_messages
         scratch = self._scratch.setdefault((use, span), Scratch())

@@ -27,7 +27,8 @@ from paro.collectives.schedule import Chunk, Chunks, Hop
 
 
 def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
-    """The hops of the rank at `place` in an all-gather over `sizes[1]` groups of `sizes[0]`."""
+    """Return the hops of the rank at `place` in an all-gather over `sizes[1]` groups
+    of `sizes[0]`."""
     if len(sizes) == 1:
         return ring.hops(sizes, place, pieces)
     inner_size, outer_size = sizes

@@ -44,7 +44,7 @@ class Request(NamedTuple):
         return self.whole.numel() * self.comm_dtype.itemsize
 
     def own(self, rank: int) -> Tensor:
-        """The shard of this rank."""
+        """Return the shard of this rank."""
         return self.whole[slice(*self.range_of(rank))] if self.shard is None else self.shard
 
     def range_of(self, rank: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class Endpoint:
         self._wire = Wire(groups, links.traffic)
 
     def _submit(self, use: Use, span: AxisSpan, job: Job, *, after: Event | None = None) -> Event:
-        """Queues a job on the comm stream of the process group for `use` along `span`."""
+        """Queue a job on the comm stream of the process group for `use` along `span`."""
         return self._streams.submit((use, *span), job, after=after)
 
 
@@ -86,10 +86,10 @@ class Collectives(Endpoint, ABC):
 
     @abstractmethod
     def run(self, request: Request) -> Event:
-        """Queues a collective."""
+        """Queue a collective."""
 
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
-        """Queues local work after a collective over `span`, on a comm stream of reductions."""
+        """Queue local work after a collective over `span`, on a comm stream of reductions."""
         *_, outermost = group_spans(self._algorithm, span, pipelined=self._pipelined)
         return self._submit(Use.REDUCE, outermost, job, after=after)
 
@@ -99,6 +99,6 @@ class Collectives(Endpoint, ABC):
         return self._groups.registered
 
     def close(self) -> None:
-        """Closes comm streams and process groups; call it on every rank with no work in flight."""
+        """Close comm streams and process groups; call it on every rank with no work in flight."""
         self._streams.close()
         self._groups.close()

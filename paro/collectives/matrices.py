@@ -27,7 +27,7 @@ class MatrixExchange(Endpoint):
         self.num_places = len(self._ranks)
 
     def trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Event:
-        """Queues an all-to-all of parts by place; both ends know how many elements each part has.
+        """Queue an all-to-all of parts by place; both ends know how many elements each part has.
 
         The tensors must stay until the event is done.
         """

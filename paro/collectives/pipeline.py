@@ -51,7 +51,8 @@ class PipelineStage(NamedTuple):
 
 @lru_cache(maxsize=64)
 def make_pipeline(op: Op, pieces: int) -> tuple[PipelineStage, ...]:
-    """The stages of a collective over two levels, in the order in which all ranks queue them.
+    """Return the stages of a collective over two levels, in the order in which all ranks queue
+    them.
 
     An all-reduce visits level 0 twice: the next piece's first visit goes before a piece's second,
     so that level 0 is busy while level 1 sums.
@@ -82,5 +83,5 @@ def cut_evenly(numel: int, pieces: int, multiple: int) -> list[tuple[int, int]]:
 
 
 def default_pieces(num_bytes: int) -> int:
-    """The number of pieces of a buffer where no machine file says how fast the links are."""
+    """Return the number of pieces of a buffer where no machine file says how fast the links are."""
     return max(1, min(_DEFAULT_PIECES, num_bytes // _LEAST_BYTES))

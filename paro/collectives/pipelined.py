@@ -126,15 +126,17 @@ class _StageJobs:
         return self.own[slice(*self.ranges[piece])]
 
     def _piece(self, piece: int) -> Tensor:
-        """A piece of all shards: a dim per axis, innermost first, and one for elements."""
+        """Return a piece of all shards: a dim per axis, innermost first, and one for elements."""
         return self.request.nested()[..., slice(*self.ranges[piece])]
 
     def _handed(self, piece: int) -> Tensor:
-        """The piece as stages hand it on: of the shards that this rank exchanges between groups."""
+        """Return the piece as stages hand it on: of the shards that this rank exchanges between
+        groups."""
         return self._room(self.slots[piece], piece, self.levels[1:])
 
     def _inside(self, piece: int) -> Tensor:
-        """The piece of all shards; jobs use this memory one by one, on level 0's comm stream."""
+        """Return the piece of all shards; jobs use this memory one by one, on level 0's comm
+        stream."""
         return self._room(SLOTS, piece, self.levels)
 
     def _room(self, slot: int, piece: int, levels: Sequence[AxisSpan]) -> Tensor:

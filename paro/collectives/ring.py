@@ -26,7 +26,8 @@ from paro.collectives.schedule import Chunk, Hop
 
 
 def hops(sizes: Sequence[int], place: int, pieces: int) -> list[Hop]:
-    """The hops of the rank at position `place` in an all-gather on a ring of `sizes[0]` ranks."""
+    """Return the hops of the rank at position `place` in an all-gather on a ring of `sizes[0]`
+    ranks."""
     (size,) = sizes
     return [
         Hop(

@@ -97,7 +97,7 @@ Hops = Callable[[Sequence[int], int, int], list[Hop]]  # (sizes, place, pieces)
 
 
 def neighbour(sizes: Sequence[int], place: int, level: int, offset: int) -> int:
-    """The position `offset` further along the ring of `level`; `offset` may be negative."""
+    """Return the position `offset` further along the ring of `level`; `offset` may be negative."""
     below = prod(sizes[:level])
     digit = place // below % sizes[level]
     return place + ((digit + offset) % sizes[level] - digit) * below
@@ -105,7 +105,7 @@ def neighbour(sizes: Sequence[int], place: int, level: int, offset: int) -> int:
 
 @lru_cache(maxsize=1024)
 def make_schedule(op: Op, hops: Hops, sizes: tuple[int, ...], place: int, pieces: int) -> Schedule:
-    """The steps of `op` for one position; `hops` is the function of an algorithm's module.
+    """Return the steps of `op` for one position; `hops` is the function of an algorithm's module.
 
     The schedule fixes the order of sums, so results are bitwise reproducible.
     """
@@ -128,7 +128,7 @@ def make_schedule(op: Op, hops: Hops, sizes: tuple[int, ...], place: int, pieces
 def _linked(
     draft: Sequence[tuple[Hop, bool]], sizes: Sequence[int], place: int
 ) -> tuple[Step, ...]:
-    """The steps with their dependencies."""
+    """Return the steps with their dependencies."""
     steps: list[Step] = []
     arrived: dict[Chunk, int] = {}  # the last step so far that changed the chunk here
     of_level: dict[int, list[int]] = {}
@@ -165,7 +165,7 @@ def _distinct(*steps: int | None) -> tuple[int, ...]:
 
 
 def count_pieces(shard_bytes: int) -> int:
-    """The number of pieces of a shard; at least two unless pieces would be too small."""
+    """Return the number of pieces of a shard; at least two unless pieces would be too small."""
     if shard_bytes < 2 * _LEAST_PIECE_BYTES:
         return 1
     return max(2, -(-shard_bytes // _PIECE_BYTES))

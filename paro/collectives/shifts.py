@@ -70,11 +70,11 @@ class Ring(Endpoint):
         self.position = self._members.index(groups.rank)
 
     def owner_of(self, num_shifts: int) -> int:
-        """The position whose slice this rank holds after `num_shifts` clockwise shifts."""
+        """Return the position whose slice this rank holds after `num_shifts` clockwise shifts."""
         return (self.position - num_shifts) % self.size
 
     def shift(self, outgoing: Tensor, incoming: Tensor, turn: Turn) -> Event:
-        """Starts a shift: sends `outgoing` to one neighbour, fills `incoming` from the other."""
+        """Start a shift: sends `outgoing` to one neighbour, fills `incoming` from the other."""
         assert outgoing.data_ptr() != incoming.data_ptr(), "a shift in place needs scratch"
         tag = self._take_tags(1)
         if not self._streams.runs_concurrently:
@@ -90,7 +90,7 @@ class Ring(Endpoint):
         return _Underway(self._stream, finish)
 
     def shift_in_place(self, values: Tensor, scratch: Tensor, turn: Turn) -> Event:
-        """Starts a shift within `values`, in chunks received into `scratch`.
+        """Start a shift within `values`, in chunks received into `scratch`.
 
         A chunk is overwritten after it has been sent; `scratch` holds two. With threads all sends
         start at once and receives overlap copies; on CUDA streams a chunk is one grouped exchange.
@@ -145,7 +145,7 @@ class Ring(Endpoint):
         self._wire.exchange(self._use, self._span, (outgoing, to), (incoming, source), tag=tag)
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
-        """The ranks to send to and to receive from."""
+        """Return the ranks to send to and to receive from."""
         to = self._members[(self.position + turn.value) % self.size]
         return to, self._members[(self.position - turn.value) % self.size]
 

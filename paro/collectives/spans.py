@@ -7,7 +7,7 @@ from paro.topology import Axes, AxisSpan, Link, Spans, axes_of
 
 
 def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
-    """The groups of a rank for collectives along `spans` by any algorithm of a choice."""
+    """Return the groups of a rank for collectives along `spans` by any algorithm of a choice."""
     return {
         use: frozenset(
             part
@@ -20,7 +20,7 @@ def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
 
 
 def group_spans(name: str, span: AxisSpan, *, pipelined: bool) -> tuple[AxisSpan, ...]:
-    """The parts of an axis span that need a process group, innermost first."""
+    """Return the parts of an axis span that need a process group, innermost first."""
     if not span:
         return ()
     if name == "flat":
@@ -31,7 +31,8 @@ def group_spans(name: str, span: AxisSpan, *, pipelined: bool) -> tuple[AxisSpan
 
 
 def ring_levels(name: str, span: AxisSpan) -> tuple[AxisSpan, ...]:
-    """The levels of `span` for ring, h-ring or ho-ring, innermost first; a level is one ring.
+    """Return the levels of `span` for ring, h-ring or ho-ring, innermost first; a level is one
+    ring.
 
     Neighbouring axes with the same kind of links are one level: fewer hops, the same bytes.
     """
@@ -44,5 +45,5 @@ def ring_levels(name: str, span: AxisSpan) -> tuple[AxisSpan, ...]:
 
 
 def has_both_links(span: AxisSpan) -> bool:
-    """Whether a span has links inside groups and between them."""
+    """Return whether a span has links inside groups and between them."""
     return bool(span) and axes_of(span) is Axes.BOTH

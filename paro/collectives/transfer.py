@@ -28,7 +28,8 @@ class Scratch:
         self._slots: dict[int, Tensor] = {}
 
     def slot(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of `numel` elements; calls with the same `number` reuse the same memory."""
+        """Return a tensor of `numel` elements; calls with the same `number` reuse the
+        same memory."""
         num_bytes = numel * dtype.itemsize
         slot = self._slots.get(number)
         if slot is None or slot.numel() < num_bytes:
@@ -55,21 +56,22 @@ class ChunkedBuffer:
     ranges: list[list[tuple[int, int]]]  # [owner][piece] -> (start, stop)
 
     def view(self, chunks: Chunks) -> Tensor:
-        """The chunks of one message, as a view of the buffer."""
+        """Return the chunks of one message, as a view of the buffer."""
         ranges = sorted(self.ranges[chunk.owner][chunk.piece] for chunk in chunks)
         assert all(a[1] == b[0] for a, b in pairwise(ranges)), f"{chunks} are no neighbours"
         return self.whole[ranges[0][0] : ranges[-1][1]]
 
     def outgoing(self, chunks: Chunks) -> Tensor:
-        """The chunks to send: the view, or a copy in the communication dtype."""
+        """Return the chunks to send: the view, or a copy in the communication dtype."""
         return self.view(chunks).to(self.comm_dtype)
 
     def lands_in_place(self, *, adds: bool) -> bool:
-        """Whether a message is received directly into the buffer; else into scratch first."""
+        """Return whether a message is received directly into the buffer; else into
+        scratch first."""
         return not adds and self.comm_dtype == self.whole.dtype
 
     def take(self, chunks: Chunks, landed: Tensor, *, adds: bool) -> None:
-        """Adds or copies a received message to its chunks."""
+        """Add or copies a received message to its chunks."""
         view = self.view(chunks)
         if adds:
             view.add_(landed)
@@ -107,7 +109,7 @@ class Transfer:
         self._failure: BaseException | None = None  # the first one of any level
 
     def run_step(self, index: int) -> None:
-        """Runs the paired send and receive of one step."""
+        """Run the paired send and receive of one step."""
         step = self._steps[index]
         send, receive = step.send, step.receive
         level = self._levels[step.level]
@@ -124,7 +126,7 @@ class Transfer:
         self._buffer.take(receive.chunks, landed, adds=receive.adds)
 
     def run_level(self, level: int) -> None:
-        """Runs all steps of one level; levels run concurrently, each in a thread."""
+        """Run all steps of one level; levels run concurrently, each in a thread."""
         try:
             self._run_level(level)
         except BaseException as failure:
@@ -175,7 +177,7 @@ class Transfer:
         return landing, self._wire.receive(level.use, level.span, landing, peer, self._tags[index])
 
     def _arrive(self, index: int) -> None:
-        """Records an arrival and sends the messages whose dependencies are now complete."""
+        """Record an arrival and send the messages whose dependencies are now complete."""
         with self._changed:
             self._arrived[index] = True
             followers = self.schedule.followers[index]

@@ -54,12 +54,12 @@ class Wire:
         self._rank = groups.rank
 
     def all_gather(self, use: Use, span: AxisSpan, whole: Tensor, shard: Tensor) -> None:
-        """Fills `whole` with every rank's `shard`, in rank order."""
+        """Fill `whole` with every rank's `shard`, in rank order."""
         self._count_ring(span, whole.nbytes - shard.nbytes)
         _all_gather(whole, shard, group=self._groups.of(use, span))
 
     def all_reduce(self, use: Use, span: AxisSpan, whole: Tensor, comm_dtype: torch.dtype) -> None:
-        """Sums `whole` in place over the axis span."""
+        """Sum `whole` in place over the axis span."""
         moved = whole.to(comm_dtype)
         size = len(self._members(span))
         self._count_ring(span, 2 * moved.nbytes * (size - 1) // size)
@@ -68,7 +68,7 @@ class Wire:
             whole.copy_(moved)
 
     def reduce_scatter(self, use: Use, span: AxisSpan, whole: Tensor) -> Tensor:
-        """Splits `whole` by rank; returns this rank's part of it, which then holds the sum."""
+        """Split `whole` by rank; return this rank's part of it, which then holds the sum."""
         members = self._members(span)
         parts = whole.view(len(members), -1)
         own = parts[members.index(self._rank)]
@@ -87,7 +87,7 @@ class Wire:
         return own
 
     def all_to_all(self, use: Use, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
-        """Sends every member its row of `parts`; fills `received` with theirs, in rank order."""
+        """Send every member its row of `parts`; fills `received` with theirs, in rank order."""
         group = self._groups.of(use, span)
         if dist.get_backend(group) == "gloo":
             self._trade(use, span, parts, received)
@@ -111,7 +111,7 @@ class Wire:
     def trade(
         self, use: Use, span: AxisSpan, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
     ) -> None:
-        """Sends and receives parts of any size, by rank, as one grouped operation under NCCL."""
+        """Send and receive parts of any size, by rank, as one grouped operation under NCCL."""
         if not sent and not received:
             return
         group, operations = self._groups.of(use, span), []
@@ -126,12 +126,12 @@ class Wire:
         )
 
     def send(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Starts to send a tensor, which must not change until the message is complete."""
+        """Start to send a tensor, which must not change until the message is complete."""
         self._traffic.add(self._link_to(peer), tensor.nbytes)
         return self._start(dist.isend, "to", use, span, tensor, peer, tag)
 
     def receive(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
-        """Starts to receive into `tensor`."""
+        """Start to receive into `tensor`."""
         return self._start(dist.irecv, "from", use, span, tensor, peer, tag)
 
     def _start(
@@ -161,7 +161,7 @@ class Wire:
         *,
         tag: int,
     ) -> None:
-        """Sends to one peer and receives from another, as one grouped operation under NCCL."""
+        """Send to one peer and receives from another, as one grouped operation under NCCL."""
         (sent, to), (received, source) = outgoing, incoming
         self._traffic.add(self._link_to(to), sent.nbytes)
         group = self._groups.of(use, span)
@@ -189,7 +189,7 @@ class Wire:
 
 
 def _carry_out(operations: list[dist.P2POp], what: str) -> None:
-    """Sends and receives at once, and waits; a `RuntimeError` says `what` failed."""
+    """Send and receive at once, and wait; a `RuntimeError` says `what` failed."""
     try:
         works = dist.batch_isend_irecv(operations)
     except RuntimeError as error:
@@ -205,7 +205,7 @@ def shard_in(whole: Tensor, span: AxisSpan, rank: int) -> Tensor:
 
 
 def as_nested(by_rank: Tensor, *levels: AxisSpan) -> Tensor:
-    """A buffer in the order of backends, viewed with the dims of `Request.nested`.
+    """Return a buffer in the order of backends, viewed with the dims of `Request.nested`.
 
     Backends order by rank: by rank of the inner level, if there are two, then of the outer one. The
     most significant digit of a rank is that of its outermost axis.

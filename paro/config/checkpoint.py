@@ -25,7 +25,7 @@ _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")
 
 
 def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
-    """The checkpoint's common.json if a --use-checkpoint-* flag needs it, else None."""
+    """Return the checkpoint's common.json if a --use-checkpoint-* flag needs it, else None."""
     if not (checkpoint.use_checkpoint_args or checkpoint.use_checkpoint_opt_param_scheduler):
         return None
     directory = _directory(checkpoint)
@@ -33,14 +33,14 @@ def saved_common(checkpoint: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def resumed_samples(checkpoint: CheckpointConfig) -> int:
-    """The training samples consumed before the run continues; 0 for a new run."""
+    """Return the training samples consumed before the run continues; 0 for a new run."""
     directory = None if checkpoint.finetune else _directory(checkpoint)
     state = {} if directory is None else common_of(directory).get("state", {})
     return int(state.get("consumed_train_samples", 0))
 
 
 def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
-    """The arguments of the run that continues; none for a new one."""
+    """Return the arguments of the run that continues; none for a new one."""
     directory = None if checkpoint.finetune else _directory(checkpoint)
     manifest = None if directory is None else read_manifest(directory)
     return {} if manifest is None else manifest.arguments
@@ -49,7 +49,7 @@ def resumed_arguments(checkpoint: CheckpointConfig) -> Mapping[str, Any]:
 def keeping_choice(
     args: Namespace, world: World, checkpoint: CheckpointConfig
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags with what a run that continues on as many ranks had chosen; and a log line.
+    """Return the flags with what a run that continues on as many ranks had chosen; and a log line.
 
     --paro-machine asks to choose anew.
     """
@@ -83,7 +83,8 @@ def _directory(checkpoint: CheckpointConfig) -> Path | None:
 
 
 def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
-    """The flags with the checkpoint's model sizes, and its tokenizer if the flags give none."""
+    """Return the flags with the checkpoint's model sizes, and its tokenizer if the flags
+    give none."""
     model = dict(common.get("model", {}))
     rows = model.pop("vocab_size")
     taken = {name: value for name, value in model.items() if hasattr(args, name)}
@@ -108,7 +109,8 @@ def with_checkpoint_args(args: Namespace, common: dict[str, Any]) -> Namespace:
 
 
 def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
-    """The flags with Muon, and its settings that none gives, where its states are continued."""
+    """Return the flags with Muon, and its settings that none gives, where its states
+    are continued."""
     saved = resumed_arguments(checkpoint)
     continues = not checkpoint.no_load_optim and saved.get("lora_rank") == args.lora_rank
     if saved.get("optimizer") != "muon" or not continues:
@@ -121,7 +123,7 @@ def with_saved_muon(args: Namespace, checkpoint: CheckpointConfig) -> Namespace:
 
 
 def with_checkpoint_schedule(schedule: ScheduleConfig, common: dict[str, Any]) -> ScheduleConfig:
-    """The checkpoint's schedule, or `schedule` for a converted model, which has none."""
+    """Return the checkpoint's schedule, or `schedule` for a converted model, which has none."""
     saved = common.get("schedule")
     if saved is None:
         return schedule

@@ -49,7 +49,7 @@ def check_moments(optim: OptimConfig, precision: PrecisionConfig) -> None:
 
 
 def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaConfig) -> None:
-    """`UserError` if --paro-materialize rotate does not support this model or strategy."""
+    """Raise `UserError` if --paro-materialize rotate does not support this model or strategy."""
     if sharding.materialize != "rotate":
         return
     reason = rotation_infeasible_reason(
@@ -60,7 +60,7 @@ def check_rotation(sharding: ShardingConfig, strategy: Strategy, model: LlamaCon
 
 
 def check_copy_engine(sharding: ShardingConfig, strategy: Strategy, runtime: RuntimeConfig) -> None:
-    """`UserError` if copy engines have nothing to gather inside a node."""
+    """Raise `UserError` if copy engines have nothing to gather inside a node."""
     world, way = sharding.world, (sharding.materialize, sharding.collective)
     gather = world.topology(*strategy.degrees).axes_between(1, strategy.params)
     inside = bool(gather) and gather[0].outer <= min(world.group_size, world.ranks_per_node)
@@ -101,7 +101,7 @@ def check_sizes(
     sharding: ShardingConfig,
     launch: LaunchConfig,
 ) -> None:
-    """`UserError` for sizes of a batch that changes which do not divide, from --load on.
+    """Raise `UserError` for sizes of a batch that changes which do not divide, from --load on.
 
     A run that may continue from local copies checks it when it knows where.
     """
@@ -113,7 +113,8 @@ def check_sizes(
 def check_local_copies(
     checkpoint: CheckpointConfig, sharding: ShardingConfig, as_given: PrecisionConfig
 ) -> None:
-    """`UserError` for flags of local copies without any, or a restart that would not continue."""
+    """Raise `UserError` for flags of local copies without any, or a restart that would not
+    continue."""
     is_local = checkpoint.non_persistent_ckpt_type == "local"
     if not (is_local or sharding.needs_local_copies):
         for flag, value in (
@@ -146,14 +147,14 @@ def check_load(checkpoint: CheckpointConfig) -> None:
 
 
 def check_save(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """Fails now, not after hours: creates a temporary file in the nearest existing folder."""
+    """Fail now, not after hours: creates a temporary file in the nearest existing folder."""
     if checkpoint.save is not None:
         _check_writable("--save", checkpoint.save)
     check_overwriting(checkpoint, train)
 
 
 def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
-    """`UserError` if a new run would mix its checkpoints with those already in --save."""
+    """Raise `UserError` if a new run would mix its checkpoints with those already in --save."""
     save, load = checkpoint.save, checkpoint.load
     if save is None or train.skip_train or checkpoint.start_over or checkpoint.continues:
         return
@@ -174,7 +175,7 @@ def check_overwriting(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
 
 
 def flags_without_effect(args: Namespace) -> tuple[str, ...]:
-    """Lines for flags that have no effect because the flag they depend on is not given."""
+    """Return lines for flags that have no effect because the flag they depend on is not given."""
     changed = set(given(vars(args)))
     style, size = f"--lr-decay-style is {args.lr_decay_style}", args.context_parallel_size
     found = []
@@ -191,7 +192,7 @@ def flags_without_effect(args: Namespace) -> tuple[str, ...]:
 
 
 def _scale_notice(args: Namespace) -> list[str]:
-    """A line where Muon's update does not fit a learning rate of AdamW's size."""
+    """Return a line where Muon's update does not fit a learning rate of AdamW's size."""
     if args.optimizer != "muon" or args.muon_extra_scale_factor != 1.0:
         return []
     mode = f"--muon-scale-mode {args.muon_scale_mode}"
@@ -206,7 +207,8 @@ def _scale_notice(args: Namespace) -> list[str]:
 
 
 def check_trackers(report: ReportConfig, runtime: RuntimeConfig) -> None:
-    """`UserError` at the start if a tracker's package is missing or its folder not writable."""
+    """Raise `UserError` at the start if a tracker's package is missing or its folder
+    not writable."""
     for flag, value, package in (
         ("--tensorboard-dir", report.tensorboard_dir, "tensorboard"),
         ("--wandb-project", report.wandb_project, "wandb"),

@@ -90,7 +90,7 @@ class ContextParallelConfig:
         return limits.misfit(self.layout_of(size))
 
     def check(self, limits: ContextLimits, *, rotates: bool) -> None:
-        """`UserError` if these ranks cannot share samples; names numbers that can."""
+        """Raise `UserError` if these ranks cannot share samples; names numbers that can."""
         if rotates:
             raise UserError(
                 "--paro-materialize rotate and --context-parallel-size contradict each other: "
@@ -141,7 +141,7 @@ def ways(
     types: Sequence[str],
     limits: ContextLimits,
 ) -> Iterator[ContextParallelConfig]:
-    """Every way in which one of these numbers of ranks can share a sample.
+    """Yield every way in which one of these numbers of ranks can share a sample.
 
     All else is as given.
     """
@@ -176,7 +176,7 @@ def usable_types(
 def check_parts(
     model: LlamaConfig, context: ContextParallelConfig, device_type: str, compute: str
 ) -> None:
-    """`UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
     why = model.parts_misfit(device_type, compute)
     if why is not None and context.layout.ring > 1:
         raise UserError(f"{why}, or --cp-comm-type a2a")
@@ -196,7 +196,7 @@ def without_machine(
 
 
 def take_context(args: Namespace) -> ContextParallelConfig:
-    """The flags of context parallelism; `UserError` where blocks are to differ.
+    """Return the flags of context parallelism; `UserError` where blocks are to differ.
 
     What is to be chosen (auto) is as in a run of which no ranks share samples, or by p2p.
     """

@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 
 def asked(args: Namespace) -> str | None:
-    """The flag that says auto, the number of ranks first; None if neither does."""
+    """Return the flag that says auto, the number of ranks first; None if neither does."""
     if args.context_parallel_size == AUTO:
         return SIZE
     return _TYPE if {*args.cp_comm_type} == {AUTO} else None
@@ -47,7 +47,8 @@ def asked(args: Namespace) -> str | None:
 def types_asked(
     args: Namespace, model: LlamaConfig, device_type: str, compute: str
 ) -> Sequence[str]:
-    """The types among which the flags let choose, of those that this model's attention can do."""
+    """Return the types among which the flags let choose, of those that this model's attention can
+    do."""
     given = TYPES if {*args.cp_comm_type} == {AUTO} else (take_context(args).cp_comm_type,)
     return usable_types(given, model, device_type, compute)
 
@@ -69,7 +70,7 @@ def with_batches(
     *,
     grows: bool,
 ) -> dict[tuple[ContextParallelConfig, int], Made]:
-    """Maps each way, with each size of micro-batches that the batch allows, to `make(way, size)`.
+    """Map each way, with each size of micro-batches that the batch allows, to `make(way, size)`.
 
     Where a micro-batch `grows`, it has up to as many times the samples as ranks share them.
     `UserError` if the batch allows none.
@@ -89,7 +90,7 @@ def choose(
     found: Iterable[tuple[ContextParallelConfig, int]],
     space: SearchSpace,
 ) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
-    """The best way and its size of micro-batches, of all that are found, and log lines.
+    """Return the best way and its size of micro-batches, of all that are found, and log lines.
 
     If nothing fits, the way that needs least memory, with micro-batches as given.
     """
@@ -128,7 +129,8 @@ def choose(
 
 
 def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Strategy) -> str | None:
-    """The flags of another type if a step is predicted to be clearly faster with it, and fits."""
+    """Return the flags of another type if a step is predicted to be clearly faster with it, and
+    fits."""
     candidate, estimator = workload.candidate(strategy), Estimator(workload)
     own = estimator.estimate(candidate).seconds
     least, fastest = own / (1 + WORTH), None

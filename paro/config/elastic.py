@@ -31,7 +31,8 @@ _FLAG = "--paro-elastic"
 def fitted_to_ranks(
     args: Namespace, world: World, model: LlamaConfig, strategy: str
 ) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags of sharding, `strategy` among them, as these ranks can have them; and a log line.
+    """Return the flags of sharding, `strategy` among them, as these ranks can have them; and a log
+    line.
 
     Groups become the largest that divide those given and the ranks. Degrees, also those of letters,
     that do not fit or do not survive become the finest that do, with those of parameters and
@@ -90,7 +91,8 @@ def fitted_to_ranks(
 
 
 def nodes_line(batches: BatchSchedule, world: World, num_sharing: int) -> tuple[str, ...]:
-    """A log line with the numbers of nodes that the batch allows, unless it allows all up to now.
+    """Return a log line with the numbers of nodes that the batch allows, unless it allows all up to
+    now.
 
     A ramp-up or a schedule of sizes counts from its beginning: once a size is past it may allow
     more.

@@ -10,7 +10,7 @@ _MOST = 10**6  # samples in a batch, for which others are looked for
 
 
 def with_values(args: Namespace, values: Mapping[str, object]) -> Namespace:
-    """The arguments with some values changed."""
+    """Return the arguments with some values changed."""
     return Namespace(**vars(args) | dict(values))
 
 
@@ -25,7 +25,7 @@ def better_values(args: Namespace, data_parallel_size: int) -> dict[str, object]
 
 
 def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, object]:
-    """The arguments of batch sizes with multiples of what the ranks take at once."""
+    """Return the arguments of batch sizes with multiples of what the ranks take at once."""
     micro, whole, steps = (
         args.micro_batch_size,
         args.global_batch_size,
@@ -48,12 +48,12 @@ def fitting_batches(args: Namespace, data_parallel_size: int) -> dict[str, objec
 
 
 def _multiple(size: int, unit: int) -> int:
-    """The size, or the next larger one that is a multiple of the unit."""
+    """Return the size, or the next larger one that is a multiple of the unit."""
     return -(-size // unit) * unit
 
 
 def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
-    """A start and an increment of multiples of the unit that lead to the whole batch."""
+    """Return a start and an increment of multiples of the unit that lead to the whole batch."""
     start = min(_multiple(max(start, 1), unit), whole)
     increment = min(_multiple(max(increment, 1), unit), max(whole - start, unit))
     while start < whole and (whole - start) % increment:
@@ -62,7 +62,7 @@ def _ramp(start: int, increment: int, whole: int, unit: int) -> tuple[int, int]:
 
 
 def _steps(text: str, unit: int) -> str:
-    """A step schedule with sizes that are multiples of the unit; as it is if it is none."""
+    """Return a step schedule with sizes that are multiples of the unit; as it is if it is none."""
     steps = [entry.partition(":") for entry in text.replace(",", " ").split()]
     if not all(size.isdecimal() for *_, size in steps):
         return text

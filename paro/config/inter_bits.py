@@ -31,7 +31,8 @@ def take_loss_scale(args: Namespace) -> LossScaleConfig:
 def take_inter_bits(
     sharding: ShardingConfig, precision: PrecisionConfig
 ) -> tuple[ShardingConfig, PrecisionConfig, tuple[str, ...]]:
-    """Whether bits are to be chosen, and those given; on one group 16, and a log line about it.
+    """Return whether bits are to be chosen, and those given; on one group 16, and a log line about
+    it.
 
     `UserError` for bits that contradict other flags.
     """
@@ -52,7 +53,7 @@ def take_inter_bits(
 
 
 def _given(precision: PrecisionConfig) -> tuple[str, ...]:
-    """The flags that ask for codes, with their values."""
+    """Return the flags that ask for codes, with their values."""
     flags = {
         "--paro-inter-param-bits": precision.inter_param_bits,
         "--paro-inter-grad-bits": precision.inter_grad_bits,
@@ -86,7 +87,7 @@ def inter_bits_notices(
 
 
 def _inside_groups(strategy: Strategy, group_size: int, world_size: int) -> str:
-    """The strategy with params and grads sharded inside groups at most."""
+    """Return the strategy with params and grads sharded inside groups at most."""
     params, grads = (min(degree, group_size) for degree in strategy.degrees[:2])
     other = Strategy(name="", params=params, grads=grads, optim=strategy.optim)
     letters = effective_letters(other, world_size=world_size, group_size=group_size)

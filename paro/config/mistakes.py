@@ -22,7 +22,7 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def wrong_values(args: Namespace) -> WrongValues:
-    """Every wrong value of flags that are all given, beside flags that are refused."""
+    """Return every wrong value of flags that are all given, beside flags that are refused."""
     filled, missing = with_stand_ins(args)
 
     def wrong(better: Mapping[str, object]) -> list[str]:
@@ -50,7 +50,8 @@ def wrong_values(args: Namespace) -> WrongValues:
 
 
 def _left_out(line: str, args: Namespace) -> Iterator[dict[str, object]]:
-    """The defaults of the flags in a line about wrong values that may be left out, one by one.
+    """Yield the defaults of the flags in a line about wrong values that may be left out, one by
+    one.
 
     Files and folders may not, and what is needed neither: no default means the same.
     """
@@ -80,7 +81,7 @@ def _fitting_sizes(args: Namespace, missing: Collection[str]) -> dict[str, objec
 
 
 def _fitting_positions(args: Namespace) -> dict[str, object]:
-    """Returns the flag of positions that a sample needs, where a preset has fewer."""
+    """Return the flag of positions that a sample needs, where a preset has fewer."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
     given = args.max_position_embeddings or 0
     if not preset or args.seq_length <= max(given, preset.max_position_embeddings):
@@ -89,7 +90,8 @@ def _fitting_positions(args: Namespace) -> dict[str, object]:
 
 
 def _fitting_tokenizer(args: Namespace) -> dict[str, object]:
-    """The tokenizer type that reads the given files, instead of one that does not exist here.
+    """Return the tokenizer type that reads the given files, instead of one that does not exist
+    here.
 
     A dry run without such files gets a vocabulary in their place.
     """

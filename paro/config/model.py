@@ -17,7 +17,8 @@ _MODULES = ("core_attn", "layernorm")  # what --recompute-modules may name
 
 
 def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
-    """The model: sizes from flags, else from the preset, else derived from the other sizes."""
+    """Return the model: sizes from flags, else from the preset, else derived from the
+    other sizes."""
     default = {item.name: item.default for item in fields(LlamaConfig)}
     # Others are derived, or chosen on the device; the flag --vocab-size is the tokenizer's.
     named = default.keys() & vars(args).keys() - {"vocab_size"}
@@ -61,14 +62,15 @@ def take_model(args: Namespace, vocab_size: int) -> LlamaConfig:
 
 
 def vocab_size_given(args: Namespace) -> int | None:
-    """The size of a vocabulary without a tokenizer: that of flags, of the preset, or its rows."""
+    """Return the size of a vocabulary without a tokenizer: that of flags, of the preset, or its
+    rows."""
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset].vocab_size
     sizes: tuple[int | None, ...] = (args.vocab_size, preset, args.padded_vocab_size)
     return next((size for size in sizes if size is not None), None)
 
 
 def _published_sizes(preset: LlamaConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's sizes, without those that are derived from sizes that flags changed."""
+    """Return the preset's sizes, without those that are derived from sizes that flags changed."""
     sizes = {field.name: getattr(preset, field.name) for field in fields(preset)}
     del sizes["vocab_size"], sizes["recompute"], sizes["lora"]
     if "hidden_size" in given or "num_attention_heads" in given:
@@ -90,7 +92,7 @@ def _given(args: Namespace, *names: str) -> dict[str, Any]:
 
 
 def _refuse_without(needed: str, given: Mapping[str, object]) -> None:
-    """`UserError` if arguments are given that have no effect without a flag."""
+    """Raise `UserError` if arguments are given that have no effect without a flag."""
     if lines := [
         f"--{name.replace('_', '-')} {value} needs {needed}: give that too, or leave it out"
         for name, value in given.items()
@@ -137,7 +139,7 @@ def _take_recompute(args: Namespace) -> RecomputeConfig | None:
 
 
 def _recomputes_core(args: Namespace, granularity: str | None) -> bool:
-    """Whether --recompute-modules names core attention; norms are always recomputed."""
+    """Return whether --recompute-modules names core attention; norms are always recomputed."""
     flag = "--recompute-modules"
     if granularity != "selective":
         raise UserError(

@@ -105,7 +105,8 @@ def take_schedule(
 
 
 def _samples(args: Namespace, name: str, batches: BatchSchedule) -> int | None:
-    """A length in samples that is given by --<name>-iters or --<name>-samples; None by neither."""
+    """Return a length in samples that is given by --<name>-iters or --<name>-samples; None by
+    neither."""
     iterations = getattr(args, f"{name}_iters")
     samples: int | None = getattr(args, f"{name}_samples")
     if iterations is None:
@@ -136,7 +137,7 @@ def take_data(args: Namespace) -> DataConfig:
 
 
 def take_tokenizer(args: Namespace) -> tuple[TokenizerConfig, Tokenizer]:
-    """The tokenizer; a vocabulary without pieces for synthetic tokens without one.
+    """Return the tokenizer; a vocabulary without pieces for synthetic tokens without one.
 
     A dry run needs only the number of ids: the vocabulary that flags give stands for a tokenizer
     that is not on this machine.

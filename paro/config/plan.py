@@ -102,7 +102,8 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
-    """`UserError` where no machine can be measured at the start of a run, which `flags` want."""
+    """Raise `UserError` where no machine can be measured at the start of a run, which
+    `flags` want."""
     why = why_unmeasurable(world.size, world.group_size, dry_run=dry_run)
     if why is not None:
         raise UserError(
@@ -119,7 +120,7 @@ class RankDevice(NamedTuple):
 
     @classmethod
     def of(cls, backend: str, memory_gb: float | None) -> RankDevice:
-        """The device that a backend sends from."""
+        """Return the device that a backend sends from."""
         return cls("cpu" if backend == "gloo" else "cuda", memory_gb)
 
 
@@ -136,7 +137,7 @@ class Task(NamedTuple):
 
 
 def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Workload:
-    """The planner's workload for this run, whose machine is known."""
+    """Return the planner's workload for this run, whose machine is known."""
     assert sharding.machine is not None, "measured, or from --paro-machine"
     device = task.device
     return Workload(
@@ -171,7 +172,7 @@ def check_survival(
     trainable: Trainable,
     precision: PrecisionConfig,
 ) -> None:
-    """`UserError` unless a strategy holds every state after the losses of --paro-survive.
+    """Raise `UserError` unless a strategy holds every state after the losses of --paro-survive.
 
     It names the nearest degrees that do.
     """
@@ -202,7 +203,8 @@ def nearest_surviving(
     trainable: Trainable,
     precision: PrecisionConfig,
 ) -> tuple[str, int] | None:
-    """The nearest degrees that survive the loss of so many nodes, and their bytes more a rank.
+    """Return the nearest degrees that survive the loss of so many nodes, and their bytes more a
+    rank.
 
     Those of params and grads change least, then the model states of a rank take least.
     """

@@ -31,7 +31,7 @@ def check_sequence(model: LlamaConfig, seq_length: int) -> None:
 def check_fp8(
     model: LlamaConfig, seq_length: int, batches: BatchSchedule, sharding: ShardingConfig
 ) -> None:
-    """`UserError` for sizes that a GPU's matmuls in fp8 do not take."""
+    """Raise `UserError` for sizes that a GPU's matmuls in fp8 do not take."""
     if model.fp8_format is None:
         return
     sharing, tokens = sharding.context.context_parallel_size, "--micro-batch-size x --seq-length"
@@ -52,7 +52,7 @@ def check_fp8(
 
 
 def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int) -> None:
-    """`UserError` if ranks cannot share samples of this model and length; names what can."""
+    """Raise `UserError` if ranks cannot share samples of this model and length; names what can."""
     if sharding.context.context_parallel_size > 1:
         world = sharding.world
         limits = ContextLimits.of(
@@ -64,14 +64,14 @@ def check_context(sharding: ShardingConfig, model: LlamaConfig, seq_length: int)
 def check_attention(
     model: LlamaConfig, sharding: ShardingConfig, precision: PrecisionConfig, device_type: str
 ) -> None:
-    """`UserError` where attention is to be computed in parts, or kept, and cannot be."""
+    """Raise `UserError` where attention is to be computed in parts, or kept, and cannot be."""
     check_parts(model, sharding.context, device_type, precision.compute)
 
 
 def check_muon(
     precision: PrecisionConfig, sharding: ShardingConfig, trainable: Trainable, model: LlamaConfig
 ) -> None:
-    """`UserError` where there are no whole matrices for Muon."""
+    """Raise `UserError` where there are no whole matrices for Muon."""
     if precision.optimizer != "muon":
         return
     if sharding.materialize == "rotate":
@@ -91,7 +91,7 @@ def check_compile(model: LlamaConfig) -> None:
 
 
 def check_collective(sharding: ShardingConfig, device_type: str) -> None:
-    """`UserError` for an algorithm of single messages under nccl."""
+    """Raise `UserError` for an algorithm of single messages under nccl."""
     name = sharding.collective
     if device_type == "cuda" and name not in (*NCCL_COLLECTIVES, "auto"):
         raise UserError(
@@ -101,7 +101,7 @@ def check_collective(sharding: ShardingConfig, device_type: str) -> None:
 
 
 def check_feedback(flag: str, precision: PrecisionConfig) -> None:
-    """`UserError` if what a rank alone remembers of its gradients would be lost with it."""
+    """Raise `UserError` if what a rank alone remembers of its gradients would be lost with it."""
     if precision.inter_grad_error_feedback:
         raise UserError(
             f"--paro-inter-grad-error-feedback and {flag} contradict each other: what a rank "
@@ -122,11 +122,12 @@ PLANNED_CHECKS: tuple[Callable[..., None], ...] = (
 
 
 def needs_of(make: Callable[..., object]) -> tuple[str, ...]:
-    """The parts of a configuration that a check needs, or what makes another part."""
+    """Return the parts of a configuration that a check needs, or what makes another part."""
     return tuple(signature(make).parameters)
 
 
 def check_plan(fields: Mapping[str, object]) -> None:
-    """`UserError` for fields of a plan, named as those of a RunConfig, that a training refuses."""
+    """Raise `UserError` for fields of a plan, named as those of a RunConfig, that a training
+    refuses."""
     for check in PLANNED_CHECKS:
         check(*(fields[name] for name in needs_of(check)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def recorded_arguments(config: RunConfig) -> dict[str, Any]:
-    """Every argument by its flag's name, for the log, the record of a run and checkpoints.
+    """Return every argument by its flag's name, for the log, the record of a run and checkpoints.
 
     Values that come from --llama-preset, --load, the launcher, the planner or another flag are
     filled in, as Megatron-LM does with its arguments.
@@ -56,14 +56,15 @@ def _recomputation(recompute: RecomputeConfig | None) -> dict[str, Any]:
 
 
 def precision_line(model: LlamaConfig, precision: PrecisionConfig) -> str:
-    """The types of states and messages, and of matmuls in fp8, logged at the start of a run."""
+    """Return the types of states and messages, and of matmuls in fp8, logged at the start of
+    a run."""
     fp8, text = model.fp8_format, precision.describe()
     how = f"({fp8}, recipe tensorwise: a scale per tensor)"
     return f"{text}; blocks multiply in fp8 {how}" if fp8 else text
 
 
 def model_line(model: LlamaConfig, seq_length: int, vocab_size: int) -> str:
-    """The model's sizes in one line, logged at the start of a run."""
+    """Return the model's sizes in one line, logged at the start of a run."""
     grouped = model.num_query_groups < model.num_attention_heads
     groups = f" in {model.num_query_groups} query groups" if grouped else ""
     tied = "tied" if model.tie_embeddings_and_output_weights else "untied"

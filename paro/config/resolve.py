@@ -69,7 +69,7 @@ class Question(NamedTuple):
     lines: tuple[str, ...] = ()  # for the log
 
     def measured(self, machine: Machine) -> Question:
-        """The question of a run whose machine is now measured."""
+        """Return the question of a run whose machine is now measured."""
         sharding = replace(self.taken.sharding, machine=machine)
         return self._replace(taken=self.taken._replace(sharding=sharding, is_unmeasured=False))
 
@@ -88,7 +88,8 @@ class Decision(NamedTuple):
 def with_saved(
     args: Namespace, world: World
 ) -> tuple[Namespace, tuple[str, ...], dict[str, object]]:
-    """The flags with what --load says of them, log lines, and what was read of the checkpoint."""
+    """Return the flags with what --load says of them, log lines, and what was read of the
+    checkpoint."""
     notices = (*changed_parts(args), *ignored_lines(args))
     checkpoint = take(CheckpointConfig, args)
     common = saved_common(checkpoint)
@@ -107,7 +108,7 @@ def with_saved(
 def question_of(
     args: Namespace, task: Task, taken: Taken, checkpoint: CheckpointConfig
 ) -> Question:
-    """Finds the choice that flags leave to the planner, with the ways to share samples."""
+    """Find the choice that flags leave to the planner, with the ways to share samples."""
     flag, given, sharding = asked(args), take_context(args), taken.sharding
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
@@ -156,7 +157,7 @@ def question_of(
 
 
 def decide(question: Question) -> Decision:
-    """Decides by the planner what flags leave open; `UserError` if nothing fits.
+    """Decide by the planner what flags leave open; `UserError` if nothing fits.
 
     Until the machine is measured, a choice that no other flag refuses stands for auto.
     """
@@ -187,7 +188,7 @@ def decide(question: Question) -> Decision:
 def _shared(
     question: Question,
 ) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
-    """The ranks that share a sample, the batches with them, and log lines about a choice."""
+    """Return the ranks that share a sample, the batches with them, and log lines about a choice."""
     sharding, strategy, _, is_unmeasured = question.taken
     (way, size), batches = next(iter(question.sharings.items()))
     if question.flag is None or not question.searches or is_unmeasured:
@@ -205,7 +206,8 @@ def _shared(
 def _chosen(
     workload: Workload, strategy: Strategy | None
 ) -> tuple[Strategy, PrecisionConfig, tuple[str, ...]]:
-    """The fastest strategy that fits, unless one is given, its bits, and lines that explain them.
+    """Return the fastest strategy that fits, unless one is given, its bits, and lines that explain
+    them.
 
     `UserError` if no strategy fits.
     """

@@ -111,7 +111,8 @@ class RunConfig:
         return flags.non_persistent_save_interval or 1
 
     def on_measured(self, machine: Machine) -> RunConfig:
-        """The configuration with what was open until the machine was measured; `UserError`."""
+        """Return the configuration with what was open until the machine was
+        measured; `UserError`."""
         assert self.open is not None, "the machine was known before"
         if self.device_type == "cuda":
             machine = replace(machine, launch_order=self.runtime.paro_nccl_launch_order)
@@ -130,7 +131,7 @@ class RunConfig:
 
 
 def configure(args: Namespace, world: World) -> RunConfig:
-    """The configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
+    """Return the configuration for `world`, whose ranks need not exist; `UserError` for mistakes.
 
     It names all values that are wrong, as far as one does not hide another.
     """
@@ -161,7 +162,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
 
 
 def distinct(lines: Iterable[str]) -> tuple[str, ...]:
-    """The first line about each value: one that two parts refuse is one mistake."""
+    """Return the first line about each value: one that two parts refuse is one mistake."""
     found: dict[tuple[str, ...], str] = {}
     for line in lines:
         found.setdefault(tuple(line.split()[:2]), line)
@@ -169,14 +170,15 @@ def distinct(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def value_mistakes(args: Namespace, world: World) -> tuple[str, ...]:
-    """A line for each part of the configuration that flags as given do not make; without a plan."""
+    """Return a line for each part of the configuration that flags as given do not make; without a
+    plan."""
     return _parts(args, world, {"common": {}}, plans=False)[1]
 
 
 def _parts(
     args: Namespace, world: World, made: Mapping[str, object], *, plans: bool = True
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Every part of the configuration that can be made, and a line for each that cannot."""
+    """Return every part of the configuration that can be made, and a line for each that cannot."""
     wrong: list[str] = []
     found: dict[str, Any] = {"args": args, "world": world, "wrong": wrong, **made}
     for name, make in _MAKERS:
@@ -266,7 +268,7 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
 
 
 def take_world(args: Namespace) -> World:
-    """The ranks to configure for: those started by the launcher, or those of --dry-run.
+    """Return the ranks to configure for: those started by the launcher, or those of --dry-run.
 
     A node of a dry run is a group of --paro-machine, unless --ranks-per-node says otherwise.
     """

@@ -20,7 +20,7 @@ _HASH_DIGITS = 12
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """The settings of this rank, by the name that a message gives them.
+    """Return the settings of this rank, by the name that a message gives them.
 
     Paths may differ from node to node, so only their number and the weights between them are in.
     """
@@ -43,13 +43,13 @@ def settings_of(config: RunConfig) -> dict[str, str]:
 
 
 def path_flags() -> set[str]:
-    """The arguments whose values are paths."""
+    """Return the arguments whose values are paths."""
     actions = build_parser()._actions
     return {action.dest for action in actions if action.metavar in PATHS} | {"paro_machine"}
 
 
 def code_version() -> str:
-    """A hash of the source files: a commit would not show what was changed after it."""
+    """Return a hash of the source files: a commit would not show what was changed after it."""
     digest = sha256()
     for package in (paro, model, data):
         folder = Path(package.__path__[0])

@@ -41,7 +41,7 @@ class ShardingConfig:
 
 
 def units_ahead(text: str | None, prefetch_units: int, *, by_nccl: bool) -> int | None:
-    """The value of --paro-updated-ahead, None for all.
+    """Return the value of --paro-updated-ahead, None for all.
 
     Without the flag, all on CPU ranks. Under NCCL as few as possible, which costs almost nothing
     where launches are free and saves most where they keep their order (docs/planning.md).

@@ -48,7 +48,7 @@ class AllToAll:
         self.num_ranks = len(groups.topology.members(span, groups.rank))
 
     def start(self, sent: Tensor) -> AllToAllHandle:
-        """Sends row r to rank r of the span."""
+        """Send row r to rank r of the span."""
         received = torch.empty_like(sent)
         with self._exposure.submitting(WaitKind.CONTEXT):
             event = self._streams.submit(
@@ -58,7 +58,7 @@ class AllToAll:
         return AllToAllHandle(sent, event, received)
 
     def finish(self, handle: AllToAllHandle) -> Tensor:
-        """The rows received, in rank order."""
+        """Return the rows received, in rank order."""
         self._exposure.wait(WaitKind.CONTEXT, handle.event)
         return handle.received
 
@@ -73,12 +73,12 @@ class AutogradAllToAll:
         self._widths: list[int] = []  # heads of each tensor in a message
 
     def start(self, *tensors: Tensor) -> Tensor:
-        """Starts to exchange tensors in one message; returns what `finish` asks for."""
+        """Start to exchange tensors in one message; return what `finish` asks for."""
         token: Tensor = _Start.apply(self, *tensors)
         return token
 
     def finish(self, token: Tensor) -> tuple[Tensor, ...]:
-        """The exchanged tensors."""
+        """Return the exchanged tensors."""
         found: tuple[Tensor, ...] = _Finish.apply(self, token)
         return found
 

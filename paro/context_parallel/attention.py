@@ -98,7 +98,8 @@ def make_context_attention(
     choice: AlgorithmChoice,
     backend: AttentionBackend,
 ) -> ContextAttention:
-    """The attention of a `layout`; its keys and values travel unless each rank has them all."""
+    """Return the attention of a `layout`; its keys and values travel unless each rank has
+    them all."""
     within: Core = partial(attend_keeping, backend)
     if layout.gathers:
         within = blockwise_attention(make_gather(layout, groups, links, choice), backend)

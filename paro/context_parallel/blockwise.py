@@ -39,17 +39,18 @@ class KVExchange(Protocol):
     ring_size: int
 
     def exchange_kv(self, own_2BTKH: Tensor, attend: Attend) -> None:
-        """Calls `attend` for every ring rank, this one first; a tensor lasts one call."""
+        """Call `attend` for every ring rank, this one first; a tensor lasts one call."""
 
     def exchange_kv_and_grads(self, own_2BTKH: Tensor, grads_of: GradsOf) -> Tensor:
-        """Calls `grads_of` for every ring rank and head; returns all ranks' sum for `own`.
+        """Call `grads_of` for every ring rank and head; return all ranks' sum for `own`.
 
         What this rank adds itself comes in two parts, the second while the last sums are sent.
         """
 
 
 def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto") -> Core:
-    """Causal attention of this rank's tokens, which are two chunks of a sample, within documents.
+    """Return causal attention of this rank's tokens, which are two chunks of a sample, within
+    documents.
 
     The documents are those of whole samples. `backend` chooses the kernel.
     """
@@ -69,7 +70,7 @@ def blockwise_attention(exchange: KVExchange, backend: AttentionBackend = "auto"
 
 
 def in_two(own_2BTKH: Tensor) -> tuple[tuple[EllipsisType | slice, ...], ...]:
-    """The heads of the two parts of what a rank adds itself; the second may have none."""
+    """Return the heads of the two parts of what a rank adds itself; the second may have none."""
     heads = heads_at_first(own_2BTKH.shape[3], own_2BTKH.element_size())
     return (..., slice(heads), slice(None)), (..., slice(heads, None), slice(None))
 
@@ -96,7 +97,8 @@ class _Mask:
             self.squares = _squares(bounds, self._ring_rank, self._ring_size, q_BTNH.device)
 
     def rectangles(self, source: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Samples, and in them queries and the keys of another ring rank to which they attend."""
+        """Yield samples, and in them queries and the keys of another ring rank to which they
+        attend."""
         for samples, bounds in self._samples:
             piece = rectangle(bounds, self._ring_rank, source, self._ring_size)
             if piece is not None:
@@ -174,7 +176,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def _attended(exchange: KVExchange, mask: _Mask, q_BTNH: Tensor, own_2BTKH: Tensor) -> Attended:
-    """Attention to the keys of all ranks of the ring."""
+    """Return attention to the keys of all ranks of the ring."""
     found: list[Partial] = []
 
     def attend(source: int, kv_2BTKH: Tensor) -> None:

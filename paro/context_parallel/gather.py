@@ -96,7 +96,7 @@ class ContextStreams:
 def make_gather(
     layout: ContextLayout, groups: Groups, links: Links, choice: AlgorithmChoice
 ) -> GatherKVExchange:
-    """The gathers of a `layout`."""
+    """Return the gathers of a `layout`."""
     apart = replace(links, streams=ContextStreams(links.streams))
     span = layout.ring_span(groups.topology)
     return GatherKVExchange(make_collectives(choice, groups, apart), span, groups, links.exposure)

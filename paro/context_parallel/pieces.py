@@ -75,5 +75,5 @@ class _Chunks:
         self.second = (2 * ring_size - 1 - ring_rank) * self.size
 
     def before(self, position: int) -> int:
-        """The number of this rank's tokens before a position of the sample."""
+        """Return the number of this rank's tokens before a position of the sample."""
         return sum(min(max(position - start, 0), self.size) for start in (self.first, self.second))

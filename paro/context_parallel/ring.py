@@ -139,7 +139,7 @@ class RingKVExchange:
 
 
 def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingKVExchange:
-    """The rings of a `layout`."""
+    """Return the rings of a `layout`."""
     spans = layout.rings(groups.topology)
     inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
     return RingKVExchange(inner, outer, links.exposure)
@@ -156,7 +156,7 @@ class _RingSum:
         self._event: Event | None = None
 
     def add(self, *shares: AddGrads) -> None:
-        """Adds to the sum of the ranks before, if any, and sends it to the next."""
+        """Add to the sum of the ranks before, if any, and send it to the next."""
         if self._event is not None:
             self._receive()
         elif self._buffers:
@@ -169,7 +169,7 @@ class _RingSum:
         self._event = _shift(self._ring, total, incoming, self._exposure)
 
     def _receive(self) -> Tensor:
-        """The sum that has arrived here, until the next `add`."""
+        """Return the sum that has arrived here, until the next `add`."""
         assert self._event is not None, "nothing is on its way"
         self._exposure.wait(WaitKind.CONTEXT, self._event)
         self._event = None
@@ -177,7 +177,7 @@ class _RingSum:
         return self._buffers[0]
 
     def receive_into(self, total: Tensor) -> None:
-        """Adds the sum that has arrived here."""
+        """Add the sum that has arrived here."""
         total += self._receive()
 
 

@@ -33,10 +33,11 @@ class Event(Protocol):
     """The completion of a job."""
 
     def wait(self) -> None:
-        """Makes the training thread (on CUDA: its stream) wait; raises if a job has failed."""
+        """Make the training thread (on CUDA: its stream) wait; raise if a job has failed."""
 
     def stages(self) -> Iterator[Stage]:
-        """The unfinished jobs that this one waits for, then itself, with their comm streams."""
+        """Return the unfinished jobs that this one waits for, then itself, with their
+        comm streams."""
 
 
 Stage = tuple[Hashable, Event]
@@ -52,10 +53,10 @@ class CommStreams(Protocol):
     runs_concurrently: bool
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
-        """Queues `job` after the earlier jobs of `stream` and after the event `after`."""
+        """Queue `job` after the earlier jobs of `stream` and after the event `after`."""
 
     def close(self) -> None:
-        """Closes the comm streams after their jobs have run."""
+        """Close the comm streams after their jobs have run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +78,13 @@ DONE = AllEvents(())  # of no job, or of jobs that have run
 
 
 def link_of_stream(stream: Hashable) -> Link:
-    """The kind of links of comm stream `(use, axis, ...)`; if it has both, inter."""
+    """Return the kind of links of comm stream `(use, axis, ...)`; if it has both, inter."""
     assert isinstance(stream, tuple), f"a comm stream {stream!r} without axes"
     return Link.INTER if any(axis.link is Link.INTER for axis in stream[1:]) else Link.INTRA
 
 
 def stream_name(stream: Hashable) -> str:
-    """The name of a comm stream in profiles and stack dumps, such as "gather 0 intra"."""
+    """Return the name of a comm stream in profiles and stack dumps, such as "gather 0 intra"."""
     if not isinstance(stream, tuple):
         return str(stream)
     use, *axes = stream
@@ -240,7 +241,7 @@ def make_comm_streams(
     backend: str,
     note: Callable[[Hashable, float], None] | None = None,
 ) -> CommStreams:
-    """The comm streams for a device; without overlap every job runs when it is submitted.
+    """Return the comm streams for a device; without overlap every job runs when it is submitted.
 
     Without overlap `note` gets the key and seconds of every job.
     """

@@ -32,12 +32,12 @@ class Control:
     group: dist.ProcessGroup | None = None  # None: the default one, for the training thread
 
     def over(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Control:
-        """The same over a group of `ranks`, which include this one."""
+        """Return the same over a group of `ranks`, which include this one."""
         world = World(rank=ranks.index(self.world.rank), size=len(ranks))
         return Control(world, self.device, group=group)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Each value summed over the ranks, in fp64; every rank gets the same bits."""
+        """Return each value summed over the ranks, in fp64; every rank gets the same bits."""
         if self.world.size == 1:
             return values
         sums = torch.tensor(values, dtype=torch.float64)
@@ -57,7 +57,7 @@ class Control:
             self.sum([0.0])
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's `value`, in rank order; for small objects at the start of a run."""
+        """Return every rank's `value`, in rank order; for small objects at the start of a run."""
         if self.world.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world.size
@@ -66,7 +66,7 @@ class Control:
 
     @contextmanager
     def raise_on_all_ranks(self, blame: str = "", *, name_rank: bool = False) -> Iterator[None]:
-        """Raises an error on all ranks if the block fails on any rank: that of the lowest one.
+        """Raise an error on all ranks if the block fails on any rank: that of the lowest one.
 
         Its line starts with `blame`, and with `name_rank` names the rank unless all ranks failed in
         the same way. It is of a subclass of `UserError` only if every failing rank met that. A bug

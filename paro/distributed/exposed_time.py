@@ -63,7 +63,7 @@ class Exposure:
         self._pending: list[tuple[WaitKind, torch.cuda.Event, torch.cuda.Event]] = []
 
     def wait(self, kind: WaitKind, event: Event) -> None:
-        """Waits for `event` on the training thread."""
+        """Wait for `event` on the training thread."""
         if event is DONE:
             return
         with self.submitting(kind):
@@ -76,7 +76,7 @@ class Exposure:
 
     @contextmanager
     def submitting(self, kind: WaitKind) -> Iterator[None]:
-        """Measures a block that queues communication or, without overlap, runs it.
+        """Measure a block that queues communication or, without overlap, runs it.
 
         The block is the range `paro/wait:<kind>` in a profile.
         """
@@ -93,12 +93,12 @@ class Exposure:
             self._by_kind[kind] += time.perf_counter() - begin
 
     def note(self, stream: Hashable, seconds: float) -> None:
-        """Adds to the links of comm stream `(use, axis, ...)`; if it has both, to inter."""
+        """Add to the links of comm stream `(use, axis, ...)`; if it has both, to inter."""
         if not self._on_streams:
             self._by_link[link_of_stream(stream)] += seconds
 
     def take(self) -> Exposed:
-        """The exposed time since the last call, without CUDA events still pending."""
+        """Return the exposed time since the last call, without CUDA events still pending."""
         unfinished = []
         for kind, start, end in self._pending:
             if end.query():

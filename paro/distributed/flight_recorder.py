@@ -25,7 +25,7 @@ _RECORDED_COLLECTIVES = 2000
 
 
 def record_flights(folder: str, rank: int) -> None:
-    """Makes torch record collectives, and write them to `folder` if an NCCL collective times out.
+    """Make torch record collectives, and write them to `folder` if an NCCL collective times out.
 
     Variables that are already set in the environment keep their values.
     """
@@ -42,7 +42,7 @@ def record_flights(folder: str, rank: int) -> None:
 
 
 def recorded_collectives() -> bytes | None:
-    """The pickled flight-recorder data of this process; None without process groups."""
+    """Return the pickled flight-recorder data of this process; None without process groups."""
     if not dist.is_initialized():
         return None
     recorders = importlib.import_module("torch._C._distributed_c10d")

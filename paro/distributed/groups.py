@@ -71,12 +71,12 @@ class Groups:
         return self._by_use_and_span[use, span]
 
     def copies(self, use: Use, span: AxisSpan) -> bool:
-        """Whether copy engines carry the collectives of `use` along `span`."""
+        """Return whether copy engines carry the collectives of `use` along `span`."""
         inside = all(axis.link is Link.INTRA for axis in span)
         return self.copy_engine and use is Use.GATHER and inside
 
     def close(self) -> None:
-        """Destroys the groups: threads of live gloo groups keep waking up."""
+        """Destroy the groups: threads of live gloo groups keep waking up."""
         self.registered.close()
         while self._by_use_and_span:  # popped: this object may be kept alive, the groups must not
             dist.destroy_process_group(self._by_use_and_span.popitem()[1])
@@ -99,7 +99,7 @@ def make_save_groups(
 
 
 def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig | None) -> Groups:
-    """Creates the groups for `spans`, in the same order on all ranks; collective over the world.
+    """Create the groups for `spans`, in the same order on all ranks; collective over the world.
 
     With `config` None none is created: for planning a rank that never runs.
     """
@@ -139,7 +139,8 @@ _OVERRIDING = ("MAX_CTAS", "MIN_NCHANNELS", "MIN_NRINGS", "MIN_P2P_NCHANNELS", "
 
 
 def bounded_ctas(multiprocessors: int, communicators: int) -> int:
-    """The most thread blocks of each communicator, so that all fit on a GPU; `UserError` if none.
+    """Return the most thread blocks of each communicator, so that all fit on a GPU; `UserError` if
+    none.
 
     A power of two. The environment may ask for more, as long as they fit.
     """

@@ -17,7 +17,7 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(store: dist.Store, world: World) -> None:
-    """Sets gloo's variable where several nodes train and it is not set; all ranks call it.
+    """Set gloo's variable where several nodes train and it is not set; all ranks call it.
 
     NCCL's interface if its variable names one, else the one towards MASTER_ADDR. On rank 0's node
     that may be the loopback, and is then the one towards the next node. If there is none, gloo
@@ -53,7 +53,7 @@ def interface_text() -> str:
 
 
 def _source_towards(host: str) -> str:
-    """The address of this host from which packets to another would leave; none is sent."""
+    """Return the address of this host from which packets to another would leave; none is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -21,7 +21,7 @@ class Links:
 
 
 def make_links(device: torch.device, backend: str, *, overlap: bool = True) -> Links:
-    """Links with comm streams of their own, on the meta device for a rank that never runs."""
+    """Link with comm streams of their own, on the meta device for a rank that never runs."""
     exposure = Exposure(on_streams=device.type == "cuda" and backend == "nccl")
     streams = make_comm_streams(device, overlap=overlap, backend=backend, note=exposure.note)
     return Links(streams, ByteCounter(), exposure)

@@ -77,7 +77,7 @@ class RuntimeConfig:
 
 
 def device_for(config: RuntimeConfig, world: World) -> torch.device:
-    """The GPU of this local rank for nccl, the CPU for gloo; `UserError` without the GPU."""
+    """Return the GPU of this local rank for nccl, the CPU for gloo; `UserError` without the GPU."""
     if config.distributed_backend == "gloo":
         return torch.device("cpu")
     return check_gpu(world.local_rank)
@@ -87,7 +87,7 @@ def device_for(config: RuntimeConfig, world: World) -> torch.device:
 def distributed(
     config: RuntimeConfig, world: World, settings: Mapping[str, str] | None = None
 ) -> Iterator[Control]:
-    """Initializes torch.distributed for the block, unless the world is a single process.
+    """Initialize torch.distributed for the block, unless the world is a single process.
 
     `UserError` on all ranks if `settings` are not the same on all, or where one has no device.
     """
@@ -114,7 +114,7 @@ def distributed(
 
 
 def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -> None:
-    """Makes the default group of all ranks, once they agree; `RunError` if some do not connect."""
+    """Make the default group of all ranks, once they agree; `RunError` if some do not connect."""
     store = rendezvous(open_store(world, config.timeout), world, config.timeout, settings)
     choose_interface(store, world)
     try:
@@ -131,7 +131,7 @@ def _connect(config: RuntimeConfig, world: World, settings: Mapping[str, str]) -
 
 
 def keep_freed_memory() -> bool:
-    """Makes glibc's malloc keep what is freed; False where there is another malloc.
+    """Make glibc's malloc keep what is freed; False where there is another malloc.
 
     By default it gives large tensors back to the system, which hands out the memory of the next
     ones page by page, each by a page fault and filled with zeros.
@@ -145,7 +145,7 @@ def keep_freed_memory() -> bool:
 
 
 def check_gpu(local_rank: int) -> torch.device:
-    """The GPU of this local rank; `UserError` without one that this torch has kernels for.
+    """Return the GPU of this local rank; `UserError` without one that this torch has kernels for.
 
     Sets how its memory is cut, and how many processes compile, unless the environment does.
     """
@@ -192,7 +192,8 @@ def _why_none(warned: list[str]) -> str:
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for an architecture runs on a GPU: binaries on later minors, PTX on all later.
+    """Return whether code for an architecture runs on a GPU: binaries on later minors, PTX on all
+    later.
 
     Binaries with a suffix use features of that capability alone.
     """

@@ -13,12 +13,12 @@ _PROFILE = SimpleNamespace(of_all_threads=False)
 
 
 def record_ranges(on: bool) -> None:
-    """Says that a profile of all threads begins or ends, which torch tells nobody."""
+    """Say that a profile of all threads begins or ends, which torch tells nobody."""
     _PROFILE.of_all_threads = on
 
 
 def profile_range(name: str) -> AbstractContextManager[Any]:
-    """A block that is the range `paro/<name>` in a profile.
+    """Return a block that is the range `paro/<name>` in a profile.
 
     `record_function` by itself takes 5 microseconds a block even without a profile, which adds up
     where units are small.

@@ -46,11 +46,11 @@ class RegisteredMemory:
     _slots: list[_Slot] = field(default_factory=list)
 
     def add(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Makes a communicator one of those that gather into this memory."""
+        """Make a communicator one of those that gather into this memory."""
         self._backends.append(group._get_backend(device))
 
     def reserve(self, room: Mapping[bool, tuple[int, int]], control: Control) -> None:
-        """Takes memory for buffers of parameters that train (True) and others, and registers it.
+        """Take memory for buffers of parameters that train (True) and others, and registers it.
 
         `room` is the bytes of each buffer and their number. Collective; replaces what is reserved.
         """
@@ -71,7 +71,7 @@ class RegisteredMemory:
                 backend.register_mem_pool(slot.pool, symm=True)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int, *, trains: bool) -> None:
-        """Gives a buffer without memory a free place of this memory, or (0 bytes) takes it away."""
+        """Give a buffer without memory a free place of this memory, or (0 bytes) takes it away."""
         if not self._backends:
             storage.resize_(num_bytes)
         elif num_bytes:
@@ -87,7 +87,7 @@ class RegisteredMemory:
             storage.resize_(0)
 
     def close(self) -> None:
-        """Takes the memory from the communicators; before they are destroyed."""
+        """Take the memory from the communicators; before they are destroyed."""
         self._release()
         self._backends.clear()
 
@@ -99,7 +99,7 @@ class RegisteredMemory:
 
 
 def use_copy_engines(options: dist.ProcessGroupNCCL.Options) -> None:
-    """Lets a communicator gather by copy engines; `UserError` where torch or NCCL cannot."""
+    """Let a communicator gather by copy engines; `UserError` where torch or NCCL cannot."""
     policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
     version = torch.cuda.nccl.version()
     if policy is None or not hasattr(options.config, "cta_policy") or version < _FIRST_NCCL:

@@ -73,7 +73,7 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
 
 
 def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
-    """Waits until the name of rank 0's host is known, as that of a new container may not be yet.
+    """Wait until the name of rank 0's host is known, as that of a new container may not be yet.
 
     torch would look for as long as ranks may wait, and print a page of its frames for it.
     """
@@ -94,7 +94,8 @@ def _resolve(rank: int, host: str, port: int, timeout: timedelta) -> None:
 
 
 def _loopback_listener(world: World, host: str, port: int) -> int | None:
-    """A socket that only this machine can reach, where one node trains at a loopback address.
+    """Return a socket that only this machine can reach, where one node trains at a loopback
+    address.
 
     None elsewhere: torch listens on all interfaces then, and anyone who reaches the port can
     change what ranks read. Several nodes may see one name as different addresses.
@@ -174,7 +175,7 @@ class _Meeting:
     settings: Mapping[str, str]  # of rank 0
 
     def lead(self, own: dict[str, object]) -> SharedError | None:
-        """The verdict; `own` is what rank 0 says."""
+        """Return the verdict; `own` is what rank 0 says."""
         said = self._listen(own)
         verdict = self._verdict(said)
         self.store.set(f"verdict/{self.prefix}", json.dumps(_written(verdict)))
@@ -227,7 +228,8 @@ class _Meeting:
 
 
 def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
-    """The first setting that is not the same on all ranks, with its values and their ranks."""
+    """Return the first setting that is not the same on all ranks, with its values and
+    their ranks."""
     names = dict.fromkeys(name for settings in everyone.values() for name in settings)
     for name in names:
         values = {rank: each.get(name, "absent")[:80] for rank, each in everyone.items()}
@@ -237,7 +239,7 @@ def first_difference(everyone: Mapping[int, Mapping[str, str]]) -> str:
 
 
 def by_value(values: Mapping[int, str]) -> str:
-    """The values of all ranks, each once with its ranks."""
+    """Return the values of all ranks, each once with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value or "nothing", []).append(rank)
@@ -251,7 +253,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _written(error: SharedError | None) -> dict[str, object] | None:
-    """An error as JSON."""
+    """Return an error as JSON."""
     if error is None:
         return None
     kind = next(name for name, of in _KINDS.items() if isinstance(error, of))

@@ -38,12 +38,13 @@ class Timers:
             self.add(name, time.perf_counter() - begin)
 
     def add(self, name: str, seconds: float, *, level: int = 0) -> None:
-        """Adds seconds that were measured by the caller."""
+        """Add seconds that were measured by the caller."""
         if level <= self._level:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds by name since the last call, in the order in which names were first used."""
+        """Return the seconds by name since the last call, in the order in which names were first
+        used."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
@@ -65,6 +66,6 @@ def time_of(action: Callable[[], object], device: torch.device) -> Took:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for all work on a GPU."""
+    """Wait for all work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -44,7 +44,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl, in linux/prctl.h
 
 
 def run_script(name: str, main: Callable[[], None]) -> NoReturn:
-    """Runs an entry script and exits: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
+    """Run an entry script and exits: 0, 2 after a user's mistake, 130 after Ctrl-C, else 1.
 
     Where the reader of its standard output ends first, as `head` does, it ends without a line and
     with 141, the status of a program that SIGPIPE ends.
@@ -101,7 +101,7 @@ def _status_of(main: Callable[[], None]) -> int:
 
 
 def _has_no_reader(descriptor: int) -> bool:
-    """Whether a descriptor is a pipe or socket whose other end is closed."""
+    """Return whether a descriptor is a pipe or socket whose other end is closed."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
@@ -143,7 +143,7 @@ def _leave_with_line(name: str, text: str, status: int, *, on_this_rank: bool) -
 
 
 def _wait_to_be_ended(status: int, seconds: float) -> None:
-    """Gives the rank that prints the error time to reach it, where a launcher ends all ranks.
+    """Give the rank that prints the error time to reach it, where a launcher ends all ranks.
 
     It ends them as soon as one has exited; then this one exits with its status.
     """
@@ -182,7 +182,7 @@ def end_with_agent() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether a process is a Python interpreter of this user, as the agent is."""
+    """Return whether a process is a Python interpreter of this user, as the agent is."""
     try:
         program = Path(f"/proc/{pid}/exe").readlink()
     except OSError:  # another user's, or gone

@@ -34,7 +34,7 @@ class World:
         return -(-self.size // self.ranks_per_node)
 
     def topology(self, *degrees: int) -> Topology:
-        """The axes between these degrees, in the groups of this world."""
+        """Return the axes between these degrees, in the groups of this world."""
         return make_topology(world_size=self.size, group_size=self.group_size, degrees=degrees)
 
 
@@ -96,7 +96,7 @@ class LaunchConfig:
 
 
 def read_world() -> World:
-    """The world from torchrun's or SLURM's variables; `UserError` if some are missing."""
+    """Return the world from torchrun's or SLURM's variables; `UserError` if some are missing."""
     by_srun = "SLURM_STEP_TASKS_PER_NODE" in os.environ and not _is_torchrun()
     if "RANK" in os.environ and not by_srun:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -130,7 +130,7 @@ def read_world() -> World:
 
 
 def world_or_alone() -> World:
-    """The same where a wrong environment is reported elsewhere: then one process alone."""
+    """Return the same where a wrong environment is reported elsewhere: then one process alone."""
     try:
         return read_world()
     except UserError:
@@ -146,28 +146,29 @@ def read_address() -> tuple[str, int]:
 
 
 def local_rank_to_print() -> int:
-    """The local rank, whatever the environment holds; 0 where it says none."""
+    """Return the local rank, whatever the environment holds; 0 where it says none."""
     text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
 
 def is_started_by_agent() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launcher_ends_ranks() -> bool:
-    """Whether a launcher ends the other ranks as soon as one has left."""
+    """Return whether a launcher ends the other ranks as soon as one has left."""
     return is_started_by_agent() or "SLURM_STEP_ID" in os.environ
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun's own store is at MASTER_ADDR; else rank 0 opens one there."""
+    """Return whether torchrun's own store is at MASTER_ADDR; else rank 0 opens one there."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def read_error_file() -> str:
-    """The file that torchrun reads for its report of a failed rank; empty without torchrun."""
+    """Return the file that torchrun reads for its report of a failed rank; empty
+    without torchrun."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
 
@@ -183,7 +184,8 @@ def _check_below(name: str, number: int, limit_name: str, limit: int) -> None:
 
 
 def _number_in(name: str) -> int:
-    """The number in a variable; SLURM's tasks per node are 8(x4), or 8(x3),4 on unequal nodes."""
+    """Return the number in a variable; SLURM's tasks per node are 8(x4), or 8(x3),4 on unequal
+    nodes."""
     text = os.environ[name]
     pattern = r"([0-9]{1,9})(\(x|,|$)" if name.startswith("SLURM_") else r"([0-9]{1,9})$"
     number = re.match(pattern, text)
@@ -195,7 +197,7 @@ def _number_in(name: str) -> int:
 
 
 def _is_torchrun() -> bool:
-    """Whether torchrun set its variables, not a container in addition to SLURM's.
+    """Return whether torchrun set its variables, not a container in addition to SLURM's.
 
     A container sets the same numbers as SLURM and no LOCAL_WORLD_SIZE.
     """
@@ -212,11 +214,11 @@ def read_rendezvous_id() -> str:
 
 
 def read_cache_folder() -> Path:
-    """The folder of this user for what a later start may take again."""
+    """Return the folder of this user for what a later start may take again."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(caches) / "llama-paro"
 
 
 def read_job_id() -> str:
-    """The SLURM job ID; empty outside SLURM."""
+    """Return the SLURM job ID; empty outside SLURM."""
     return os.environ.get("SLURM_JOB_ID", "")

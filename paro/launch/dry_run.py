@@ -69,7 +69,7 @@ class PlannedRun:
 
 
 def plan_run(config: RunConfig) -> PlannedRun:
-    """Builds one rank on the meta device; `UserError` for what cannot be built."""
+    """Build one rank on the meta device; `UserError` for what cannot be built."""
     control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
     device = "cuda" if config.runtime.by_nccl else "cpu"
@@ -97,7 +97,7 @@ def plan_run(config: RunConfig) -> PlannedRun:
 
 
 def run_dry(config: RunConfig) -> None:
-    """Prints a summary and the details; `UserError` if the launch would fail."""
+    """Print a summary and the details; `UserError` if the launch would fail."""
     plan = plan_run(config)
     found = None if plan.workload is None or plan.launch is None else search(plan.workload)
     details: list[str] = []
@@ -128,7 +128,7 @@ def run_dry(config: RunConfig) -> None:
 
 
 def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str]) -> Iterator[str]:
-    """The first lines: does it start, does it fit, what does it send, how long is a step."""
+    """Yield the first lines: does it start, does it fit, what does it send, how long is a step."""
     world, backend = plan.config.world, plan.config.runtime.distributed_backend
     ranks = count_text(world.size, "rank")
     nodes = count_text(world.num_nodes, "node")
@@ -147,7 +147,7 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
 
 
 def _traffic(plan: PlannedRun) -> Iterator[str]:
-    """Yields lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
+    """Yield lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
     config, run = plan.config, plan_of(plan.config, plan.training.device.type)
     memory = RunMemory(config.sharding.machine)
     own, mean = (memory.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
@@ -263,7 +263,7 @@ def _placement(plan: PlannedRun) -> Iterator[str]:
 
 
 def _units(plan: PlannedRun) -> Iterator[str]:
-    """The units of rank 0 as they were built, units of equal size in one line."""
+    """Yield the units of rank 0 as they were built, units of equal size in one line."""
     units = plan.training.model.units
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
     by_sizes: dict[tuple[int, ...], list[str]] = {}
@@ -291,7 +291,7 @@ def _memory(plan: PlannedRun) -> Iterator[str]:
 
 
 def _data(plan: PlannedRun) -> Iterator[str]:
-    """Opens and checks the corpora on this machine; lists the others by name."""
+    """Open and check the corpora on this machine; list the others by name."""
     config = plan.config
     if _lacks_tokenizer(config):
         yield f"> tokenizer: none on this machine; a vocabulary of {config.vocab_size:,} instead"
@@ -310,7 +310,7 @@ def _data(plan: PlannedRun) -> Iterator[str]:
 
 
 def _lacks_tokenizer(config: RunConfig) -> bool:
-    """Whether a vocabulary stands for the tokenizer of the launch."""
+    """Return whether a vocabulary stands for the tokenizer of the launch."""
     kind, *files = (
         config.given[name] for name in ("tokenizer_type", "tokenizer_model", "vocab_file")
     )
@@ -344,7 +344,7 @@ def _local_copies(plan: PlannedRun) -> Iterator[str]:
 
 
 def _step(plan: PlannedRun) -> Iterator[str]:
-    """The actions of a step, for --show-step."""
+    """Yield the actions of a step, for --show-step."""
     config, memory = plan.config, plan.memory
     if not config.launch.show_step:
         return

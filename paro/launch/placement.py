@@ -19,7 +19,7 @@ from paro.training.step import Training
 
 
 def placement_lines(config: RunConfig, training: Training) -> list[str]:
-    """The placement table that is logged at the start: which ranks hold which state."""
+    """Return the placement table that is logged at the start: which ranks hold which state."""
     context = training.model.context
     strategy, topology = context.strategy, context.topology
     states = state_bytes(training.model.specs)
@@ -53,7 +53,8 @@ def placement_lines(config: RunConfig, training: Training) -> list[str]:
 def describe_placement(
     strategy: Strategy, topology: Topology, states: ModelStateBytes
 ) -> tuple[str, ...]:
-    """A table of the states: degree, number of copies, ranks of each full copy, MB per rank."""
+    """Return a table of the states: degree, number of copies, ranks of each full copy, MB
+    per rank."""
     letters = {1: "N", topology.group_size: "I", topology.world_size: "G"}
     rows = [("state", "level", "degree", "copies", "a full copy on ranks", "MB per rank")]
     for state, degree in zip(("params", "grads", "optim"), strategy.degrees, strict=True):
@@ -71,7 +72,7 @@ def describe_placement(
 
 
 def _copies(degree: int, world_size: int) -> str:
-    """The ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
+    """Return the ranks of the first full copies, and of the last: `0-3 4-7 .. 28-31`."""
     copies = [
         f"{first}-{first + degree - 1}" if degree > 1 else str(first)
         for first in range(0, world_size, degree)
@@ -80,7 +81,7 @@ def _copies(degree: int, world_size: int) -> str:
 
 
 def _sharing(config: RunConfig, device_type: str) -> list[str]:
-    """A line about the ranks that share samples, and one if they should in another way."""
+    """Return a line about the ranks that share samples, and one if they should in another way."""
     context, world = config.context, config.world
     size, group_size = context.context_parallel_size, world.group_size
     if size == 1:
@@ -121,7 +122,7 @@ def _muon(config: RunConfig, training: Training) -> list[str]:
 
 
 def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
-    """A line about local copies: what recovers from memory, and what from a checkpoint."""
+    """Return a line about local copies: what recovers from memory, and what from a checkpoint."""
     if config.local_copies_interval is None:
         return []
     load = config.checkpoint.load
@@ -146,7 +147,7 @@ def _after_a_failure(config: RunConfig, kept: Survival) -> list[str]:
 
 
 def check_placement(config: RunConfig, training: Training) -> None:
-    """Asserts that every rank holds exactly the shards that the strategy assigns to it.
+    """Assert that every rank holds exactly the shards that the strategy assigns to it.
 
     Collective. Every rank reports the range of each state that it allocated; a state of sharding
     degree d must be in d ranges that tile the unit, each on n / d of n ranks.

@@ -33,12 +33,13 @@ from paro.training.assembly import plan_of
 
 
 def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
-    """A rank's device memory at its peak, in a step or in an evaluation if that needs more."""
+    """Return a rank's device memory at its peak, in a step or in an evaluation if that
+    needs more."""
     return RunMemory(config.sharding.machine).of(plan_of(config, device_type))
 
 
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
-    """`UserError` if the run cannot fit; all ranks must call it before any of them allocates.
+    """Raise `UserError` if the run cannot fit; all ranks must call it before any of them allocates.
 
     The ranks of a host share its memory. Only what is certain to be too much is refused: what a
     rank's tensors take. Where the estimates of the rest make it too much, a warning is returned.
@@ -84,7 +85,7 @@ def _check_device(config: RunConfig, memory: DeviceMemory, device: torch.device)
 
 
 def _async_copy_bytes(config: RunConfig) -> int:
-    """The least that the host copy of --async-save takes: where all ranks share a folder."""
+    """Return the least that the host copy of --async-save takes: where all ranks share a folder."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or not checkpoint.async_save or config.train.skip_train:
         return 0
@@ -175,7 +176,8 @@ def _more_ranks(
 
 
 def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
-    """The parts in bytes, under the names that dashboards use; the total of what is allocated."""
+    """Return the parts in bytes, under the names that dashboards use; the total of what is
+    allocated."""
     always = memory.allocations.parts()
     parts = {name: size for name, size in memory.parts().items() if name in always or size}
     named = {name.replace(" ", "-"): size for name, size in parts.items()}
@@ -183,7 +185,7 @@ def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
 
 
 def workload_of(config: RunConfig, device_type: str) -> Workload | None:
-    """The planner's workload; None unless --paro-machine names a device."""
+    """Return the planner's workload; None unless --paro-machine names a device."""
     machine = config.sharding.machine
     if machine is None or machine.device is None:
         return None

@@ -34,7 +34,7 @@ from paro.training.step import Training, TrainState
 
 @contextmanager
 def early_watchdog() -> Iterator[None]:
-    """Watches the block with the default limits: the file of --yaml-cfg may not answer."""
+    """Watch the block with the default limits: the file of --yaml-cfg may not answer."""
     minutes = RuntimeConfig().distributed_timeout_minutes
     rank = world_or_alone().rank
     with Watchdog(WatchConfig(), rank=rank, timeout_minutes=minutes) as watchdog:
@@ -43,7 +43,8 @@ def early_watchdog() -> Iterator[None]:
 
 
 def watchdog_of(args: Namespace, world: World) -> Watchdog:
-    """The watchdog of this process, from before anything that may hang; sets the limit of waits."""
+    """Return the watchdog of this process, from before anything that may hang; sets the limit of
+    waits."""
     watch, runtime = take(WatchConfig, args), take(RuntimeConfig, args)
     Wait.limit_seconds = runtime.timeout.total_seconds()
     return Watchdog(
@@ -67,7 +68,7 @@ def start_report(
     log: Log,
     bytes_before: int,
 ) -> tuple[Report, RunFacts]:
-    """Opens the report and logs what its numbers depend on; collective."""
+    """Open the report and logs what its numbers depend on; collective."""
     memory = predict_memory(config, training.device.type)
     planned = planned_step(config, training.device.type)
     facts = run_facts(config, training, bytes_by_part(memory), planned, state=state)
@@ -102,13 +103,13 @@ def profilers_of(config: RunConfig, log: Log, training: Training) -> tuple[Obser
 
 
 def title_of(model: LlamaConfig, strategy: Strategy) -> str:
-    """The title of the terminal view: model size and strategy."""
+    """Return the title of the terminal view: model size and strategy."""
     return f"LLaMA, {num_parameters(model) / 1e6:,.1f}M parameters, {strategy.name}"
 
 
 @contextmanager
 def closing(report: Report, control: Control) -> Iterator[None]:
-    """Closes the report at the end, also after an error of all ranks: dashboards record it."""
+    """Close the report at the end, also after an error of all ranks: dashboards record it."""
     try:
         yield
     except (UserError, RunError) as error:
@@ -126,7 +127,7 @@ def closing(report: Report, control: Control) -> Iterator[None]:
 
 
 def how_to_continue(checkpoint: CheckpointConfig, iteration: int) -> str:
-    """The last log line of a run that ended early: where it is saved, how to continue."""
+    """Return the last log line of a run that ended early: where it is saved, how to continue."""
     if checkpoint.save is None:
         return f"iteration {iteration} is not saved: there was no --save"
     saved = f"iteration {iteration} is saved in {checkpoint.save}"

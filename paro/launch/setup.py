@@ -42,7 +42,7 @@ _WITHOUT: dict[str, Callable[[RunConfig], RunConfig]] = {
 
 
 def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list[str]]:
-    """Builds model and optimizer and logs them; also returns the lines of the placement table."""
+    """Build model and optimizer and logs them; also returns the lines of the placement table."""
     with control.raise_on_all_ranks(name_rank=True):
         warning = check_memory(config, control.device)
     if warning is not None:
@@ -63,7 +63,7 @@ def build(config: RunConfig, control: Control, log: Log) -> tuple[Training, list
 
 
 def fill(config: RunConfig, training: Training, copies: LocalCopies | None, log: Log) -> Resumed:
-    """Fills the run from local copies, else from --load, else with initial values.
+    """Fill the run from local copies, else from --load, else with initial values.
 
     No initial value is drawn for what is filled.
     """
@@ -82,7 +82,7 @@ def fill(config: RunConfig, training: Training, copies: LocalCopies | None, log:
 
 
 def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) -> Datasets:
-    """The data sets of the run; logs it if their order changed since the checkpoint.
+    """Return the data sets of the run; logs it if their order changed since the checkpoint.
 
     `UserError` where --skip-train leaves nothing to evaluate, or where nothing can be learnt.
     """
@@ -114,7 +114,7 @@ def open_data(config: RunConfig, state: TrainState, resumed: Resumed, log: Log) 
 
 
 def agree_on_kernels(config: RunConfig, control: Control) -> tuple[RunConfig, list[str]]:
-    """The configuration with kernels that work on all ranks, and what was chosen, in lines.
+    """Return the configuration with kernels that work on all ranks, and what was chosen, in lines.
 
     Collective. `UserError` on all ranks where one that the flags name does not work on some rank.
     """

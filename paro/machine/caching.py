@@ -15,7 +15,7 @@ Method = Callable[Concatenate[Self, P], Found]
 def cached_by(
     key: Callable[P, Hashable],
 ) -> Callable[[Method[Self, P, Found]], Method[Self, P, Found]]:
-    """Makes a method compute once what it returns for arguments of equal `key`."""
+    """Make a method compute once what it returns for arguments of equal `key`."""
 
     def cached(method: Method[Self, P, Found]) -> Method[Self, P, Found]:
         name = f"_{method.__name__}_of"

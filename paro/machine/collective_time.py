@@ -64,7 +64,7 @@ class CollectiveTimes:
 
     @cached_by(lambda op, span, num_bytes: (op, span, num_bytes))
     def phases(self, op: Op, span: AxisSpan, num_bytes: int) -> tuple[ParallelJobs, ...]:
-        """The jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
+        """Return the jobs of a collective along an axis span, for a whole buffer of `num_bytes`."""
         if not span or num_bytes == 0:
             return ()
         algorithm = self.algorithm
@@ -77,13 +77,13 @@ class CollectiveTimes:
         return (self._rings(op, span, num_bytes, algorithm),)
 
     def seconds(self, op: Op, span: AxisSpan, num_bytes: int) -> float:
-        """Time of a whole collective that shares links with nothing else."""
+        """Return the time of a whole collective that shares links with nothing else."""
         return math.fsum(
             max(job.seconds for job in phase) for phase in self.phases(op, span, num_bytes)
         )
 
     def shift(self, span: AxisSpan, num_bytes: int, in_place: bool) -> tuple[ParallelJobs, ...]:
-        """A shift of all slices by one place of the ring of an axis span.
+        """Return a shift of all slices by one place of the ring of an axis span.
 
         A pass round the ring sends the messages of a ring all-gather, so a shift takes as long as
         one of its steps. In place two chunks of a slice are in flight at a time, the next two after
@@ -99,13 +99,14 @@ class CollectiveTimes:
         return ((job._replace(seconds=job.seconds / num_shifts * turns),),)
 
     def hop(self, span: AxisSpan, num_bytes: int) -> TimedJob:
-        """A message from every rank of a span to the next; one that leaves a group has one NIC."""
+        """Return a message from every rank of a span to the next; one that leaves a group has one
+        NIC."""
         whole, size = num_bytes * _size(span), _size(span)
         job = self._whole(Op.ALL_GATHER, span, whole, self._as_ring(span), own_nics=True)
         return job._replace(seconds=job.seconds / (size - 1))
 
     def exchange(self, span: AxisSpan, num_bytes: int) -> TimedJob:
-        """A message of so many bytes from each of neighbouring ranks to each of the others.
+        """Return a message of so many bytes from each of neighbouring ranks to each of the others.
 
         It takes as long as gathers for which a rank sends as many bytes inside its group, and
         between groups, at the same time.
@@ -129,7 +130,7 @@ class CollectiveTimes:
         )
 
     def _as_ring(self, span: AxisSpan) -> str:
-        """The measured algorithm that sends what a ring does."""
+        """Return the measured algorithm that sends what a ring does."""
         axes = _axes(self.machine, span)
         names = {row.algorithm for row in self.machine.measured if row.axes is axes}
         rings = [name for name in ("ring", "h-ring", "ho-ring") if name in names]
@@ -143,7 +144,7 @@ class CollectiveTimes:
         return min(times, key=times.__getitem__)
 
     def _native(self, op: Op, span: AxisSpan, num_bytes: int) -> list[TimedJob]:
-        """One job per axis in time order; an all-reduce goes inwards, across and back."""
+        """Return one job per axis in time order; an all-reduce goes inwards, across and back."""
         sizes = [num_bytes]
         for axis in span:
             sizes.append(sizes[-1] // axis.size)
@@ -162,7 +163,7 @@ class CollectiveTimes:
     def _whole(
         self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str, *, own_nics: bool = False
     ) -> TimedJob:
-        """One job over all axes of a span; with `own_nics` each flow has one NIC."""
+        """Return one job over all axes of a span; with `own_nics` each flow has one NIC."""
         found, busy = self._measured(op, span, num_bytes, algorithm), 1.0
         if found is None or _has_links(self.machine, _axes(self.machine, span)):
             latency, on_links = _ring(self.machine, op, span, num_bytes, own_nics=own_nics)
@@ -171,7 +172,7 @@ class CollectiveTimes:
         return self._job(span, found, busy)
 
     def _job(self, span: AxisSpan, found: _Found, busy: float) -> TimedJob:
-        """A job that keeps the links of a span busy for this share of its time."""
+        """Return a job that keeps the links of a span busy for this share of its time."""
         on_nics = _uses_nics(self.machine, span)
         return TimedJob(
             stream=tuple(axis.index for axis in span),
@@ -183,7 +184,7 @@ class CollectiveTimes:
         )
 
     def _rings(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> ParallelJobs:
-        """One job per kind of link, each as long as the whole, busy for its own share."""
+        """Return one job per kind of link, each as long as the whole, busy for its own share."""
         inner, outer = split_by_link(span)
         if algorithm == "ring" or not (inner and outer):
             return (self._whole(op, span, num_bytes, algorithm),)
@@ -211,13 +212,13 @@ class CollectiveTimes:
         )
 
     def _last_piece(self, op: Op, inner: AxisSpan, outer: AxisSpan, num_bytes: int) -> float:
-        """Time inside a group after the last piece has arrived from another one."""
+        """Return the time inside a group after the last piece has arrived from another one."""
         pieces = count_pieces(num_bytes // _size(inner) // _size(outer))
         piece_bytes = num_bytes // _size(outer) // pieces
         return _ring_seconds(self.machine, op, inner, piece_bytes)
 
     def _measured(self, op: Op, span: AxisSpan, num_bytes: int, algorithm: str) -> _Found | None:
-        """The time of a collective from measurements; None if the machine has none.
+        """Return the time of a collective from measurements; None if the machine has none.
 
         An axis of another size than the measured one takes as long as the measured one with a
         buffer for which each rank sends as many bytes.
@@ -258,7 +259,7 @@ def _size(span: AxisSpan) -> int:
 
 
 def _axes(machine: Machine, span: AxisSpan) -> Axes:
-    """The links that a span uses on the machine, whatever group size the strategy has."""
+    """Return the links that a span uses on the machine, whatever group size the strategy has."""
     inside = [axis.outer <= machine.group_size for axis in span]
     return Axes.INTRA if all(inside) else Axes.BOTH if any(inside) else Axes.INTER
 
@@ -274,7 +275,7 @@ def _ring_seconds(machine: Machine, op: Op, span: AxisSpan, num_bytes: float) ->
 def _ring(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: float, *, own_nics: bool = False
 ) -> tuple[float, float]:
-    """A ring's total latency, and the time for which it keeps its slowest links busy.
+    """Return a ring's total latency, and the time for which it keeps its slowest links busy.
 
     The ranks of a group are neighbours in the ring of a span. With `own_nics` each flow of a group
     has one of its NICs at most, else all of them together.
@@ -304,7 +305,8 @@ def _ring(
 def pipeline_seconds(
     machine: Machine, op: Op, span: AxisSpan, num_bytes: int, pieces: int
 ) -> float:
-    """Time of a pipeline inside groups and between them: each level runs its stages one by one.
+    """Return time of a pipeline inside groups and between them: each level runs its stages one by
+    one.
 
     If both use the same links of the machine, whose groups may differ, no stages overlap.
     """
@@ -328,7 +330,8 @@ def pipeline_seconds(
 
 
 def fastest_pieces(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> int:
-    """The number of pieces with which a pipeline takes the least time; the links must be known."""
+    """Return the number of pieces with which a pipeline takes the least time; the links must be
+    known."""
     return min(
         range(1, MAX_PIECES + 1),
         key=lambda pieces: pipeline_seconds(machine, op, span, num_bytes, pieces),
@@ -336,7 +339,7 @@ def fastest_pieces(machine: Machine, op: Op, span: AxisSpan, num_bytes: int) -> 
 
 
 def _has_links(machine: Machine, axes: Axes) -> bool:
-    """Whether the speed of all links that these axes use is known."""
+    """Return whether the speed of all links that these axes use is known."""
     needed = [machine.intra] * (axes is not Axes.INTER) + [machine.inter] * (axes is not Axes.INTRA)
     return None not in needed
 
@@ -352,7 +355,7 @@ def speed_of(machine: Machine, link: Link) -> LinkSpeed:
 
 
 def algorithms_of(machine: Machine | None, *, by_nccl: bool) -> tuple[str, ...]:
-    """The measured algorithms, of those that NCCL takes if `by_nccl`.
+    """Return the measured algorithms, of those that NCCL takes if `by_nccl`.
 
     Without any, the backend's own and the fastest of this project.
     """
@@ -362,7 +365,7 @@ def algorithms_of(machine: Machine | None, *, by_nccl: bool) -> tuple[str, ...]:
 
 
 def scalar_seconds(machine: Machine) -> float:
-    """Time of an all-reduce of a few numbers over all ranks."""
+    """Return the time of an all-reduce of a few numbers over all ranks."""
     kinds = [link for link, ranks in _ranks(machine) if ranks > 1]
     if not kinds:
         return 0.0

@@ -108,12 +108,13 @@ def why_unmeasurable(world_size: int, group_size: int, *, dry_run: bool) -> str 
 
 
 def shipped_machines() -> tuple[str, ...]:
-    """The names of the machines that ship with the project."""
+    """Return the names of the machines that ship with the project."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def find_machine(text: str) -> Machine:
-    """The shipped machine of this name, or the machine in this file; `UserError` if neither."""
+    """Return the shipped machine of this name, or the machine in this file; `UserError`
+    if neither."""
     if text == MEASURE:
         raise UserError(
             f"--paro-machine {MEASURE} times the ranks of a training at its start, and here none "
@@ -138,7 +139,7 @@ def machine_of_launch(
     any_ranks: bool = False,
     subject: str = "--paro-machine",
 ) -> tuple[Machine, int]:
-    """The machine of a launch with this many ranks, and the degree of letter I on it.
+    """Return the machine of a launch with this many ranks, and the degree of letter I on it.
 
     That is `group_size` if --paro-group-size gives it, else a node; without `ranks_per_node` a node
     is a group of the machine. `UserError` if the machine contradicts them; `any_ranks` cuts it to
@@ -168,14 +169,14 @@ def machine_of_launch(
 
 
 def read_machine(path: Path) -> Machine:
-    """The machine in a file; a `UserError` names the file and the wrong field."""
+    """Return the machine in a file; a `UserError` names the file and the wrong field."""
     what = f"machine file {path}"
     return machine_from_json(read_bytes(path, what), what)
 
 
 @lru_cache(maxsize=8)  # the parts of a run ask for the same file
 def machine_from_json(text: str | bytes, where: str) -> Machine:
-    """The machine in the text of a machine file; a `UserError` begins with `where`."""
+    """Return the machine in the text of a machine file; a `UserError` begins with `where`."""
     given: _File = parse_json(text, _File, where, repeats=False)
     with about(f"{where}: "):
         return Machine(
@@ -188,7 +189,7 @@ def machine_from_json(text: str | bytes, where: str) -> Machine:
 
 
 def machine_to_json(machine: Machine) -> str:
-    """The text of a machine file, one measurement per line."""
+    """Return the text of a machine file, one measurement per line."""
     head = {
         "format": FORMAT,
         "name": machine.name,

@@ -177,7 +177,7 @@ class Machine:
         return self.device is None or self.device.cores is None
 
     def for_world(self, world_size: int, *, subject: str) -> Machine:
-        """The same machine with another number of groups; a `UserError` begins with `subject`."""
+        """Return this machine with another number of groups; a `UserError` begins with `subject`."""
         if world_size == self.world_size:
             return self
         ranks = count_text(world_size, "rank")
@@ -197,7 +197,7 @@ class Machine:
             return replace(self, world_size=world_size, group_size=group_size)
 
     def cut_to(self, world_size: int) -> Machine:
-        """The machine with other ranks, for which nothing was measured; its links stay."""
+        """Return the machine with other ranks, for which nothing was measured; its links stay."""
         if world_size == self.world_size:
             return self
         group_size = fitting_group_size(self.group_size, world_size)
@@ -212,7 +212,7 @@ class Machine:
 
 
 def bits_per_second(text: str) -> int:
-    """Parses a rate as tc writes it: 100mbit, 2.5gbit."""
+    """Parse a rate as tc writes it: 100mbit, 2.5gbit."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(_UNITS)})", text.strip().lower())
     bits = round(Decimal(match[1]) * _UNITS[match[2]]) if match else 0
     if bits <= 0:
@@ -221,7 +221,7 @@ def bits_per_second(text: str) -> int:
 
 
 def rate_text(bits: int) -> str:
-    """Formats a rate for `bits_per_second`, in its largest unit."""
+    """Format a rate for `bits_per_second`, in its largest unit."""
     unit = next((u for u in reversed(_UNITS) if bits >= _UNITS[u]), "bit")
     return f"{(Decimal(bits) / _UNITS[unit]).normalize():f}{unit}"
 
@@ -230,7 +230,7 @@ def rate_text(bits: int) -> str:
 
 
 def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> str:
-    """The algorithm with the least time for this buffer size; `UserError` if none was measured."""
+    """Return the fastest algorithm for this buffer size; `UserError` if none was measured."""
     names = dict.fromkeys(r.algorithm for r in machine.measured if (r.axes, r.op) == (axes, op))
     if not names:
         raise UserError(
@@ -241,7 +241,7 @@ def fastest_algorithm(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> s
 
 
 def seconds(machine: Machine, op: Op, axes: Axes, algorithm: str, num_bytes: int) -> float:
-    """Time of a collective at this buffer size; `UserError` if it was never measured."""
+    """Return the time of a collective at this buffer size; `UserError` if it was never measured."""
     found = measured_at(machine, op, axes, algorithm, num_bytes)
     if found is None:
         raise UserError(
@@ -259,7 +259,7 @@ def measured_at(
     num_bytes: int,
     figure: Callable[[Measured], float | None] = lambda row: row.seconds,
 ) -> float | None:
-    """A measured figure of a collective at this buffer size; None if it was never measured.
+    """Return a measured figure of a collective at this buffer size; None if it was never measured.
 
     Interpolates linearly on log-log scales between measured sizes. Below the smallest it uses the
     latency and bandwidth of the two smallest sizes, above the largest the bandwidth of the two
@@ -299,7 +299,7 @@ def _below(curve: Curve, num_bytes: int) -> float:
 
 
 def _beyond(curve: Curve, num_bytes: int) -> float:
-    """Adds the bytes beyond the largest size, at the bandwidth between the last two sizes."""
+    """Add the bytes beyond the largest size, at the bandwidth between the last two sizes."""
     size, at_size = curve[-1]
     slope = at_size / size  # upper bound: no latency
     if len(curve) > 1:
@@ -313,7 +313,7 @@ def _beyond(curve: Curve, num_bytes: int) -> float:
 
 
 def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float | None:
-    """Lower bound over all algorithms, from the links of known speed; None if there are none.
+    """Return a lower bound over all algorithms, from links of known speed; None without such.
 
     Both kinds of links work at the same time, each for as long as its bytes take. HO-Ring gets
     close to this, the others do not.
@@ -324,7 +324,7 @@ def least_seconds(machine: Machine, op: Op, axes: Axes, num_bytes: int) -> float
 
 
 def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
-    """The least bytes on a link of each kind in one all-gather or one reduce-scatter.
+    """Return the least bytes on a link of each kind in one all-gather or one reduce-scatter.
 
     For ng groups of m ranks, V bytes and any algorithm: V (m - 1) / m reach a rank inside, and
     V (ng - 1) / ng a group, over m NICs or one. Along inter axes alone each rank has its own.
@@ -340,7 +340,7 @@ def _loads(machine: Machine, axes: Axes, num_bytes: int) -> dict[Link, float]:
 
 
 def passes(op: Op) -> int:
-    """Passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
+    """Return the passes over the data: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if op is Op.ALL_REDUCE else 1
 
 
@@ -379,13 +379,13 @@ def fit_link(machine: Machine, link: Link, typed: int | None = None) -> LinkSpee
 
 
 def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The a >= 0 that minimizes the sum of (a x - y)^2."""
+    """Return the a >= 0 that minimizes the sum of (a x - y)^2."""
     squares = sum(x * x for x in xs)
     return max(0.0, _dot(xs, ys) / squares) if squares else 0.0
 
 
 def _two_slopes(xs: Sequence[float], zs: Sequence[float]) -> tuple[float, float]:
-    """The a >= 0 and b > 0 that minimize the sum of (a x + b z - 1)^2."""
+    """Return the a >= 0 and b > 0 that minimize the sum of (a x + b z - 1)^2."""
     xx, xz, zz = _dot(xs, xs), _dot(xs, zs), _dot(zs, zs)
     determinant = xx * zz - xz * xz
     if determinant > 1e-9 * xx * zz:  # else: one size does not determine the latency

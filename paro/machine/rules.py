@@ -16,7 +16,7 @@ _MAX = 1e30  # of any time, size or rate; sums and products of them stay finite
 
 
 def refuse(mistakes: Sequence[str]) -> None:
-    """Raises `UserError` with these mistakes, if there are any."""
+    """Raise `UserError` with these mistakes, if there are any."""
     if mistakes:
         raise UserError(*mistakes)
 

@@ -79,7 +79,7 @@ def measure_device(
     sequence: int | None = None,
     effort: Effort = THOROUGH,
 ) -> Device:
-    """The device of a rank, the slowest where they differ; collective over all ranks.
+    """Return the device of a rank, the slowest where they differ; collective over all ranks.
 
     `sequence` is the length to plan for; None: that of the configuration's samples. Slices are cut
     as for a ring of a group, or of as many of its ranks as divide the heads.
@@ -127,7 +127,7 @@ def measure_device(
 
 
 def _slowed(config: RunConfig, device: torch.device) -> Slowed | None:
-    """The curve of this rank's GPU; None on a CPU, and where Triton computes nothing."""
+    """Return the curve of this rank's GPU; None on a CPU, and where Triton computes nothing."""
     kind = TORCH_TYPES[config.precision.compute]
     kernels = usable_kernels(config.model, config.fusions, kind, device)
     if device.type != "cuda" or not kernels.config.fuses_loss:
@@ -138,7 +138,7 @@ def _slowed(config: RunConfig, device: torch.device) -> Slowed | None:
 
 
 def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:
-    """The rate with which the planner computes the time of an update of all parameters.
+    """Return the rate with which the planner computes the time of an update of all parameters.
 
     An update of a few would take no longer than its calls.
     """
@@ -154,7 +154,8 @@ def _bytes_by_second(config: RunConfig, clock: _Clock) -> float:
 def _sustained_flops(
     config: RunConfig, micro_batch: float, bytes_by_second: float, attention_flops: float
 ) -> float:
-    """The FLOP/s with which the planner computes the time of a micro-batch beside attention's."""
+    """Return the FLOP/s with which the planner computes the time of a micro-batch beside
+    attention's."""
     without_products = _computed(config, math.inf, bytes_by_second, attention_flops).micro_batch
     flops = _computed(config, 1.0, math.inf, math.inf).micro_batch
     return flops / max(micro_batch - without_products, micro_batch / 10)
@@ -163,7 +164,8 @@ def _sustained_flops(
 def _piece_seconds(
     config: RunConfig, clock: _Clock, slices: int, micro_batch: float, bytes_by_second: float
 ) -> float:
-    """Seconds that a further slice of a part costs, not counting the sum of the slices' results."""
+    """Return seconds that a further slice of a part costs, not counting the sum of the slices'
+    results."""
     if slices == 1:
         return 0.0
     cut = replace(config, model=slice_of(config.model, slices))
@@ -176,7 +178,7 @@ def _piece_seconds(
 
 
 def slice_of(model: LlamaConfig, number: int) -> LlamaConfig:
-    """A model as large as one of `number` slices of another."""
+    """Return a model as large as one of `number` slices of another."""
     return replace(
         model,
         num_attention_heads=model.num_attention_heads // number,
@@ -217,12 +219,12 @@ def _computed(
 
 
 def with_layers(config: RunConfig, number: float) -> RunConfig:
-    """The training of a model of so many layers."""
+    """Return the training of a model of so many layers."""
     return replace(config, model=replace(config.model, num_layers=int(number)))
 
 
 def _seconds_of(config: RunConfig, clock: _Clock) -> tuple[float, float]:
-    """Seconds of a step of one micro-batch, and of a micro-batch."""
+    """Return seconds of a step of one micro-batch, and of a micro-batch."""
     training = alone(config, clock.control.device)
     one = _step_seconds(training, config, clock, 1)
     more = _step_seconds(training, config, clock, 1 + clock.effort.micro_batches)
@@ -233,7 +235,7 @@ def _seconds_of(config: RunConfig, clock: _Clock) -> tuple[float, float]:
 def _whole(
     config: RunConfig, timed: RunConfig, micro_batch: float, clock: _Clock
 ) -> tuple[RunConfig, float]:
-    """The model, and seconds of its micro-batch, from those of `timed`, its first layers.
+    """Return the model, and seconds of its micro-batch, from those of `timed`, its first layers.
 
     That is `timed` itself where one of its blocks cannot be told from the rest.
     """
@@ -263,7 +265,8 @@ def parts_of_step(config: RunConfig, control: Control) -> PartsOfStep:
 
 
 def alone(config: RunConfig, device: torch.device) -> Training:
-    """A training of this rank alone, with values that are fast to draw: one random tile, again."""
+    """Return a training of this rank alone, with values that are fast to draw: one random tile,
+    again."""
     training = build_training(config, Control(World(), device), initialized=False)
     tile = torch.randn(_TILE, generator=torch.Generator().manual_seed(config.train.seed)) / 50
     training.optimizer.initialize(
@@ -273,7 +276,7 @@ def alone(config: RunConfig, device: torch.device) -> Training:
 
 
 def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: int) -> float:
-    """Seconds of a step of `count` micro-batches."""
+    """Return seconds of a step of `count` micro-batches."""
     size = config.batches.micro_batch_size
     batches = BatchSchedule(
         micro_batch_size=size, global_batch_size=size * count, data_parallel_size=1
@@ -284,7 +287,7 @@ def _step_seconds(training: Training, config: RunConfig, clock: _Clock, count: i
 
 
 def same_batches(config: RunConfig, device: torch.device) -> Iterator[Batch]:
-    """One synthetic micro-batch, repeated forever."""
+    """Return one synthetic micro-batch, repeated forever."""
     size = config.batches.micro_batch_size, config.data.seq_length
     generator = torch.Generator().manual_seed(config.train.seed)
     tokens_BS = torch.randint(0, config.model.vocab_size, size, generator=generator)
@@ -304,7 +307,7 @@ def _product(config: RunConfig, device: torch.device) -> Callable[[], object]:
 
 
 def _coding(device: torch.device) -> Callable[[], object]:
-    """Encodes gradients in 4 bits and decodes them."""
+    """Encode gradients in 4 bits and decodes them."""
     form = BlockFormat(bits=4, block=GRADIENT_BLOCK)
     values = torch.linspace(-1.0, 1.0, _CODED, device=device)
     encoded = torch.empty(form.num_bytes(_CODED), dtype=torch.uint8, device=device)
@@ -318,7 +321,7 @@ def _coding(device: torch.device) -> Callable[[], object]:
 
 
 def _jobs(streams: CommStreams, device: torch.device) -> Callable[[], object]:
-    """Queues jobs that add a few gradients to others, as after a reduction; waits for each."""
+    """Queue jobs that add a few gradients to others, as after a reduction; waits for each."""
     total, own = torch.zeros(16, device=device), torch.ones(16, device=device)
 
     def add() -> None:
@@ -340,7 +343,7 @@ class _Clock:
     effort: Effort = THOROUGH
 
     def median(self, action: Callable[[], object]) -> float:
-        """Seconds of an action, the median over steps.
+        """Return seconds of an action, the median over steps.
 
         For ranks that share cores it is the processor time divided by a rank's share of the cores:
         in wall-clock time the last rank has waited for others, which in training wait for it.
@@ -362,7 +365,7 @@ class _Clock:
 
 
 def _cores(control: Control) -> float:
-    """An equal share of the cores that the ranks on this machine may use together."""
+    """Return an equal share of the cores that the ranks on this machine may use together."""
     machine = _BOOT.read_text().strip()
     everybody = control.gather((machine, frozenset(os.sched_getaffinity(0))))
     here = [usable for where, usable in everybody if where == machine]
@@ -370,7 +373,7 @@ def _cores(control: Control) -> float:
 
 
 def memory_of_rank(control: Control) -> int:
-    """A GPU's memory, or an equal share of the machine's for all ranks that run on it."""
+    """Return a GPU's memory, or an equal share of the machine's for all ranks that run on it."""
     if control.device.type == "cuda":
         return int(torch.cuda.get_device_properties(control.device).total_memory)
     machine = _BOOT.read_text().strip()
@@ -379,7 +382,8 @@ def memory_of_rank(control: Control) -> int:
 
 
 def _bytes_in_use(device: torch.device) -> int:
-    """Bytes that a rank uses without a model: interpreter and libraries, or a GPU's context."""
+    """Return bytes that a rank uses without a model: interpreter and libraries, or a
+    GPU's context."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, total - free - torch.cuda.memory_reserved(device))

@@ -40,7 +40,8 @@ def time_links(
     seconds: float,
     say: Callable[[str], None],
 ) -> list[Outcome]:
-    """Every op along each of these spans by all algorithms, in about so many seconds; collective.
+    """Return every op along each of these spans by all algorithms, in about so many seconds;
+    collective.
 
     A curve has the smallest size, and one whose bytes take most of its time, or the largest; others
     while its share of the time that is left lasts. The largest is `most_bytes`, or a step above.
@@ -65,7 +66,7 @@ def time_links(
 def _curve(
     race: Race, collectives: Collectives, name: str, moves: Sequence[Move], seconds: float
 ) -> list[Outcome]:
-    """A collective at two sizes or more, as `seconds` allow."""
+    """Return a collective at two sizes or more, as `seconds` allow."""
     rank, device = race.control.world.rank, race.control.device
     found: dict[int, Outcome] = {}
 
@@ -94,7 +95,7 @@ def _curve(
 
 
 def _timed(race: Race, collectives: Collectives, name: str, trial: Trial) -> Outcome:
-    """A collective at one size."""
+    """Return a collective at one size."""
     found = Turns(race.control.device.type)
     for _ in range(1 + race.rounds):
         found.add(trial.move, _turn(race, collectives, trial, found.repeats))
@@ -122,7 +123,8 @@ def _seconds_to_time(race: Race, move: Move, like: Outcome) -> float:
 def with_measured(
     machine: Machine, outcomes: Sequence[Outcome], device: Device | None, *, source: str
 ) -> Machine:
-    """The machine with what was timed, and links fitted to it; wrong results are left out."""
+    """Return the machine with what was timed, and links fitted to it; wrong results are
+    left out."""
     machine = replace(
         machine,
         source=source,

@@ -54,7 +54,7 @@ _LEAST_EFFORT = Effort(warmup=1, steps=1, micro_batches=1)  # where one layer ta
 def measure_machine(
     config: RunConfig, control: Control, *, name: str, source: str, say: Callable[[str], None]
 ) -> Machine:
-    """The machine, the same on all ranks; collective. `say` gets what is measured next.
+    """Return the machine, the same on all ranks; collective. `say` gets what is measured next.
 
     `UserError` where not even one block fits a rank.
     """
@@ -84,7 +84,7 @@ def measure_machine(
 
 
 def algorithms_of(config: RunConfig) -> tuple[str, ...]:
-    """The algorithms that the planner may have to time for a run."""
+    """Return the algorithms that the planner may have to time for a run."""
     chosen = config.sharding.collective
     if chosen != AUTO:
         return tuple(dict.fromkeys(("native", chosen)))  # native also where parts of others are
@@ -92,7 +92,7 @@ def algorithms_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def spans_of(config: RunConfig) -> list[AxisSpan]:
-    """The axis spans along which collectives of a run are timed."""
+    """Return the axis spans along which collectives of a run are timed."""
     axes = config.world.topology().axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     if algorithms_of(config) != ("native",) and len(axes) > 1:
@@ -101,7 +101,7 @@ def spans_of(config: RunConfig) -> list[AxisSpan]:
 
 
 def _device(config: RunConfig, control: Control) -> Device:
-    """The device, timed with a few layers of the model at the run's micro-batch."""
+    """Return the device, timed with a few layers of the model at the run's micro-batch."""
     lone = one_rank(config)
     fitting = layers_that_fit(lone, min(control.gather(memory_of_rank(control))))
     timed, effort = affordable(lone, fitting, lambda trial: parts_of_step(trial, control))
@@ -118,7 +118,7 @@ def _device(config: RunConfig, control: Control) -> Device:
 def affordable(
     config: RunConfig, most_layers: int, parts_of_step: Callable[[RunConfig], PartsOfStep]
 ) -> tuple[RunConfig, Effort]:
-    """The training with micro-batches that are timed, and how long.
+    """Return the training with micro-batches that are timed, and how long.
 
     The first trial is of one layer and few tokens: all of a large model may take minutes. Where
     even that takes too long, `UserError`.
@@ -142,13 +142,14 @@ def affordable(
 
 
 def _share(trial: RunConfig, config: RunConfig) -> float:
-    """The tokens of a micro-batch as a part of those of another configuration."""
+    """Return the tokens of a micro-batch as a part of those of another configuration."""
     cut, whole = (one.batches.micro_batch_size * one.data.seq_length for one in (trial, config))
     return cut / whole
 
 
 def one_rank(config: RunConfig) -> RunConfig:
-    """The training of one rank alone with the run's model, with all that trains, and its shapes.
+    """Return the training of one rank alone with the run's model, with all that trains, and its
+    shapes.
 
     Without recomputation and compilation; the planner counts the former.
     """
@@ -186,7 +187,8 @@ def layers_that_fit(config: RunConfig, memory_bytes: int) -> int:
 
 
 def shortened(config: RunConfig, scale: float) -> RunConfig:
-    """The same with micro-batches of this part of the tokens at most; unchanged from 1 on."""
+    """Return the same with micro-batches of this part of the tokens at most; unchanged from
+    1 on."""
     if scale >= 1:
         return config
     size, length = config.batches.micro_batch_size, config.data.seq_length

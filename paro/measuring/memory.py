@@ -35,7 +35,8 @@ class CommunicatorMemory(NamedTuple):
 def with_communicators(
     device: Device, control: Control, topology: Topology, config: GroupConfig
 ) -> Device:
-    """The device with the memory of NCCL's communicators; CPU ranks have none. Collective."""
+    """Return the device with the memory of NCCL's communicators; CPU ranks have
+    none. Collective."""
     if control.device.type != "cuda":
         return device
     found = measure_communicators(
@@ -58,7 +59,7 @@ def available_bytes(device: torch.device) -> int:
 def measure_communicators(
     control: Control, topology: Topology, config: GroupConfig, *, free: Callable[[], int]
 ) -> CommunicatorMemory:
-    """Makes and uses groups along each axis and all of them, for gathers and for reductions."""
+    """Make and uses groups along each axis and all of them, for gathers and for reductions."""
     axes = topology.axes
     spans: list[AxisSpan] = [(axis,) for axis in axes]
     spans += [axes] * (len(axes) > 1)
@@ -80,7 +81,7 @@ def measure_communicators(
 def _make_and_use(
     control: Control, topology: Topology, config: GroupConfig, use: Use, span: AxisSpan
 ) -> Collectives:
-    """Collectives with a single process group, after their first one."""
+    """Return collectives with a single process group, after their first one."""
     device, flat = control.device, AlgorithmChoice(names=("flat",))
     groups = make_groups(topology, control.world.rank, {use: frozenset({span})}, config)
     collectives = make_collectives(flat, groups, make_links(device, config.backend))

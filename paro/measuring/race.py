@@ -83,7 +83,7 @@ class Turns:
     turns: list[Turn] = field(default_factory=list)
 
     def add(self, move: Move, turn: Turn) -> None:
-        """Adds a turn; the first says how often to repeat a short collective."""
+        """Add a turn; the first says how often to repeat a short collective."""
         if not self.turns:
             self.repeats = count_repeats(move, turn, self.device_type)
         self.turns.append(turn)
@@ -144,7 +144,8 @@ class Race:
     def _visit(
         self, name: str, trials: Sequence[Trial], repeats: Sequence[int], *, busy_too: bool
     ) -> list[Turn]:
-        """A turn of one algorithm at every trial; its process groups exist only during the turn."""
+        """Return a turn of one algorithm at every trial; its process groups exist only during the
+        turn."""
         spans = frozenset(trial.move.span for trial in trials)
         with self.collectives(name, spans) as collectives:
             # Starts threads and opens connections that are made lazily. The time is not used: a
@@ -176,7 +177,7 @@ class Race:
         made.close()  # not after an exception: with a dead peer this would hang
 
     def turn(self, collectives: Collectives, trial: Trial, repeats: int) -> Turn:
-        """A turn of this rank, which all of the span have at once.
+        """Return a turn of this rank, which all of the span have at once.
 
         On GPUs a collective that is not timed comes first: all ranks end it together, but leave the
         barrier of their hosts at times that differ by as much as a collective takes.
@@ -204,7 +205,7 @@ class Race:
 
 
 def turn_of_all(turns: Sequence[Turn]) -> Turn:
-    """Combines the turns of all ranks."""
+    """Combine the turns of all ranks."""
     busy = [turn.busy_seconds for turn in turns if turn.busy_seconds is not None]
     return Turn(
         seconds=max(turn.seconds for turn in turns),

@@ -66,7 +66,7 @@ class LeavingControl(Control):
 
 
 def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfig | None:
-    """The configuration with what the planner chooses on this machine; collective.
+    """Return the configuration with what the planner chooses on this machine; collective.
 
     It is `config` itself where nothing is to be measured; None if a signal asks to leave meanwhile.
     `UserError` on all ranks if nothing fits, or if they would choose differently.
@@ -94,7 +94,7 @@ def planned(config: RunConfig, control: Control, watchdog: Watchdog) -> RunConfi
 
 
 def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Machine:
-    """The machine from a file of an earlier start, or as it is measured now; collective."""
+    """Return the machine from a file of an earlier start, or as it is measured now; collective."""
     log = Log(rank=control.world.rank, world_size=control.world.size)
     depends_on = conditions(config, control)
     path = _folder(config) / f"{file_stem(depends_on)}.json"
@@ -121,7 +121,7 @@ def find_measured(config: RunConfig, control: Control, watchdog: Watchdog) -> Ma
 
 
 def conditions(config: RunConfig, control: Control) -> dict[str, str]:
-    """All that a measurement depends on, the same on all ranks; collective."""
+    """Return all that a measurement depends on, the same on all ranks; collective."""
     device = control.device
     on_gpu = device.type == "cuda"
     kind = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {platform.machine()}"
@@ -148,7 +148,7 @@ def conditions(config: RunConfig, control: Control) -> dict[str, str]:
 
 
 def file_stem(depends_on: dict[str, str]) -> str:
-    """The name of the machine file for what a measurement depends on."""
+    """Return the name of the machine file for what a measurement depends on."""
     return f"machine-{hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]}"
 
 
@@ -161,7 +161,8 @@ def _folder(config: RunConfig) -> Path:
 def kept_machine(
     path: Path, misfit: Callable[[Machine], str | None], say: Callable[[str], None]
 ) -> Machine | None:
-    """The machine of an earlier start, from `path` or any other file of its folder; None without.
+    """Return the machine of an earlier start, from `path` or any other file of its folder; None
+    without.
 
     What is in a file decides, whatever its name; `misfit` says why it is of no use.
     """
@@ -201,7 +202,7 @@ def misfit(config: RunConfig, depends_on: Mapping[str, str], machine: Machine) -
 
 
 def write_machine(path: Path, machine: Machine) -> str:
-    """Writes the file for the next start, and says what it holds; a run goes on without it."""
+    """Write the file for the next start, and says what it holds; a run goes on without it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
@@ -212,7 +213,7 @@ def write_machine(path: Path, machine: Machine) -> str:
 
 
 def _forget(device: torch.device) -> None:
-    """Gives back the memory of what was measured: it is no part of the run's own peak."""
+    """Give back the memory of what was measured: it is no part of the run's own peak."""
     give_back_freed_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -40,7 +40,8 @@ class Move:
 def moves_of(
     op: Op, span: AxisSpan, sizes: Sequence[int], *, ranks: int, dtype: torch.dtype = torch.float32
 ) -> list[Move]:
-    """One collective per size in bytes, rounded up until all `ranks` have equally many elements."""
+    """Return one collective per size in bytes, rounded up until all `ranks` have equally many
+    elements."""
     numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in sizes)
     return [Move(op=op, span=span, numel=numel, dtype=dtype) for numel in numels]
 
@@ -55,7 +56,7 @@ class Trial:
     expected: Tensor  # a reduce-scatter's: this rank's shard
 
     def fill(self, buffer: Tensor) -> None:
-        """Prepares `buffer` for the collective; elements that an all-gather must write are NaN."""
+        """Prepare `buffer` for the collective; elements that an all-gather must write are NaN."""
         if self.move.op is Op.ALL_GATHER:
             buffer.fill_(torch.nan)
             buffer[self.shard].copy_(self.given)
@@ -63,13 +64,13 @@ class Trial:
             buffer.copy_(self.given)
 
     def is_right(self, buffer: Tensor) -> bool:
-        """Whether `buffer` has the collective's expected result."""
+        """Return whether `buffer` has the collective's expected result."""
         result = buffer[self.shard] if self.move.op is Op.REDUCE_SCATTER else buffer
         return torch.equal(result, self.expected)
 
 
 def zero_trial(move: Move, rank: int, device: torch.device) -> Trial:
-    """The trial of one rank with zeros, which take no time to draw and sum."""
+    """Return the trial of one rank with zeros, which take no time to draw and sum."""
     shard = move.shard_of(rank)
     whole = torch.zeros(move.numel, dtype=move.dtype, device=device)
     given = whole[shard] if move.op is Op.ALL_GATHER else whole
@@ -78,7 +79,7 @@ def zero_trial(move: Move, rank: int, device: torch.device) -> Trial:
 
 
 def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.device) -> Trial:
-    """The trial of one rank among the `members` of its axis span."""
+    """Return the trial of one rank among the `members` of its axis span."""
     whole = torch.empty(move.numel, dtype=move.dtype)
     if move.op is Op.ALL_GATHER:
         given = draw(move, members, rank, rank)
@@ -102,7 +103,7 @@ def make_trial(move: Move, members: Sequence[int], rank: int, device: torch.devi
 
 
 def draw(move: Move, members: Sequence[int], rank: int, place: int) -> Tensor:
-    """The data of `rank` at the position of the shard of rank `place`."""
+    """Return the data of `rank` at the position of the shard of rank `place`."""
     key = f"{SEED}/{move.op.value}/{move.numel}/{move.dtype}/{rank}/{place}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -50,11 +50,11 @@ class AdamW(ABC):
 
     @abstractmethod
     def step(self, grad: Tensor, update: Update) -> None:
-        """Updates the parameters and moments in place; the gradient is undefined afterwards."""
+        """Update the parameters and moments in place; the gradient is undefined afterwards."""
 
     @abstractmethod
     def set_num_steps(self, num_steps: int) -> None:
-        """Sets the number of updates in the moments, for bias correction; it starts at 0."""
+        """Set the number of updates in the moments, for bias correction; it starts at 0."""
 
 
 class TorchAdamW(AdamW):
@@ -145,7 +145,8 @@ class Chosen(NamedTuple):
 
 @cache
 def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Chosen:
-    """The implementation of --adam-implementation; `UserError` if it was named and is not there.
+    """Return the implementation of --adam-implementation; `UserError` if it was named and is not
+    there.
 
     `rounds`: moments are bf16.
 
@@ -172,7 +173,7 @@ def choose_adamw(name: str, device: torch.device, *, rounds: bool = False) -> Ch
 
 
 def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> None:
-    """`RuntimeError` unless two updates are torch's, to rounding."""
+    """Raise `RuntimeError` unless two updates are torch's, to rounding."""
     found = []
     kind = torch.bfloat16 if rounds else torch.float32
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2) if rounds else None

@@ -37,7 +37,7 @@ def _all_finite(shards: Iterable[FlatShard]) -> bool:
 
 
 def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
-    """The first state that is not finite, under the name that it has in a checkpoint."""
+    """Return the first state that is not finite, under the name that it has in a checkpoint."""
     for shard in shards:
         stop = shard.start + shard.values.numel()
         for piece in shard.layout.pieces(shard.start, stop):
@@ -49,7 +49,8 @@ def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
 
 
 def square_sum(ranges: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The squared norm over all `ranges`, a fp64 scalar; not finite if any element is not."""
+    """Return the squared norm over all `ranges`, a fp64 scalar; not finite if any element
+    is not."""
     norms = [norm for values in ranges for norm in _norms(values)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)

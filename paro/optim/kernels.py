@@ -122,7 +122,7 @@ def _square(
 
 
 def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
-    """Computes what `momentum_by_torch` of muon_kernels.py does, in one pass."""
+    """Compute what `momentum_by_torch` of muon_kernels.py does, in one pass."""
     config, factor, read_as, rounding, step = update
     read, numel = torch.empty_like(kept, dtype=read_as), kept.numel()
     args = kept, grad, read, numel, factor, config.muon_momentum, *_places(rounding, step)
@@ -137,7 +137,7 @@ def momentum(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
 
 
 def _places(at: Rounding | None, step: int) -> tuple[int, ...]:
-    """The arguments of `_random_bits`, but for the first and the last."""
+    """Return the arguments of `_random_bits`, but for the first and the last."""
     return (
         (0, 0, 0, 1, 1, 0)
         if at is None
@@ -150,7 +150,7 @@ def _is_cut(at: Rounding | None) -> bool:
 
 
 def square(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """Computes half of what `square_by_torch` of muon_kernels.py does, and mirrors it."""
+    """Compute half of what `square_by_torch` of muon_kernels.py does, and mirrors it."""
     rows, tiles = x.shape[0], triton.cdiv(x.shape[0], _TILE["TILE"])
     out = x.new_empty(rows, rows)
     args = x, out, *x.shape, *x.stride(), *(factors or (0.0, 1.0))

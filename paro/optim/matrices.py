@@ -78,7 +78,7 @@ class MuonStep:
         self.rounds = deal(tuple(matrices), places.number)
 
     def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
-        """Yields the number of each unit as soon as all its matrices are updated.
+        """Yield the number of each unit as soon as all its matrices are updated.
 
         Gradients, times `factor`, are undefined afterwards.
         """
@@ -99,7 +99,7 @@ class MuonStep:
             yield from self._apply(last, lr, weight_decay, left)
 
     def _gather(self, dealt: Round, factor: float, step: int) -> _Moving:
-        """Updates the momentum of a round's matrices, and queues the all-to-all of the result."""
+        """Update the momentum of a round's matrices, and queues the all-to-all of the result."""
         moving, place = _Moving(dealt), self._exchange.place
         for each, low, high in self._held(dealt):
             read = self._momentum(each.matrix, low, high, factor, step)
@@ -128,7 +128,7 @@ class MuonStep:
         return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 
     def _scatter(self, moving: _Moving) -> _Moving:
-        """Waits for a round's matrix, and queues the all-to-all of its update."""
+        """Wait for a round's matrix, and queues the all-to-all of its update."""
         assert moving.event is not None, "the all-to-all was not queued"
         self._exposure.wait(WaitKind.REDUCE, moving.event)
         back = _Moving(moving.dealt)
@@ -149,7 +149,7 @@ class MuonStep:
     def _apply(
         self, back: _Moving, lr: float, weight_decay: float, left: dict[int, int]
     ) -> Iterator[int]:
-        """Updates the masters of a round's matrices."""
+        """Update the masters of a round's matrices."""
         assert back.event is not None, "the all-to-all was not queued"
         self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)
         for each, low, high in self._held(back.dealt):
@@ -164,7 +164,7 @@ class MuonStep:
                 yield each.matrix.unit
 
     def _held(self, dealt: Round) -> Iterator[tuple[Dealt, int, int]]:
-        """A round's matrices of which this place holds elements [low, high), with these."""
+        """Yield a round's matrices of which this place holds elements [low, high), with these."""
         for each in dealt:
             for holder, low, high in self._places.parts(each.matrix):
                 if holder == self._exchange.place:
@@ -176,7 +176,7 @@ class MuonStep:
 
 
 def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
-    """Elements [low, high) of a matrix in this rank's optimizer range."""
+    """Return elements [low, high) of a matrix in this rank's optimizer range."""
     begin = matrix.start - unit.optim_start
     return slice(begin + low, begin + high)
 
@@ -198,7 +198,7 @@ def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_to
 
 
 def _has_bf16_matmuls(device: torch.device) -> bool:
-    """Whether it multiplies bf16 by instructions of its own, not in fp32."""
+    """Return whether it multiplies bf16 by instructions of its own, not in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -210,7 +210,7 @@ def newton_schulz(
     dtype: torch.dtype = torch.float32,
     square: Square = square_by_torch,
 ) -> Tensor:
-    """The matrix in `dtype` after one step for each coefficients."""
+    """Return the matrix in `dtype` after one step for each coefficients."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix
     x = x.to(torch.promote_types(x.dtype, dtype))  # divided in the wider type, rounded once

@@ -42,7 +42,7 @@ class MuonKernels(NamedTuple):
 
 
 def momentum_by_torch(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Tensor:
-    """Updates momentum in place; returns what Newton-Schulz reads."""
+    """Update momentum in place; return what Newton-Schulz reads."""
     config, factor, read_as, rounding, step = update
     grad = grad.float() * factor
     momentum = kept.float().lerp_(grad, 1.0 - config.muon_momentum)
@@ -54,7 +54,7 @@ def momentum_by_torch(kept: Tensor, grad: Tensor, update: MomentumUpdate) -> Ten
 
 
 def square_by_torch(x: Tensor, factors: tuple[float, float] | None = None) -> Tensor:
-    """Computes `x @ x.T`; with factors (b, c), of a symmetric `x`, `b * x + c * x @ x`."""
+    """Compute `x @ x.T`; with factors (b, c), of a symmetric `x`, `b * x + c * x @ x`."""
     if factors is None:
         return x @ x.mT
     return torch.addmm(x, x, x, beta=factors[0], alpha=factors[1])
@@ -65,7 +65,7 @@ BY_TORCH = MuonKernels(momentum_by_torch, square_by_torch)
 
 @cache
 def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
-    """Returns how Muon's momentum is updated and how matrices in bf16 are squared.
+    """Return how Muon's momentum is updated and how matrices in bf16 are squared.
 
     By Triton, unless --adam-implementation names another, where small ones work.
     """
@@ -83,7 +83,7 @@ def choose_muon_kernels(name: str, device: torch.device) -> MuonKernels:
 
 
 def _compare(kernels: MuonKernels, device: torch.device) -> None:
-    """Raises `RuntimeError` unless results are torch's to rounding, and products symmetric."""
+    """Raise `RuntimeError` unless results are torch's to rounding, and products symmetric."""
     x = torch.linspace(-3.0, 3.0, 130 * 70, device=device).sin_().view(130, 70).bfloat16()
     rounding = Rounding(seed=0, name="", low=0, width=7, stride=9, start=2)
     found = []

@@ -100,7 +100,8 @@ class UnitOptimizer:
         ]
 
     def _ranges(self, seed: int | None) -> Iterator[tuple[slice, bool, Rounding | None]]:
-        """The parts that AdamW updates apart, whether their weights decay, how they are rounded.
+        """Yield the parts that AdamW updates apart, whether their weights decay, how they are
+        rounded.
 
         With a `seed`, moments are rounded: a part for every parameter.
         """
@@ -139,12 +140,12 @@ class UnitOptimizer:
             unit.encode_update(self.master)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Sets the number of updates in the moments, for bias correction."""
+        """Set the number of updates in the moments, for bias correction."""
         for _, _, adamw in self._adamws:
             adamw.set_num_steps(num_steps)
 
     def write_params(self) -> None:
-        """Copies the master to the parameter shard, which is to be all-gathered."""
+        """Copy the master to the parameter shard, which is to be all-gathered."""
         if not self.master_is_param:
             self.unit.optim_param.copy_(self.master)
 
@@ -155,7 +156,7 @@ class UnitOptimizer:
         return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 
     def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
-        """The states, each with the boxes that have it, where it begins, and its values."""
+        """Yield the states, each with the boxes that have it, where it begins, and its values."""
         unit, start, first = self.unit, self.unit.optim_start, self.num_muon
         yield PARAM, unit.layout, start, self.master
         of_muon = self.muon_boxes
@@ -215,7 +216,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
-        """Initializes parameters, `frozen` ones too; a rank makes only the values that it holds."""
+        """Initialize parameters, `frozen` ones too; a rank makes only the values that it holds."""
         masters = {part.unit: part for part in self._parts}
         for unit in self.model.units:
             if not (frozen or unit.trainable):
@@ -269,7 +270,7 @@ class ParoOptimizer:
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_norm: float, unscale: float) -> None:
-        """Updates with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
+        """Update with gradients times `unscale`, whose global norm is `grad_norm`, clipped."""
         assert math.isfinite(grad_norm), f"a step with gradient norm {grad_norm} must be skipped"
         factor = unscale
         if self.config.clip_grad > 0.0:
@@ -283,7 +284,8 @@ class ParoOptimizer:
     def _in_order(
         self, *, lr: float, weight_decay: float, factor: float
     ) -> Iterator[UnitOptimizer]:
-        """The units, each bucket of them after Muon has updated this rank's matrices in it."""
+        """Yield the units, each bucket of them after Muon has updated this rank's matrices
+        in it."""
         yield from (part for part in self._parts if not part.muon_boxes)
         of_unit = {part.unit: part for part in self._parts}
         for muon in self.muons:
@@ -346,11 +348,12 @@ class ParoOptimizer:
     # Memory #
 
     def model_state_bytes(self) -> int:
-        """Bytes of this rank's persistent parameters, gradients, master parameters and moments."""
+        """Return bytes of this rank's persistent parameters, gradients, master parameters and
+        moments."""
         return sum(self.state_bytes().values())
 
     def state_bytes(self) -> dict[str, int]:
-        """The bytes of `model_state_bytes` by kind of state."""
+        """Return the bytes of `model_state_bytes` by kind of state."""
         units = self.model.units
         return {
             "parameters": sum(unit.param_shard.nbytes for unit in units),

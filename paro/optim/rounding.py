@@ -52,14 +52,14 @@ class Rounding:
         )
 
     def keys(self, step: int) -> tuple[int, int]:
-        """Two keys for the hash of a step, as signed 32-bit numbers."""
+        """Return two keys for the hash of a step, as signed 32-bit numbers."""
         text = f"{self.seed} {step} {self.name}".encode()
         digest = blake2b(text, digest_size=8).digest()
         first, second = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4))
         return _signed(first), _signed(second)
 
     def bits(self, begin: int, end: int, step: int, device: torch.device) -> Tensor:
-        """32 random bits for each of the elements [begin, end) of the piece."""
+        """Return 32 random bits for each of the elements [begin, end) of the piece."""
         first, second = self.keys(step)
         at = torch.arange(self.low + begin, self.low + end, device=device)
         if self.width != self.stride:
@@ -76,7 +76,7 @@ class Rounding:
 
 
 def round_into(values: Tensor, bits: Tensor, into: Tensor) -> None:
-    """Writes fp32 values, which are overwritten, as bf16: rounded by the low halves of `bits`."""
+    """Write fp32 values, which are overwritten, as bf16: rounded by the low halves of `bits`."""
     words = values.view(torch.int32)
     words += bits & _HALF
     words &= ~_HALF
@@ -84,7 +84,7 @@ def round_into(values: Tensor, bits: Tensor, into: Tensor) -> None:
 
 
 def upper_half(bits: Tensor) -> Tensor:
-    """The upper halves of 32 bits as the low halves."""
+    """Return the upper halves of 32 bits as the low halves."""
     return _shifted(bits, 16)
 
 
@@ -94,6 +94,6 @@ def _shifted(words: Tensor, number: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The signed number of the same 32 bits."""
+    """Return the signed number of the same 32 bits."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word

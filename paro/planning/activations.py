@@ -106,7 +106,7 @@ class Activations:
         return 4 * self.residual
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
-        """The units by name, in forward order."""
+        """Yield the units by name, in forward order."""
         specs = unit_specs(self.config)
         begins = {index: group[0] for group in step.shape.recomputed for index in group}
         yield specs[0].name, self._of_embedding()
@@ -173,7 +173,7 @@ class Activations:
         return found
 
     def _fp8_transients(self, without: Mapping[str, int]) -> dict[str, int]:
-        """The same where operands are cast; weights are counted as cast at every use.
+        """Return the same where operands are cast; weights are counted as cast at every use.
 
         Backward casts a gradient as it is and transposed, and transposes the inputs of weights,
         whose gradients are products that are then copied or added to their buffers.
@@ -208,7 +208,7 @@ class Activations:
         return found | {"before_gradients": before, "in_backward": max(product, inputs)}
 
     def _compiled_backward(self) -> dict[str, int]:
-        """Peak bytes of a compiled block's backward, which is at its most in the MLP.
+        """Return the peak bytes of a compiled block's backward, which is at its most in the MLP.
 
         Gate and up, which are counted as kept, are freed before the first gradient of a weight.
         """
@@ -224,7 +224,8 @@ class Activations:
         return {"before_gradients": max(before, together), "in_backward": max(after, together)}
 
     def _of_adapters(self) -> int:
-        """Peak bytes of a block's adapters, and of their dropout's mask, in the MLP's backward."""
+        """Return the peak bytes of a block's adapters, and of their dropout's mask, in the MLP's
+        backward."""
         lora, size = self.config.lora, self.batch.compute_bytes
         if lora is None or "w_down" not in lora.targets:
             return 0
@@ -291,7 +292,7 @@ class Activations:
         )
 
     def _chunk_of_loss(self) -> tuple[int, int]:
-        """Peak bytes of a chunk of tokens: up to its logits' gradient, and for the weight's.
+        """Return peak bytes of a chunk of tokens: up to its logits' gradient, and for the weight's.
 
         The fp32 logits become probabilities and their gradient in place. Below fp32 the product
         before them, and the gradient after them, are tensors of their own on a CPU; on a GPU Triton
@@ -306,7 +307,7 @@ class Activations:
         return logits + inputs, chunk * vocab_size * size + 2 * inputs
 
     def _summed_loss(self, grad_bytes: int) -> int:
-        """Peak bytes of the loss where the output weight's gradient is summed over chunks.
+        """Return peak bytes of the loss where the output weight's gradient is summed over chunks.
 
         In addition to the buffer, with elements of `grad_bytes`: the sum, if it is not summed
         there, and one chunk's product, which a CPU converts before adding it, unless matmuls write
@@ -321,7 +322,7 @@ class Activations:
         return (4 * numel if sums else 0) + max(before, after)
 
     def _tied_loss(self) -> int:
-        """Peak bytes of the loss in addition to the gradients that it keeps."""
+        """Return the peak bytes of the loss in addition to the gradients that it keeps."""
         before, after = self._chunk_of_loss()
         if self.batch.num_tokens <= self.batch.loss_chunk(self.config):
             return max(before - self._of_vocabulary, after)  # the weight's is computed last
@@ -332,6 +333,6 @@ class Activations:
 
 
 def _attention_widths(config: LlamaConfig) -> tuple[int, int]:
-    """Elements per token of all query heads, and of all key heads."""
+    """Return elements per token of all query heads, and of all key heads."""
     query = config.num_attention_heads * config.kv_channels
     return query, config.num_query_groups * config.kv_channels

@@ -42,7 +42,8 @@ THREAD = "thread"  # the training thread, beside links and comm streams
 
 
 def busy_of(work: Iterable[Queued]) -> Mapping[Hashable, float]:
-    """Seconds for which work keeps links, by name, comm streams and a thread that waits busy."""
+    """Return seconds for which work keeps links, by name, comm streams and a thread that waits
+    busy."""
     busy: defaultdict[Hashable, float] = defaultdict(float)
     for use, phase in ((one.use, phase) for one in work for phase in one.phases):
         for job in phase:
@@ -123,7 +124,7 @@ class CommCosts:
     def _add_copies(
         self, spec: ShardingSpec, queued: dict[Verb, tuple[Queued, ...]]
     ) -> dict[Verb, int]:
-        """Adds what is copied beside the collectives of a trainable buffer; the bytes of codes."""
+        """Add what is copied beside the collectives of a trainable buffer; the bytes of codes."""
         precision, numel = spec.precision, spec.layout.numel
         params, grads, optim = (numel // degree for degree in spec.strategy.degrees)
         wire, accumulate = BYTES_OF[precision.wire], BYTES_OF[precision.accumulate]

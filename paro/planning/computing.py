@@ -76,16 +76,16 @@ class Computing:
         return sum(sum(unit.values()) for unit in self.per_unit)
 
     def attention_seconds(self, unit: int) -> float:
-        """Time of a forward of a block's attention, without its products with weights."""
+        """Return time of a forward of a block's attention, without its products with weights."""
         recomputed = unit in chain.from_iterable(self.step.shape.recomputed)
         return self._seconds(self._attention_flops(recomputed))
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Time of memory-bound work that reads and writes this many bytes."""
+        """Return the time of memory-bound work that reads and writes this many bytes."""
         return num_bytes / self.device.memory_bytes_per_second
 
     def collect_seconds(self, strategy: Strategy, precision: PrecisionConfig, numel: int) -> float:
-        """Time to collect gradients, one by one, in the training thread.
+        """Return the time to collect gradients, one by one, in the training thread.
 
         Where weights rotate, to add them to the received sums, and complete sums to the
         accumulator. The first rank of a pass writes its gradients without reading the buffer's old
@@ -139,7 +139,8 @@ class Computing:
         return forward, backward
 
     def _times(self, index: int, parts: Sequence[PartSpec], recomputed: bool) -> UnitSeconds:
-        """The times of a unit as a whole, or of a part in slices; a block begins with attention."""
+        """Return the times of a unit as a whole, or of a part in slices; a block begins with
+        attention."""
         shape, method = self.step.shape, parts[0].method
         more, more_back = self._of_slices(index)
         reached = index >= shape.first_trained  # by backward
@@ -177,7 +178,8 @@ class Computing:
 
 
 def coding_seconds(device: Device, num_bytes: float) -> float:
-    """Time to encode or decode with this memory traffic, at the machine file's rate if any."""
+    """Return the time to encode or decode with this memory traffic, at the machine file's rate
+    if any."""
     rate = device.coding_bytes_per_second
     if rate is None:
         share = 1.0 if device.cores is None else _CODING_SHARE
@@ -186,7 +188,7 @@ def coding_seconds(device: Device, num_bytes: float) -> float:
 
 
 def device_of(machine: Machine) -> Device:
-    """The device of a machine; `UserError` if its file has none."""
+    """Return the device of a machine; `UserError` if its file has none."""
     if machine.device is None:
         raise UserError(
             f"machine {machine.name}: device is missing, which planning needs: add an object with "

@@ -54,7 +54,7 @@ class ContextCosts:
         return AttentionOfBlocks(config=self.computing.model, trained=self.trained)
 
     def attended(self, move: Move) -> tuple[tuple[Attending, float], ...]:
-        """The passes over attention that an action makes, and the compute time of each."""
+        """Return the passes over attention that an action makes, and the compute time of each."""
         verb, number, *_ = move
         whole = self.computing.per_unit[number].get(verb, 0.0)
         passes = self._blocks.passes(move) if whole else ()
@@ -64,7 +64,7 @@ class ContextCosts:
         return tuple((one, one.num_forwards * forward) for one in passes)
 
     def program(self, move: Move, whole: Compute, name: str) -> Program:
-        """Computes for an action; attention, which may wait for other ranks, is nearest the input.
+        """Compute for an action; attention, which may wait for other ranks, is nearest the input.
 
         So it comes first in forward, and last in backward.
         """

@@ -99,7 +99,7 @@ class AttentionOfBlocks:
     trained: frozenset[str]  # names of parameters
 
     def passes(self, move: Move) -> tuple[Attending, ...]:
-        """Returns the passes of attention in an action; none if it computes with no block."""
+        """Return the passes of attention in an action; none if it computes with no block."""
         verb, number, *_ = move
         if not 0 < number <= self.config.num_layers:  # the embedding is unit 0
             return ()
@@ -210,7 +210,7 @@ class Attention:
         return self._gathered(kind) if gathers else self._turned(kind)
 
     def _gathered(self, kind: Attending) -> Pass:
-        """Keys and values of all places by a collective."""
+        """Return keys and values of all places by a collective."""
         layout, messages = self.batch.context, self._messages
         span, own = layout.ring_span(self.topology), 1 / layout.ring
         keys = Send("keys", (Message(Op.ALL_GATHER, span, layout.ring * messages.keys),))
@@ -221,7 +221,7 @@ class Attention:
         return keys, now, "keys", 1 - own, Send("grads", (grads,)), own - now, "grads"
 
     def _turned(self, kind: Attending) -> Pass:
-        """Keys and values go round the rings."""
+        """Return keys and values go round the rings."""
         rings = self.batch.context.rings(self.topology)
         inner, outer = (partial(self._hops, span) for span in rings)
         steps, turns = (math.prod(axis.size for axis in span) for span in rings)
@@ -262,7 +262,7 @@ class Attention:
         )
 
     def _hops(self, span: AxisSpan, keys: int, sums: int, part: float = 1.0) -> tuple[Message, ...]:
-        """Keys and values, and sums of their gradients, to the next rank."""
+        """Return keys and values, and sums of their gradients, to the next rank."""
         messages = self._messages
         return tuple(
             Message(To.NEXT, span, round(num_bytes // messages.pieces * part), times)
@@ -278,7 +278,7 @@ def context_traffic(
     world_size: int,
     sender: Sender,
 ) -> Sent:
-    """Bytes that a rank sends for attention in these actions."""
+    """Return bytes that a rank sends for attention in these actions."""
     if batch.context.size == 1:
         return Sent()
     own = batch.context.topology(world_size=world_size, group_size=sender.group_size)
@@ -300,7 +300,7 @@ def _sent(message: Message, sender: Sender) -> Sent:
 
 
 def travelling_bytes(config: LlamaConfig, batch: MicroBatch) -> int:
-    """Allocated at most in attention's backward where keys and values travel.
+    """Return allocated at most in attention's backward where keys and values travel.
 
     The gradient of its output; those of queries, summed in fp32 and of one part; those of a part's
     keys and values; and keys and values that move, with their gradients' sums in fp32.

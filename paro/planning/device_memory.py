@@ -77,7 +77,7 @@ class DeviceMemory:
         return self.reserved + self.communicators + self.context
 
     def parts(self) -> dict[str, int]:
-        """The parts of the total by name, in bytes."""
+        """Return the parts of the total by name, in bytes."""
         return {
             **self.allocations.parts(),
             "buffers of collectives": self.buffers,
@@ -92,7 +92,8 @@ class DeviceMemory:
         return max(self.parts().items(), key=lambda part: part[1])[0]
 
     def describe(self) -> str:
-        """One line with all parts that are not 0, in GB, or in MB if the total is below 1 GB."""
+        """Return one line with all parts that are not 0, in GB, or in MB if the total is below 1
+        GB."""
         unit, scale = ("GB", 1e9) if self.total >= 1e9 else ("MB", 1e6)
         listed = ", ".join(
             f"{name} {size / scale:.1f}" for name, size in self.parts().items() if size
@@ -151,7 +152,7 @@ def communication_of(
 
 
 def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
-    """Bytes of a rank's buffers of collectives; under gloo they are not counted."""
+    """Return bytes of a rank's buffers of collectives; under gloo they are not counted."""
     largest: dict[tuple[str, Use, AxisSpan], int] = {}
     names, pieces = choice.names, choice.pieces
     if pieces is None:
@@ -175,7 +176,8 @@ def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: Algorithm
 
 
 def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
-    """Bytes of a rank's buffers of codes: of all updates, and of the largest unit's gradients.
+    """Return bytes of a rank's buffers of codes: of all updates, and of the largest unit's
+    gradients.
 
     With error feedback also what the codes of all gradients have lost.
     """
@@ -193,7 +195,7 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
 
 
 def pipeline_bytes(one: Collective, pieces: int) -> int:
-    """The buffers of a pipeline for a collective: its slots, and one whole piece."""
+    """Return the buffers of a pipeline for a collective: its slots, and one whole piece."""
     numel = one.numel // one.num_shards
     ranges = cut_evenly(numel, min(pieces, max(1, numel // ALIGN)), ALIGN)
     piece = max(stop - start for start, stop in ranges) * one.itemsize

@@ -86,7 +86,8 @@ class _Entry(NamedTuple):
 def step_lines(
     tally: StepTally, num_micro_batches: int, sender: Sender, *, other_bytes: int
 ) -> Iterator[str]:
-    """The last micro-batch of a step, its end and the update; then what the others do otherwise.
+    """Yield the last micro-batch of a step, its end and the update; then what the others do
+    otherwise.
 
     Bytes are those that the `sender`, rank 0, sends; `other_bytes` are alive throughout, in
     addition to the model states.
@@ -170,7 +171,7 @@ class _Follower:
         self._in_flight: set[tuple[Verb, int]] = set()
 
     def follow(self, stretches: Pass) -> list[_Entry]:
-        """The stretches of a pass, without those that have no effect."""
+        """Return the stretches of a pass, without those that have no effect."""
         entries = []
         for stretch in filter(None, stretches):
             computing = [action for action in stretch if action[0] >= Verb.FORWARD]
@@ -183,7 +184,7 @@ class _Follower:
         return entries
 
     def _of(self, action: Move) -> tuple[int, str, bool]:
-        """The unit of an action, the name of what it is about, and whether that trains."""
+        """Return the unit of an action, the name of what it is about, and whether that trains."""
         verb, number, *which = action
         buffer = self.step.buffers[self.step.buffer_of(action)]
         unit, trains, index = buffer
@@ -218,7 +219,7 @@ class _Follower:
             yield _Row(key, unit - index, words, (text, *moved, stream, *alive))
 
     def _sent(self, action: Move) -> Iterator[tuple[str, str, Sent]]:
-        """The collectives of an action: words, comm stream, and what a rank sends."""
+        """Yield the collectives of an action: words, comm stream, and what a rank sends."""
         verb, number, *_ = action
         if verb >= Verb.FORWARD:
             return
@@ -231,13 +232,13 @@ class _Follower:
             yield _SENT[verb, one.op, one.is_coded], f"{use.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
-        """An axis by its links, and by its degrees if others have such links too."""
+        """Return an axis by its links, and by its degrees if others have such links too."""
         alike = [other for other in self.topology.axes if other.link is axis.link]
         degrees = f" {axis.inner}-{axis.outer}" if len(alike) > 1 else ""
         return f"{_WHERE[axis.link]}{degrees}"
 
     def lines_of(self, what: str, entries: Sequence[_Entry]) -> Iterator[Cells]:
-        """The lines of a pass; an action alone has no heading."""
+        """Yield the lines of a pass; an action alone has no heading."""
         for first, same in _merged(entries):
             rows = [row for entry in first for row in entry.rows]
             more = same[0].alive - first[0].alive if same else 0

@@ -35,7 +35,8 @@ class StepCounts:
         return sum(unit.trainable_numel for unit in self.units)
 
     def buffer_of(self, move: Move) -> int:
-        """The buffer that an action is about; the first one with which a computing one computes."""
+        """Return the buffer that an action is about; the first one with which a computing one
+        computes."""
         verb, number, *which = move
         if verb < Verb.FORWARD:
             return number

@@ -24,7 +24,7 @@ class PartActivations(Activations):
     """What the parts of a model keep and need in a micro-batch, in bytes."""
 
     def of_step(self, step: StepCounts) -> Iterator[tuple[str, UnitActivations]]:
-        """The parts by name, in forward order."""
+        """Yield the parts by name, in forward order."""
         shape = step.shape
         mlp = self.residual + 2 * self.ffn
         needed = {"attention": self.of_block - mlp, "mlp": mlp}

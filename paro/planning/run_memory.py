@@ -48,24 +48,25 @@ class RunMemory:
         )
     )
     def units(self, plan: RunPlan) -> tuple[Unit, ...]:
-        """The units of a plan."""
+        """Return the units of a plan."""
         return units_of_run(plan)
 
     @cached_by(lambda plan: plan.step_kind)
     def step(self, plan: RunPlan) -> StepCounts:
-        """The actions of a step."""
+        """Return the actions of a step."""
         units = self.units(plan)
         shape = shape_of_run(plan, units)
         return StepCounts(shape=shape, units=units, updated_ahead=plan.updated_ahead)
 
     def sender(self, plan: RunPlan, rank: int | None = None) -> Sender:
-        """A rank as it sends under a plan; None: the mean of all ranks."""
+        """Return a rank as it sends under a plan; None: the mean of all ranks."""
         by_nccl = plan.device_type == "cuda"
         choice = choice_of(plan.collective, self._machine, by_nccl=by_nccl)
         return Sender(group_size=plan.group_size, rank=rank, choice=choice)
 
     def sent(self, plan: RunPlan, num_micro_batches: int, rank: int | None = None) -> Sent:
-        """Bytes that a rank sends in a step of so many micro-batches; None: the mean of all."""
+        """Return bytes that a rank sends in a step of so many micro-batches; None: the mean
+        of all."""
         step, sender = self.step(plan), self.sender(plan, rank)
         specs = plan.specs(step.units)
         states = traffic_of(step.of_step(num_micro_batches), specs, sender)
@@ -119,7 +120,7 @@ class RunMemory:
         )
     )
     def communication(self, plan: RunPlan) -> Communication:
-        """The process groups and buffers of a plan."""
+        """Return the process groups and buffers of a plan."""
         by_nccl = plan.device_type == "cuda"
         names: tuple[str, ...] = (plan.collective,)
         if plan.collective == "auto":

@@ -62,7 +62,7 @@ class Sender:
     choice: AlgorithmChoice = NATIVE
 
     def sent(self, collectives: Iterable[Collective]) -> Sent:
-        """Bytes that it sends for collectives."""
+        """Return bytes that it sends for collectives."""
         return sum((each for one in collectives for each in self._messages(one)), Sent())
 
     def _messages(self, one: Collective) -> Iterator[Sent]:
@@ -79,7 +79,7 @@ class Sender:
                 yield self.message(to, part, size)
 
     def message(self, to: To, span: AxisSpan, num_bytes: int) -> Sent:
-        """Bytes that it sends for a message of so many bytes along a span."""
+        """Return bytes that it sends for a message of so many bytes along a span."""
         inner, size = span[0].inner, span[-1].outer // span[0].inner
         inside = min(size, max(1, self.group_size // inner))  # of its ranks, in one group
         if to is To.EACH:
@@ -95,7 +95,7 @@ class Sender:
 
 
 def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender: Sender) -> Sent:
-    """Bytes that a rank sends for the actions of a step, each of which comes so often.
+    """Return bytes that a rank sends for the actions of a step, each of which comes so often.
 
     The all-gather of updated parameters is lazy: a step gathers what the previous one updated. So
     the first step of a run sends less.
@@ -111,7 +111,8 @@ def traffic_of(moves: Mapping[Move, int], specs: Sequence[ShardingSpec], sender:
 
 
 def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
-    """Bytes that a rank sends in a step to make Muon's matrices whole, and to spread the result.
+    """Return bytes that a rank sends in a step to make Muon's matrices whole, and to spread the
+    result.
 
     Ranks send different amounts: without `rank` it is their mean.
     """

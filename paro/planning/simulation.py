@@ -97,7 +97,7 @@ class _Work:
         return f"{self.part.name} {self.of}".strip()
 
     def blocker(self) -> _Work:
-        """The unfinished work at the start of the chain that this one waits for."""
+        """Return the unfinished work at the start of the chain that this one waits for."""
         pending = next((work for work in self.after if not work.done), None)
         return self if pending is None else pending.blocker()
 
@@ -149,7 +149,7 @@ class Simulation:
         self._joint: dict[int, _Work] = {}  # by their number, which all actors give them
 
     def run(self) -> float:
-        """Runs all programs; returns the time at which the last one ends."""
+        """Run all programs; return the time at which the last one ends."""
         for actor in self.actors:
             self._advance(actor)
         while not all(actor.finished for actor in self.actors):
@@ -157,7 +157,7 @@ class Simulation:
         return self.now
 
     def _queue(self, actor: Actor, request: Queue) -> None:
-        """Queues each phase of a request after the one before."""
+        """Queue each phase of a request after the one before."""
         works = actor.queued.get(request.after, ())
         for part in request.parts:
             for phase in part.phases:
@@ -168,7 +168,7 @@ class Simulation:
         actor.queued[request.key] = works
 
     def _submit(self, actor: Actor, work: _Work) -> _Work:
-        """Queues a job in an actor's stream; a joint one is the same for all actors."""
+        """Queue a job in an actor's stream; a joint one is the same for all actors."""
         job, speed = work.job, actor.speed
         work.left = job.seconds / (speed.inter if job.inter else speed.intra if job.intra else 1.0)
         actor.num_jobs += 1
@@ -189,7 +189,7 @@ class Simulation:
         return work
 
     def _start_if_ready(self, work: _Work) -> None:
-        """Starts work that is first in all of its streams, and among its actors' launches."""
+        """Start work that is first in all of its streams, and among its actors' launches."""
         actors = [self.actors[index] for index in work.submitted]
         if work.running or len(actors) < work.members or not all(w.done for w in work.after):
             return
@@ -208,7 +208,7 @@ class Simulation:
                 self._start_if_ready(launches[0])
 
     def _advance(self, actor: Actor) -> None:
-        """Runs a program until it computes or has to wait."""
+        """Run a program until it computes or has to wait."""
         for request in actor.program:
             if isinstance(request, Compute):
                 seconds = request.seconds / actor.speed.compute
@@ -226,7 +226,7 @@ class Simulation:
         actor.finished = True
 
     def _step(self) -> None:
-        """Advances to the next end of a computation or of a job."""
+        """Advance to the next end of a computation or of a job."""
         self._set_rates()
         computing = [actor for actor in self.actors if actor.computing is not None]
         for actor in computing:
@@ -278,7 +278,7 @@ class Simulation:
         return speed / self._slowed[min(running, len(self._slowed) - 1)]
 
     def _blocking_kind(self, actor: Actor) -> str:
-        """The kind of the first unfinished work that an actor needs."""
+        """Return the kind of the first unfinished work that an actor needs."""
         blocker = actor.waiting[0].blocker()
         queue = actor.streams[blocker.part.use, blocker.job.stream]
         return (queue[0] if queue else blocker).part.kind

@@ -146,7 +146,8 @@ class StepCosts:
     # Lower bound #
 
     def least_seconds(self) -> float:
-        """Lower bound of a step's time: no schedule beats its compute time or its link loads."""
+        """Return the lower bound of a step's time: no schedule beats its compute time or its link
+        loads."""
         update = self.update_seconds(self.counts.num_trained) + self.muon_seconds
         begin, end = map(self._exposed, self.counts.ends)
         first, then, back, last = self.counts.passes
@@ -163,7 +164,8 @@ class StepCosts:
     def _least(
         self, counts: Counts, *, forwards: int = 0, backwards: int = 0, more: float = 0.0
     ) -> float:
-        """The least seconds of so many passes that queue this; the thread takes some `more`."""
+        """Return the least seconds of so many passes that queue this; the thread takes
+        some `more`."""
         busy = self.busy(counts)
         forward, collecting = self.computing.forward_seconds, self.counts.num_trained
         backward = self.computing.seconds - forward + self.collect_seconds(collecting)
@@ -175,7 +177,8 @@ class StepCosts:
         return max(busy.values())
 
     def busy(self, counts: Counts) -> defaultdict[Hashable, float]:
-        """Seconds for which what is counted keeps links and comm streams busy, and the thread."""
+        """Return seconds for which what is counted keeps links and comm streams busy, and the
+        thread."""
         found: defaultdict[Hashable, float] = defaultdict(float)
         for move, count in counts.items():
             verb, number, *_ = move

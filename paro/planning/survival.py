@@ -47,7 +47,7 @@ def survival(strategy: Strategy, *, world_size: int, ranks_per_node: int) -> Sur
 
 
 def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:
-    """Raises `UserError` unless some node is left when `survive` are lost."""
+    """Raise `UserError` unless some node is left when `survive` are lost."""
     num_nodes = -(-world_size // ranks_per_node)
     if 0 < num_nodes <= survive:
         raise UserError(
@@ -58,7 +58,7 @@ def check_nodes(survive: int, world_size: int, ranks_per_node: int) -> None:
 
 @cache
 def _fewest_nodes(degree: int, world_size: int, ranks_per_node: int) -> int:
-    """The nodes that hold a shard at `degree`, of the shard that fewest nodes hold."""
+    """Return the nodes that hold a shard at `degree`, of the shard that fewest nodes hold."""
     return min(
         len({rank // ranks_per_node for rank in range(shard, world_size, degree)})
         for shard in range(degree)

@@ -67,7 +67,7 @@ class MemorySnapshot(NamedTuple):
         return self.states + whole + self.slices + self.casts + self.activations + self.transient
 
     def parts(self) -> dict[str, int]:
-        """The parts of the total by name, in bytes."""
+        """Return the parts of the total by name, in bytes."""
         whole = {"whole parameters": self.whole_params, "whole gradients": self.whole_grads}
         return {
             "model states": self.states,
@@ -120,7 +120,7 @@ class StepTally:
         return sum(self.now.values())
 
     def alive(self, now: MemorySnapshot) -> dict[str, int]:
-        """Bytes at a point, by column; the total with the model states and what computes."""
+        """Return bytes at a point, by column; the total with the model states and what computes."""
         held = {"params": now.whole_params + now.casts, "grads": now.whole_grads}
         if self.run.materialize.rotates:
             held = {"slices": now.slices}
@@ -149,7 +149,7 @@ class StepTally:
         return registered_room(self.run, self.step.units)
 
     def carry_out(self, move: Move) -> MemorySnapshot | None:
-        """Follows an action; what is alive, without model states, if it computes or copies."""
+        """Follow an action; what is alive, without model states, if it computes or copies."""
         verb, number, *slots = move
         if verb >= Verb.FORWARD:
             return self._compute(verb, number)

@@ -43,7 +43,7 @@ class Timeline:
 
 
 def simulate(costs: StepCosts, *, record: bool = False) -> Timeline:
-    """Simulates one step; `record` keeps the activities of all streams, for every micro-batch."""
+    """Simulate one step; `record` keeps the activities of all streams, for every micro-batch."""
     count = costs.num_micro_batches
     if count > _MAX_SIMULATED and not record:
         shorter, longer = (simulate(replace(costs, num_micro_batches=n)) for n in (2, 3))

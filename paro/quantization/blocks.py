@@ -33,7 +33,7 @@ def encode(
     transforms: bool = False,
     error: Tensor | None = None,
 ) -> None:
-    """Writes the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`.
+    """Write the codes and scales of `values` - `minus`, 1-D tensors, to the bytes `out`.
 
     `transforms`: of their Hadamard transforms; with `error`, of these plus the error of earlier
     calls. `error` has `error_bytes(values.numel())` bytes, at first 0: the moving average of what
@@ -46,7 +46,7 @@ def encode(
 
 
 def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = False) -> None:
-    """Writes the values of the bytes `encoded` to the 1-D `out`, or adds them in float32."""
+    """Write the values of the bytes `encoded` to the 1-D `out`, or add them in float32."""
     kernels = choose_kernels(out.device).module
     run = _decode if kernels is None else kernels.decode
     run(encoded, form, out, adds=adds)
@@ -55,7 +55,7 @@ def decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool = Fals
 def split_encoded(
     payload: Tensor, codes: RangeCodes, start: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The scales and codes of the range at `start`, and its uncoded elements, of `dtype`."""
+    """Return the scales and codes of the range at `start`, and its uncoded elements, of `dtype`."""
     assert dtype.itemsize == codes.uncoded_bytes, f"{dtype} is not of {codes.uncoded_bytes} bytes"
     coded = codes.num_coded(start)
     cut = codes.form.num_bytes(coded)
@@ -89,7 +89,7 @@ def choose_kernels(device: torch.device) -> Chosen:
 
 
 def _compare(kernels: ModuleType, device: torch.device) -> None:
-    """`RuntimeError` unless codes and values have the bits of torch's operations."""
+    """Raise `RuntimeError` unless codes and values have the bits of torch's operations."""
     numel = 5000
     values = torch.linspace(-40.0, 40.0, numel, device=device).sin_()
     # The interpreter does not round to bf16.
@@ -148,7 +148,7 @@ def _decode(encoded: Tensor, form: BlockFormat, out: Tensor, *, adds: bool) -> N
 
 
 def hadamard(values: Tensor) -> Tensor:
-    """The Hadamard transforms of every 32 elements of a float32 tensor, zeros appended.
+    """Return the Hadamard transforms of every 32 elements of a float32 tensor, zeros appended.
 
     Not normalized: applied twice it gives 32 times the values. A single large value, which would
     set the scale of its block alone, is spread over 32.
@@ -181,7 +181,7 @@ def _part(encoded: Tensor, form: BlockFormat, numel: int, begin: int, end: int) 
 
 
 def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
-    """Encodes one chunk of float32 values, of which only the padded codes of a block are kept."""
+    """Encode one chunk of float32 values, of which only the padded codes of a block are kept."""
     blocks = _in_blocks(values, form.block)
     largest = blocks.abs().amax(1)
     # By a tensor: on a GPU torch divides by a number by multiplying with its reciprocal.
@@ -193,7 +193,7 @@ def _write(values: Tensor, form: BlockFormat, part: _Part) -> None:
 
 
 def _read(part: _Part, form: BlockFormat, numel: int) -> Tensor:
-    """The first `numel` float32 values of one chunk, in memory of their own."""
+    """Return the first `numel` float32 values of one chunk, in memory of their own."""
     blocks = _in_blocks(_unpack(part.codes, form), form.block)
     blocks *= part.scales[:, None]
     return blocks.view(-1)[:numel]
@@ -205,13 +205,13 @@ def _chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _in_blocks(values: Tensor, block: int) -> Tensor:
-    """The values as rows of `block` elements, with zeros appended."""
+    """Return the values as rows of `block` elements, with zeros appended."""
     padded = pad(values, (0, -values.numel() % block))
     return padded.view(padded.numel() // block, block)
 
 
 def _pack(levels: Tensor, form: BlockFormat, out: Tensor) -> None:
-    """Writes whole numbers from -top to top to the bytes `out`; both signs are stored."""
+    """Write whole numbers from -top to top to the bytes `out`; both signs are stored."""
     packed = (levels + (form.top + 1)).to(torch.uint8)
     if form.bits == 4:
         packed = packed[0::2] | packed[1::2] << 4

@@ -36,7 +36,7 @@ class BlockFormat:
         return _SCALE_BYTES * self.num_blocks(numel)
 
     def num_bytes(self, numel: int) -> int:
-        """The bytes of `numel` encoded elements."""
+        """Return the bytes of `numel` encoded elements."""
         return self.scale_bytes(numel) + padded(numel) * self.bits // 8
 
 
@@ -44,10 +44,10 @@ ERROR_FORM = BlockFormat(bits=8, block=128)  # of what codes of gradients have l
 
 
 def padded(numel: int) -> int:
-    """The number of codes of `numel` elements."""
+    """Return the number of codes of `numel` elements."""
     return -(-numel // PAD) * PAD
 
 
 def error_bytes(numel: int) -> int:
-    """The bytes that remember what codes of `numel` gradients have lost."""
+    """Return the bytes that remember what codes of `numel` gradients have lost."""
     return ERROR_FORM.num_bytes(padded(numel))

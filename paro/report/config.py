@@ -10,7 +10,7 @@ from paro.errors import UserError, check_least
 
 
 def run_record_path(metrics_file: str | Path) -> Path:
-    """The path of the run record next to a metrics file."""
+    """Return the path of the run record next to a metrics file."""
     return Path(f"{metrics_file}.run.json")
 
 
@@ -51,5 +51,5 @@ class ReportConfig:
             raise UserError(f"--peak-tflops {self.peak_tflops} must be a positive number")
 
     def without_records(self) -> ReportConfig:
-        """A copy that prints everything and writes no files or dashboards."""
+        """Return a copy that prints everything and writes no files or dashboards."""
         return replace(self, metrics_file=None, tensorboard_dir=None, wandb_project=None)

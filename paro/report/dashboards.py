@@ -149,7 +149,7 @@ class WeightsAndBiases:
 
 
 def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> Any:
-    """The wandb run `known`, rewound to an iteration if it has values of later ones.
+    """Return the wandb run `known`, rewound to an iteration if it has values of later ones.
 
     Offline nobody knows whether it has; `wandb sync` rewinds it then.
     """
@@ -171,7 +171,7 @@ def _continued(begin: Callable[..., Any], known: str, start_iteration: int) -> A
 
 
 def read_run_id(place: Path | None) -> str | None:
-    """The wandb run id stored by an earlier start of the run; None if there is none."""
+    """Return the wandb run id stored by an earlier start of the run; None if there is none."""
     if place is None or not place.exists():
         return None
     text = read_text(place, max_bytes=_MAX_NAME_CHARS).strip()
@@ -231,7 +231,7 @@ class Dashboards:
         return bool(self._open)
 
     def open(self, flag: str, make: Callable[[], Dashboard]) -> None:
-        """Adds the dashboard that `make` returns, or prints why `flag` has no effect."""
+        """Add the dashboard that `make` returns, or prints why `flag` has no effect."""
         try:
             board = make()
             self._open.append(_Writer(board))
@@ -246,7 +246,7 @@ class Dashboards:
         self._leave_out_failed()
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
-        """Waits until everything is written, for at most `seconds`."""
+        """Wait until everything is written, for at most `seconds`."""
         for writer in self._open:
             writer.close(seconds)
         self._leave_out_failed()
@@ -262,7 +262,7 @@ class Dashboards:
 def open_dashboards(
     config: ReportConfig, log: Log, arguments: Mapping[str, object], *, start_iteration: int = 0
 ) -> Dashboards:
-    """Opens the configured dashboards, on the rank that prints the log line."""
+    """Open the configured dashboards, on the rank that prints the log line."""
     dashboards = Dashboards(log)
     if not log.is_last:
         return dashboards
@@ -280,7 +280,7 @@ def open_dashboards(
 
 
 def check_login(config: ReportConfig, log: Log) -> None:
-    """`UserError` if the rank that writes to Weights & Biases has no API key.
+    """Raise `UserError` if the rank that writes to Weights & Biases has no API key.
 
     Like wandb itself it looks in the environment, wandb's settings and netrc. It contacts no
     server.
@@ -311,5 +311,5 @@ def check_login(config: ReportConfig, log: Log) -> None:
 
 
 def _named(text: str) -> str:
-    """A name of a run or of a figure, as services print and list it."""
+    """Return a name of a run or of a figure, as services print and list it."""
     return one_line(text, _MAX_NAME_CHARS)

@@ -12,7 +12,7 @@ MARK = "earlier_"
 
 
 def next_number(folder: Path, before: str = "") -> int:
-    """Returns the next unused N of the names in a folder that begin with `before` and earlier_N."""
+    """Return the next unused N of the names in a folder that begin with `before` and earlier_N."""
     if not folder.is_dir():
         return 1
     pattern = re.compile(rf"{re.escape(before)}{MARK}(\d{{1,9}})(?!\d)", re.ASCII)
@@ -21,20 +21,20 @@ def next_number(folder: Path, before: str = "") -> int:
 
 
 def earlier_file(path: Path) -> Path:
-    """The unused name under which the file `path` is kept, in the same folder."""
+    """Return the unused name under which the file `path` is kept, in the same folder."""
     before = f"{path.name}."
     return path.with_name(f"{before}{MARK}{next_number(path.parent, before)}")
 
 
 def set_aside(path: Path) -> Path | None:
-    """Renames a file that another one will replace; its new name, or None if there is no file."""
+    """Rename a file that another one will replace; its new name, or None if there is no file."""
     if not path.is_file():
         return None
     return path.rename(earlier_file(path))
 
 
 def set_aside_in(folder: Path, files: Iterable[Path]) -> Path | None:
-    """Moves files below `folder` into its next earlier_N, which it returns; None without files."""
+    """Move files below `folder` into its next earlier_N, which it returns; None without files."""
     found = sorted(files)
     if not found:
         return None

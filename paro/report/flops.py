@@ -51,7 +51,8 @@ _DEVICES = (
 def find_peak(
     device: torch.device, *, compute: str, peak_tflops: float | None, control: Control
 ) -> Peak:
-    """The peak for matmuls in dtype `compute`, with its source as text for the run's first lines.
+    """Return the peak for matmuls in dtype `compute`, with its source as text for the run's first
+    lines.
 
     Collective: the first rank finds it while the others wait, so that a measurement does not share
     its cores and every rank uses the same number.
@@ -68,7 +69,7 @@ def find_peak(
 
 
 def listed_peak(device_name: str, compute: str) -> Peak | None:
-    """The table's peak for a device and a dtype; None if it has none."""
+    """Return the table's peak for a device and a dtype; None if it has none."""
     for row in _DEVICES:
         if re.search(row.pattern, device_name):
             if compute == "bf16" and not row.has_bf16:
@@ -80,7 +81,8 @@ def listed_peak(device_name: str, compute: str) -> Peak | None:
 
 
 def _timed_peak(device: torch.device, compute: str) -> Peak:
-    """The best of a few square matmuls, whose size grows until one runs long enough to time."""
+    """Return the best of a few square matmuls, whose size grows until one runs long enough
+    to time."""
     size, largest = (2048, 8192) if device.type == "cuda" else (256, 4096)
     seconds = _time_matmul(size, device, compute)
     while seconds < 0.02 and size < largest:

@@ -93,12 +93,12 @@ class LiveView:
         self.console.show_cursor(True)  # else it would stay hidden after the run is killed
 
     def show(self, message: str) -> None:
-        """Prints a message above the view."""
+        """Print a message above the view."""
         self._leave_what_is_wrapped()
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def iteration(self, record: IterationRecord, metrics: Metrics, *, seconds_left: float) -> None:
-        """Takes an iteration; `OSError` once the view is closed."""
+        """Take an iteration; `OSError` once the view is closed."""
         if not self._live.is_started:
             raise OSError("the terminal takes no more output")
         if not record.skipped:
@@ -109,7 +109,7 @@ class LiveView:
             self._draw()
 
     def validation(self, found: Validation) -> None:
-        """Takes an evaluation, which the next redraw shows."""
+        """Take an evaluation, which the next redraw shows."""
         name, bits = one_line(found.name.removeprefix("validation-")), found.bits_per_byte
         before = "" if name == "validation" else f"{name} "
         behind = "" if bits is None else f" ({bits:.4f} bits per byte)"
@@ -118,7 +118,7 @@ class LiveView:
         self._held_out[found.name] = text
 
     def begin_below(self) -> None:
-        """Starts the view again below, once: a launcher printed below it at an interrupt.
+        """Start the view again below, once: a launcher printed below it at an interrupt.
 
         It writes as many empty lines as the view has; the next redraw overwrites them.
         """
@@ -128,7 +128,7 @@ class LiveView:
             self._is_below = True
 
     def close(self) -> None:
-        """Draws the last state and leaves it on the terminal; gives the standard streams back."""
+        """Draw the last state and leave it on the terminal; gives the standard streams back."""
         try:
             if self._live.is_started:
                 self._draw()
@@ -142,7 +142,7 @@ class LiveView:
             self._live.update(self.render(*self._latest), refresh=True)
 
     def _leave_what_is_wrapped(self) -> None:
-        """Begins again on an empty screen if the terminal has become narrower.
+        """Begin again on an empty screen if the terminal has become narrower.
 
         It may have wrapped the lines of the view: then nobody knows how many to draw over.
         """
@@ -152,7 +152,8 @@ class LiveView:
         self._width = width
 
     def render(self, record: IterationRecord, metrics: Metrics) -> Panel:
-        """The view after an iteration; without the placement where the terminal is too low."""
+        """Return the view after an iteration; without the placement where the terminal is
+        too low."""
         rows = Table.grid(padding=(0, 2), expand=True)
         rows.add_column(style="bold cyan", no_wrap=True)
         rows.add_column(overflow="fold", ratio=1)

@@ -17,7 +17,7 @@ from paro.text import printable, shown
 def print_line(
     *lines: str, stream: TextIO | None = None, end: str = "\n", whole: bool = False
 ) -> None:
-    """Prints lines to `stream`, by default standard output, and flushes it.
+    """Print lines to `stream`, by default standard output, and flushes it.
 
     They may contain names from files and flags: characters that a terminal would act upon are
     escaped, and long lines are cut. With `whole`, for a text that the user asked for, none is cut.
@@ -35,7 +35,7 @@ def print_line(
 
 
 def _print_elsewhere(*lines: str) -> None:
-    """Prints on standard error or, if that fails, nowhere; standard output is that from then on."""
+    """Print on standard error or, if that fails, nowhere; standard output is that from then on."""
     sys.stdout = sys.stderr
     try:
         print_line(*lines)
@@ -44,7 +44,7 @@ def _print_elsewhere(*lines: str) -> None:
 
 
 def set_logging_level(level: int | None) -> None:
-    """Makes Python's root logger, which libraries log to, print messages from `level` on."""
+    """Make Python's root logger, which libraries log to, print messages from `level` on."""
     if level is not None:
         logging.basicConfig()  # adds a handler if there is none
         logging.getLogger().setLevel(level)
@@ -70,7 +70,7 @@ class Log:
         return self.rank == (0 if self.one_speaker else self.world_size - 1)
 
     def show(self, message: str) -> None:
-        """Prints on every rank that calls it."""
+        """Print on every rank that calls it."""
         try:
             self.write(shown(message))
         except OSError as error:
@@ -78,11 +78,11 @@ class Log:
             _print_elsewhere(lost, message)
 
     def log0(self, message: str) -> None:
-        """Prints on the first rank."""
+        """Print on the first rank."""
         if self.rank == 0:
             self.show(message)
 
     def log_last(self, message: str) -> None:
-        """Prints on the last rank, where scripts look for the log line."""
+        """Print on the last rank, where scripts look for the log line."""
         if self.is_last:
             self.show(message)

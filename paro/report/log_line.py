@@ -13,7 +13,7 @@ _NAME_WIDTH = 48
 
 
 def arguments_block(arguments: Mapping[str, object]) -> str:
-    """All arguments sorted by name, with dots up to one column."""
+    """Return all arguments sorted by name, with dots up to one column."""
     lines = [
         f"  {name} {'.' * (_NAME_WIDTH - len(name))} {value}"
         for name, value in sorted(arguments.items(), key=lambda item: item[0].lower())
@@ -32,7 +32,8 @@ def iteration_line(
     seconds_left: float,
     now: datetime,
 ) -> str:
-    """The log line of an interval; parsers of Megatron's line find every field in its position."""
+    """Return the log line of an interval; parsers of Megatron's line find every field in its
+    position."""
     last = interval[-1]
     fields = [
         f" [{now:%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.train_iters:8d}",
@@ -75,7 +76,7 @@ def perplexity(lm_loss: float) -> float:
 
 
 def validation_block(found: Validation) -> str:
-    """The validation line between two rules."""
+    """Return the validation line between two rules."""
     where = f"iteration {found.iteration}" + (f" on {found.data_set} set" if found.data_set else "")
     line = f" validation loss at {where} | "
     if found.lm_loss is None:

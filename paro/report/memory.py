@@ -17,7 +17,7 @@ _MIB = 2**20
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank so far, in bytes: allocated on CUDA, resident on CPU."""
+    """Return the peak memory of this rank so far, in bytes: allocated on CUDA, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -25,7 +25,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int | None:
-    """The most that the CUDA allocator has held for this rank so far; None on a CPU.
+    """Return the most that the CUDA allocator has held for this rank so far; None on a CPU.
 
     What it holds in addition to what is allocated is kept for reuse, or fragmented.
     """
@@ -33,7 +33,8 @@ def peak_reserved_bytes(device: torch.device) -> int | None:
 
 
 def allocator_bytes(device: torch.device) -> dict[str, int]:
-    """The allocator statistics that Megatron shows in addition to the peak; empty on a CPU."""
+    """Return the allocator statistics that Megatron shows in addition to the peak; empty on
+    a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
@@ -45,7 +46,7 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def resident_bytes(device: torch.device) -> int:
-    """Memory this process already uses: 0 on a GPU; on a CPU, interpreter and libraries."""
+    """Return memory this process already uses: 0 on a GPU; on a CPU, interpreter and libraries."""
     return 0 if device.type == "cuda" else peak_memory_bytes(device)
 
 
@@ -56,7 +57,7 @@ def anonymous_bytes(pages: str) -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Returns freed memory to the system; otherwise Python and glibc keep it."""
+    """Return freed memory to the system; otherwise Python and glibc keep it."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -64,7 +65,7 @@ def give_back_freed_memory() -> None:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that the processes of this host or container can still take; None if not known.
+    """Return memory that the processes of this host or container can still take; None if not known.
 
     What the system says is available, or less if a cgroup (v2) of this process has less left.
     """
@@ -92,7 +93,7 @@ def _left_in_cgroups(root: Path) -> list[int]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The lines `name: 12 kB` or `name 12` of a file; empty if there is none."""
+    """Return the lines `name: 12 kB` or `name 12` of a file; empty if there is none."""
     return {name: int(size) for name, size in re.findall(r"(?m)^(\w+):?\s+(\d+)", _text(path))}
 
 

@@ -47,7 +47,7 @@ class MetricsFile:
             self._stream = place.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
-        """Appends one line and flushes it."""
+        """Append one line and flushes it."""
         values = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in asdict(metrics).items()
@@ -60,7 +60,8 @@ class MetricsFile:
 
 
 def read_lines(path: Path, what: str, say: Callable[[str], None]) -> list[bytes]:
-    """The whole lines of a metrics file, not checked; `say` gets a line about one that is cut.
+    """Return the whole lines of a metrics file, not checked; `say` gets a line about one that is
+    cut.
 
     A run that was killed may leave a part of its last line, and one that goes on is writing it.
     """
@@ -83,7 +84,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _keep_up_to(path: Path, iteration: int, say: Callable[[str], None]) -> None:
-    """Removes the lines after `iteration`; they and the record are kept in files of their own."""
+    """Remove the lines after `iteration`; they and the record are kept in files of their own."""
     flag = f"--metrics-file {path}"
     lines = read_lines(path, flag, say) if path.exists() else []
     with about(suffix=": the file exists and is no metrics file; give another name"):

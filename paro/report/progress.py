@@ -44,7 +44,7 @@ class ProgressFile:
             self._append(_START)
 
     def saved(self, iteration: int, samples: int, *, is_async: bool = False) -> None:
-        """Adds a complete save, or an asynchronous one that still runs during training."""
+        """Add a complete save, or an asynchronous one that still runs during training."""
         if not self._is_open:
             return
         flops = self._flops(samples)
@@ -60,7 +60,7 @@ class ProgressFile:
         )
 
     def finished(self, iteration: int) -> None:
-        """Adds the end of an asynchronous save; called by the thread that saved."""
+        """Add the end of an asynchronous save; called by the thread that saved."""
         if self._is_open:
             self._append(f"Saved async checkpoint\tIteration: {iteration}")
 

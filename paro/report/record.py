@@ -118,7 +118,7 @@ def summarize(
     peak_memory_bytes: int,
     peak_reserved_bytes: int | None = None,
 ) -> Metrics:
-    """Summarizes the iterations since the last logged one.
+    """Summarize the iterations since the last logged one.
 
     Loss and speed are means over the interval, the loss of the iterations that were not skipped and
     NaN if all were; everything else is from the last iteration.
@@ -156,7 +156,7 @@ def summarize(
 
 
 def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
-    """The means by the names of fields; None for what no iteration has measured."""
+    """Return the means by the names of fields; None for what no iteration has measured."""
     found: dict[str, Any] = {}
     for name in seconds[0]:
         measured = [value for own in seconds if (value := own[name]) is not None]

@@ -51,7 +51,7 @@ class Records:
             self.metrics = None
 
     def add(self, write: Callable[[RunRecord], None]) -> None:
-        """Adds to the run's record."""
+        """Add to the run's record."""
         if self.run is None or not self.is_ours():
             return
         try:
@@ -95,7 +95,7 @@ class Report:
         self._to_compare: list[IterationRecord] = []
 
     def start(self, choices: Mapping[str, str]) -> None:
-        """Prints the choices a reader needs to judge the numbers, one per line."""
+        """Print the choices a reader needs to judge the numbers, one per line."""
         facts = self.facts
         lines = {
             **choices,
@@ -112,11 +112,11 @@ class Report:
             self.log.log0(f"> {name}: {text}")
 
     def is_due(self, iteration: int) -> bool:
-        """Whether the given next iteration will be logged; the same on all ranks."""
+        """Return whether the given next iteration will be logged; the same on all ranks."""
         return self._is_first or iteration % self.config.log_interval == 0
 
     def iteration(self, record: IterationRecord) -> None:
-        """Records one iteration; prints and writes if that is due."""
+        """Record one iteration; print and write if that is due."""
         self._interval.append(record)
         self._compare(record)
         due = self.is_due(record.iteration)
@@ -150,7 +150,7 @@ class Report:
         self._is_first = False
 
     def _compare(self, record: IterationRecord) -> None:
-        """Says once, after the first iterations, how far the planner was off."""
+        """Say once, after the first iterations, how far the planner was off."""
         planned, forecast = self.facts.planned, self.forecast
         if planned is None or forecast is None or self._num_seen == COMPARED:
             return
@@ -177,7 +177,7 @@ class Report:
         times: Sequence[RankTimes],
         iterations: int,
     ) -> None:
-        """Prints what all ranks measured since the last line, as far as flags enable it."""
+        """Print what all ranks measured since the last line, as far as flags enable it."""
         config = self.config
         if any(timers):
             option = config.timing_log_option
@@ -193,7 +193,7 @@ class Report:
             self.scalars(slowest, record.iteration, record.consumed_samples)
 
     def validation(self, found: Validation) -> None:
-        """Prints and writes an evaluation."""
+        """Print and write an evaluation."""
         name, loss = found.name, found.lm_loss
         self.log.log_last(validation_block(found))
         self._show(lambda view: view.validation(found))
@@ -207,26 +207,26 @@ class Report:
         self.records.add(lambda run: run.validation(found))
 
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
-        """Writes values to the dashboards."""
+        """Write values to the dashboards."""
         self.dashboards.write(values, iteration=iteration, samples=samples)
 
     def memory(self, *, iteration: int) -> None:
-        """Prints measured and predicted memory, on the first rank."""
+        """Print measured and predicted memory, on the first rank."""
         if self.forecast is not None:
             device, rank = self.device, self.log.rank
             line = memory_line(device, rank=rank, iteration=iteration, forecast=self.forecast)
             self.log.log0(line)
 
     def interrupted(self) -> None:
-        """Keeps the view and a launcher's output at a signal from overwriting each other."""
+        """Keep the view and a launcher's output at a signal from overwriting each other."""
         self._show(lambda view: view.begin_below())
 
     def close_view(self) -> None:
-        """Leaves the last state of the view on the terminal."""
+        """Leave the last state of the view on the terminal."""
         self._show(lambda view: view.close())
 
     def close(self) -> None:
-        """Closes files and dashboards; nothing is written afterwards."""
+        """Close files and dashboards; nothing is written afterwards."""
         self.close_view()
         self.records.close()
         self.dashboards.close()
@@ -263,7 +263,7 @@ def open_report(
     arguments: Mapping[str, object],
     is_ours: Callable[[], bool] = lambda: True,
 ) -> Report:
-    """The report of a run that resumes after `start_iteration`; 0 for a fresh run.
+    """Return the report of a run that resumes after `start_iteration`; 0 for a fresh run.
 
     `is_ours` says whether no other run has replaced this one.
     """

@@ -37,7 +37,7 @@ class RunRecord:
         self._start_iteration = start_iteration
 
     def start(self, arguments: Mapping[str, object], facts: RunFacts, device: torch.device) -> None:
-        """Adds this start of the run."""
+        """Add this start of the run."""
         self._starts.append(
             {
                 "iteration": self._start_iteration,
@@ -50,12 +50,12 @@ class RunRecord:
         self._write()
 
     def measured(self, seconds: Mapping[str, float], peak_bytes: int) -> None:
-        """Adds to this start what steps take, as `facts.planned` has it, and the peak memory."""
+        """Add to this start what steps take, as `facts.planned` has it, and the peak memory."""
         self._starts[-1]["measured"] = {"seconds": dict(seconds), "peak_bytes": peak_bytes}
         self._write()
 
     def validation(self, found: Validation) -> None:
-        """Adds an evaluation."""
+        """Add an evaluation."""
         self._validations.append(
             {
                 "iteration": found.iteration,

@@ -15,7 +15,8 @@ from paro.report.record import RunFacts
 
 
 def live_is_wanted(choice: str, control: Control) -> bool:
-    """Whether to draw the live view; by default on a terminal shared by one node. Collective."""
+    """Return whether to draw the live view; by default on a terminal shared by one node.
+    Collective."""
     world = control.world
     if choice == "lines" or importlib.util.find_spec("rich") is None:
         return False
@@ -51,7 +52,7 @@ class Terminal:
     def open_view(
         self, facts: RunFacts, *, title: str, placement: Sequence[str], bytes_before: int
     ) -> Any:
-        """Opens the live view on this rank and returns it."""
+        """Open the live view on this rank and return it."""
         module = importlib.import_module("paro.report.live_view")
         console = module.LiveConsole(stderr=self.keeps_lines)
         self._view = module.LiveView(

@@ -11,7 +11,7 @@ _ITERATIONS = 1000  # a change of pace shows, and one slow save among them does 
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, preceded by the days if there are any."""
+    """Return seconds as 1:02:03, preceded by the days if there are any."""
     whole = max(0, round(seconds))
     days, rest = divmod(whole, 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
@@ -27,7 +27,7 @@ class TimeLeft:
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ITERATIONS + 1))
 
     def after(self, iteration: int, *, seconds: float) -> float:
-        """Seconds until the run ends, when an iteration that took `seconds` has ended."""
+        """Return seconds until the run ends, when an iteration that took `seconds` has ended."""
         self.ends.append(self.clock())
         if len(self.ends) > 1:
             seconds = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)

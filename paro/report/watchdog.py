@@ -82,7 +82,7 @@ class Watchdog(Observer):
         self.close()
 
     def open_heartbeat(self, config: WatchConfig) -> None:
-        """Writes the heartbeat from here on; `UserError` without its folder."""
+        """Write the heartbeat from here on; `UserError` without its folder."""
         if self._rank != 0 or config.heartbeat_file is None:
             return
         path = Path(config.heartbeat_file)
@@ -100,7 +100,7 @@ class Watchdog(Observer):
         self.begins("ending the run", self._state[1])  # dashboards and other ranks may hang
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -132,7 +132,7 @@ class Watchdog(Observer):
             self._write_flights(self._flights)
 
     def _exit(self, state: _State, stalled: float) -> None:
-        """Ends the process with status 1, the stacks and one line."""
+        """End the process with status 1, the stacks and one line."""
         if state is not self._reported:
             self._report(state, stalled)
         what, iteration, _ = state
@@ -174,7 +174,7 @@ class Watchdog(Observer):
         self._say(f"[Rank {self._rank}] {note}\n")
 
     def _stacks(self, state: _State, stalled: float) -> str:
-        """The stacks of all threads, as one text so that output of ranks does not mix."""
+        """Return the stacks of all threads, as one text so that output of ranks does not mix."""
         what, iteration, _ = state
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         lines = [
@@ -194,7 +194,8 @@ class Watchdog(Observer):
 
 
 def _bytes_moved() -> int:
-    """The bytes that this process has read and written so far; 0 where the system does not say."""
+    """Return the bytes that this process has read and written so far; 0 where the system does not
+    say."""
     try:
         fields = dict(line.split(": ") for line in _IO.read_text().splitlines())
     except OSError:

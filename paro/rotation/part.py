@@ -102,7 +102,7 @@ class RotatingPart:
         return out
 
     def _use_slice(self, at: RingStep) -> None:
-        """Puts the boxes of a slice in the place of the module's weights."""
+        """Put the boxes of a slice in the place of the module's weights."""
         starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
         for buffer in self._policy.shape.halves(at.part)[at.half]:
             unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
@@ -137,5 +137,5 @@ class RotatingPart:
             yield self._attributes[name], leaf
 
     def close(self) -> None:
-        """Drops the leaves: autograd keeps them alive, and their hooks reference this part."""
+        """Drop the leaves: autograd keeps them alive, and their hooks reference this part."""
         self._leaves.clear()

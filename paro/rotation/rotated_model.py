@@ -56,7 +56,7 @@ class RotatedModel(DistributedModel):
                 self._collect_gradients(unit, parameters, by_matmuls=False)
 
     def close(self) -> None:
-        """Closes comm streams and process groups; call it on every rank with no work in flight."""
+        """Close comm streams and process groups; call it on every rank with no work in flight."""
         super().close()
         for part in self._parts:
             part.close()
@@ -65,7 +65,7 @@ class RotatedModel(DistributedModel):
 def make_rotated_units(
     model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext, ring: Ring
 ) -> list[UnitShards]:
-    """The buffers of a model built on the meta device; only shards are allocated.
+    """Return the buffers of a model built on the meta device; only shards are allocated.
 
     Replicated parameters (norms) come first: they are updated and all-gathered first, since the
     next step needs all of them at its start.

@@ -52,7 +52,7 @@ class RotatingUnit(UnitShards):
     # Slices #
 
     def boxes(self, step: int, slot: Slot) -> dict[str, Tensor]:
-        """Views of a step's slice, by parameter name; valid while the slot is allocated."""
+        """Return views of a step's slice, by parameter name; valid while the slot is allocated."""
         if (step, slot) not in self._boxes:
             values, index = self._slots[slot], self._ring.owner_of(step)
             begin = index * values.numel()
@@ -70,7 +70,8 @@ class RotatingUnit(UnitShards):
         return {piece.box.name: piece.box.start for piece in pieces}
 
     def grad_box(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
-        """The box of the sum that rotates with a slice, and whether to add to what it holds."""
+        """Return the box of the sum that rotates with a slice, and whether to add to what
+        it holds."""
         return self.boxes(step, slot)[name], step + 1 < self._ring.size
 
     # Actions #

@@ -93,7 +93,7 @@ class BatchSchedule:
         return self.eval_batch // (self.eval_micro_batch * self.data_parallel_size)
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """The global batch size of the iteration that starts after `consumed_samples`."""
+        """Return the global batch size of the iteration that starts after `consumed_samples`."""
         if self.step_batch_size_schedule is not None:
             begun = [
                 size for begin, size in self.step_batch_size_schedule if begin <= consumed_samples
@@ -108,13 +108,14 @@ class BatchSchedule:
         return start + int(consumed_samples / (rampup_samples / num_increments)) * increment
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
-        """Micro-batches per rank of the iteration that starts after `consumed_samples`."""
+        """Return micro-batches per rank of the iteration that starts after `consumed_samples`."""
         size = self.batch_size_at(consumed_samples)
         assert size % self.samples_per_micro_batch == 0, "check_from was not called"
         return size // self.samples_per_micro_batch
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
-        """Samples consumed `iterations` iterations after `consumed`, by default from the start."""
+        """Return samples consumed `iterations` iterations after `consumed`, by default from the
+        start."""
         while iterations > 0:
             size, count = self._equal_from(consumed)
             count = iterations if count is None else min(count, iterations)
@@ -123,7 +124,8 @@ class BatchSchedule:
         return consumed
 
     def iterations_within(self, samples: int, consumed: int = 0) -> int:
-        """Iterations that still fit into `samples`, where `consumed` of them are already used.
+        """Return iterations that still fit into `samples`, where `consumed` of them are already
+        used.
 
         A last partial batch is dropped.
         """
@@ -137,7 +139,8 @@ class BatchSchedule:
             consumed += count * size
 
     def check_from(self, consumed_samples: int) -> None:
-        """`UserError` unless all batch sizes from here on divide into micro-batches on all ranks.
+        """Raise `UserError` unless all batch sizes from here on divide into micro-batches on all
+        ranks.
 
         Earlier sizes need not: the number of ranks may have changed since.
         """
@@ -152,7 +155,7 @@ class BatchSchedule:
                 self._check_multiple(f"{_STEPS_FLAG}: the size", later)
 
     def _equal_from(self, consumed: int) -> tuple[int, int | None]:
-        """The batch size after `consumed`, and for how many iterations; None: to the end."""
+        """Return the batch size after `consumed`, and for how many iterations; None: to the end."""
         change: int | None = None
         if self.rampup_batch_size is not None and consumed < self.rampup_batch_size[2]:
             change = consumed + 1  # a ramp-up may change at every iteration
@@ -197,7 +200,7 @@ class BatchSchedule:
 
 
 def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """The sizes of --step-batch-size-schedule and the samples after which each begins.
+    """Return the sizes of --step-batch-size-schedule and the samples after which each begins.
 
     `text` is a list of TOKENS:SIZE, separated by blanks or commas, in any order.
     """
@@ -223,7 +226,7 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
 
 
 def _number(text: str, entry: str) -> int:
-    """A whole number, maybe with suffix K, M, B or T; parsed as in Megatron."""
+    """Return a whole number, maybe with suffix K, M, B or T; parsed as in Megatron."""
     digits, factor = text.strip().upper(), 1
     if digits[-1:] in _SUFFIXES:
         digits, factor = digits[:-1], _SUFFIXES[digits[-1]]

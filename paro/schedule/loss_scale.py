@@ -48,7 +48,7 @@ class LossScaleState:
 
 
 def start_loss_scale(config: LossScaleConfig) -> LossScaleState:
-    """The state before the first step; without fp16 or --loss-scale the scale is 1."""
+    """Return the state before the first step; without fp16 or --loss-scale the scale is 1."""
     scale = config.initial_loss_scale if config.dynamic else config.loss_scale or 1.0
     return LossScaleState(scale=scale, growth_tracker=0, hysteresis_tracker=config.hysteresis)
 
@@ -56,7 +56,7 @@ def start_loss_scale(config: LossScaleConfig) -> LossScaleState:
 def update_loss_scale(
     config: LossScaleConfig, state: LossScaleState, *, found_nonfinite: bool
 ) -> LossScaleState:
-    """The state after a step; `found_nonfinite` if any of its gradients was not finite."""
+    """Return the state after a step; `found_nonfinite` if any of its gradients was not finite."""
     if not config.dynamic:
         return state
     scale, growth, hysteresis = state.scale, state.growth_tracker, state.hysteresis_tracker

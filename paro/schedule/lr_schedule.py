@@ -103,7 +103,7 @@ class LrSchedule:
     config: ScheduleConfig
 
     def lr_at(self, samples: int) -> float:
-        """The learning rate after `samples` applied samples."""
+        """Return the learning rate after `samples` applied samples."""
         c = self.config
         if c.lr_warmup_samples > 0 and samples <= c.lr_warmup_samples:
             return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * samples / c.lr_warmup_samples
@@ -131,7 +131,7 @@ class LrSchedule:
         return _DECAYS[c.lr_wsd_decay_style](into_tail / c.lr_wsd_decay_samples)
 
     def weight_decay_at(self, samples: int) -> float:
-        """The weight decay after `samples` applied samples."""
+        """Return the weight decay after `samples` applied samples."""
         c = self.config
         if c.weight_decay_incr_style == "constant" or samples > c.weight_decay_incr_samples:
             return c.end_weight_decay

@@ -66,7 +66,7 @@ def judge(
     scale_can_fall: bool,
     has_tokens: bool,
 ) -> Verdict:
-    """The verdict on a step; pass values that are the same on all ranks."""
+    """Return the verdict on a step; pass values that are the same on all ranks."""
     if not has_tokens:
         return Verdict.NO_TOKENS
     if not math.isfinite(grad_norm) or not math.isfinite(loss):
@@ -84,7 +84,7 @@ def judge(
 def expect_after(
     expected: Expectation, verdict: Verdict, *, loss: float, grad_norm: float
 ) -> Expectation:
-    """The running statistics after a step with this verdict."""
+    """Return the running statistics after a step with this verdict."""
     if verdict is Verdict.OVERFLOW:
         return expected
     in_a_row = 0 if verdict is Verdict.FINE else expected.skipped_in_a_row + 1
@@ -105,7 +105,7 @@ def expect_after(
 def reason_to_stop(
     config: StepChecksConfig, expected: Expectation, verdict: Verdict, *, iteration: int
 ) -> str | None:
-    """The reason to exit after a step; None to continue."""
+    """Return the reason to exit after a step; None to continue."""
     if verdict is Verdict.NOT_FINITE and config.check_for_nan_in_loss_and_grad:
         return (
             f"iteration {iteration} has a loss or gradient that is not finite, and "

@@ -38,7 +38,8 @@ class FlatShard:
         return self.rank == self.replicas[0]
 
     def own_part(self, writers: Collection[int]) -> tuple[int, int]:
-        """The range [begin, end) of `values` that this rank writes; replicas divide the work.
+        """Return the range [begin, end) of `values` that this rank writes; replicas divide the
+        work.
 
         Only the replicas in `writers` do; the others write separately.
         """
@@ -103,20 +104,20 @@ class ElasticBuffer:
         return self.values.untyped_storage().nbytes() > 0
 
     def alloc(self) -> None:
-        """Allocates the storage; its contents are uninitialized."""
+        """Allocate the storage; its contents are uninitialized."""
         assert not self.alive, "storage taken twice"
         self._resize(self.values.untyped_storage(), self._num_bytes)
         self._tally.change(1, self._num_bytes)
 
     def free(self) -> None:
-        """Frees the storage."""
+        """Free the storage."""
         assert self.alive, "storage dropped twice"
         self._resize(self.values.untyped_storage(), 0)
         self._tally.change(-1, -self._num_bytes)
 
 
 def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
-    """The boxes of a unit as views of its whole flat buffer, keyed by parameter name."""
+    """Return the boxes of a unit as views of its whole flat buffer, keyed by parameter name."""
     return {
         placed.box.name: whole[placed.offset : placed.stop].view(placed.box.extent)
         for placed in layout.boxes

@@ -61,7 +61,7 @@ class DistributedModel:
         self._removals: list[Callable[[], None]] = []  # of hooks
 
     def begin_step(self, num_micro_batches: int, *, full_precision: bool = False) -> None:
-        """Starts a step; with `full_precision` it sends no codes."""
+        """Start a step; with `full_precision` it sends no codes."""
         self._assert_idle()
         for unit in self.units:
             unit.full_precision = full_precision
@@ -76,7 +76,7 @@ class DistributedModel:
         last: bool,
         **documents: Any,
     ) -> Tensor:
-        """Accumulates the gradients of one micro-batch and returns its weighted loss.
+        """Accumulate the gradients of one micro-batch and return its weighted loss.
 
         `documents` are keyword arguments of the model.
         """
@@ -92,7 +92,7 @@ class DistributedModel:
         return loss.detach()
 
     def finish_gradients(self) -> None:
-        """Waits until each unit's optimizer range holds the gradients summed over all ranks."""
+        """Wait until each unit's optimizer range holds the gradients summed over all ranks."""
         self._assert_idle()
         self.carry_out(self.policy.end_step())
 
@@ -106,7 +106,7 @@ class DistributedModel:
     def evaluate(
         self, tokens_BS: Tensor, labels_BS: Tensor, weights_BS: Tensor, **documents: Any
     ) -> Tensor:
-        """The weighted loss of a batch, computed without gradients."""
+        """Return the weighted loss of a batch, computed without gradients."""
         self._begin(Phase.EVALUATION)
         self.carry_out(self.policy.begin_evaluation())
         loss = self.model(tokens_BS, labels_BS, weights_BS, **documents)
@@ -114,17 +114,17 @@ class DistributedModel:
         return loss
 
     def updated(self, unit: UnitShards) -> None:
-        """Says that a unit's optimizer range has new parameters, to be all-gathered."""
+        """Say that a unit's optimizer range has new parameters, to be all-gathered."""
         self.carry_out(self.policy.updating.updated(self._numbers[unit]))
 
     def wait_for_updated_params(self) -> None:
-        """Waits until `param_shard` of every unit holds the last update."""
+        """Wait until `param_shard` of every unit holds the last update."""
         self.carry_out(self.policy.updating.flush())
         for unit in self.units:
             unit.wait_for_updated_params()
 
     def close(self) -> None:
-        """Closes comm streams and process groups; call it on every rank with no work in flight.
+        """Close comm streams and process groups; call it on every rank with no work in flight.
 
         Also removes the model's hooks: autograd keeps them alive, and they reference this object.
         """
@@ -178,14 +178,14 @@ class UnitGradSink(GradSink):
     box: Callable[[], tuple[Tensor, bool]]  # in the unit's buffer, and whether to add to it
 
     def open(self) -> tuple[Tensor, bool]:
-        """The buffer for the gradient, and whether to add to what it holds."""
+        """Return the buffer for the gradient, and whether to add to what it holds."""
         model = self.model
         if not model.num_arrived[self.number]:
             model.carry_out(model.policy.first_gradient(self.number))
         return self.box()
 
     def close(self) -> None:
-        """Says that the gradient is in the buffer."""
+        """Say that the gradient is in the buffer."""
         model, number = self.model, self.number
         model.num_arrived[number] = (model.num_arrived[number] + 1) % self.total
         if not model.num_arrived[number]:

@@ -65,14 +65,14 @@ class ShardedUnit(UnitShards):
         self._grad_boxes: dict[str, Tensor] = {}
 
     def _whole(self, one: Collective, **settings: Any) -> ElasticBuffer:
-        """The buffer that a collective fills, or empties."""
+        """Return the buffer that a collective fills, or empties."""
         dtype, device = TORCH_TYPES[one.dtype], self.context.device
         return ElasticBuffer(one.numel, layout=self.layout, dtype=dtype, device=device, **settings)
 
     # Binding #
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Makes each parameter, and its gradient, a permanent view; it has its `Casts`."""
+        """Make each parameter, and its gradient, a permanent view; it has its `Casts`."""
         boxes = self._boxes(self.param_shard, self._param_U)
         for (name, box), casts in zip(boxes.items(), self._casts, strict=True):
             parameters[name].casts = casts  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class ShardedUnit(UnitShards):
     # Parameters #
 
     def gather(self) -> None:
-        """Queues the all-gather of the whole parameters, after that of the updated parameters."""
+        """Queue the all-gather of the whole parameters, after that of the updated parameters."""
         assert self._param_U is not None, f"{self.name} is whole"
         assert self.state is UnitState.SHARDED, f"gather of {self.name}, which is {self.state}"
         self._param_U.alloc()
@@ -102,7 +102,7 @@ class ShardedUnit(UnitShards):
         self.state = UnitState.GATHERING
 
     def use(self) -> None:
-        """Waits until the parameters may be read."""
+        """Wait until the parameters may be read."""
         if self._param_U is None:
             self.wait_for_updated_params()
             return
@@ -119,12 +119,12 @@ class ShardedUnit(UnitShards):
             casts.keeps = True
 
     def drop_casts(self) -> None:
-        """Frees what was kept: the values of the parameters may change."""
+        """Free what was kept: the values of the parameters may change."""
         for casts in self._casts:
             casts.keeps, casts.kept = False, None
 
     def release(self) -> None:
-        """Frees the whole parameters."""
+        """Free the whole parameters."""
         assert self._param_U is not None, f"{self.name} stays whole"
         self.use()  # an unused gather may still be writing the buffer
         self.drop_casts()
@@ -140,11 +140,11 @@ class ShardedUnit(UnitShards):
             self._grad_U.values[begin:end].zero_()
 
     def grad_box(self, name: str) -> tuple[Tensor, bool]:
-        """The buffer for one parameter's gradient, and whether to add to what it holds."""
+        """Return the buffer for one parameter's gradient, and whether to add to what it holds."""
         return self._grad_boxes[name], self._grad_U is None and not self._fresh
 
     def reduce(self) -> None:
-        """Queues the reduction of this micro-batch's gradients, and their accumulation."""
+        """Queue the reduction of this micro-batch's gradients, and their accumulation."""
         if self._grad_U is not None:
             with self.context.exposure.submitting(WaitKind.REDUCE):
                 self._reduced = self._grad_U_read = self._queue_reduction(self._grad_U.values)
@@ -161,7 +161,7 @@ class ShardedUnit(UnitShards):
         return self.context.collectives.run_after(sent[-1].span, accumulate, after=event)
 
     def free_whole_grad(self) -> None:
-        """Frees the whole gradient buffer after waiting until it has been reduced."""
+        """Free the whole gradient buffer after waiting until it has been reduced."""
         assert self._grad_U is not None
         self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)
         self._grad_U.free()

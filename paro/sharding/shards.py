@@ -154,7 +154,7 @@ class UnitShards:
         shard: Tensor | None = None,
         after: Event = DONE,
     ) -> tuple[Tensor, Event]:
-        """Queues collectives, each on what the one before has left on this rank of `whole`.
+        """Queue collectives, each on what the one before has left on this rank of `whole`.
 
         Returns what the last one leaves there.
         """
@@ -173,14 +173,14 @@ class UnitShards:
     # Communication once a step #
 
     def encode_update(self, master: Tensor) -> None:
-        """Makes the codes of what the master has and the parameters do not have yet."""
+        """Make the codes of what the master has and the parameters do not have yet."""
         assert self.coded_update is not None, f"{self.name} has no codes"
         place = (self.optim_start - self.param_start) // master.numel()
         self.coded_update.encode(master, self.optim_param, place)
         self._is_encoded = True
 
     def gather_updated(self) -> None:
-        """Queues the all-gather of updated parameters: optimizer ranges fill `param_shard`.
+        """Queue the all-gather of updated parameters: optimizer ranges fill `param_shard`.
 
         After `encode_update` it sends the codes.
         """
@@ -202,7 +202,7 @@ class UnitShards:
         self._updated = DONE
 
     def step_reduce(self) -> None:
-        """Queues the step's gradient reductions of a bucket, after those of the last micro-batch.
+        """Queue the step's gradient reductions of a bucket, after those of the last micro-batch.
 
         Backward ends with the bucket's first unit: its own stream has reduced the others before it.
         """
@@ -243,7 +243,7 @@ class UnitShards:
         self._reduced = DONE
 
     def lead(self, units: Sequence[UnitShards]) -> None:
-        """Makes one bucket of this unit and those that follow it, which are laid out alike.
+        """Make one bucket of this unit and those that follow it, which are laid out alike.
 
         There are as many as positions along the outermost axis of the step reduce-scatter. The
         ranks at each position update one of them.
@@ -272,7 +272,7 @@ class CodedUpdate:
         self._own: int | None = None  # the place of this rank's range
 
     def encode(self, master: Tensor, param: Tensor, place: int) -> None:
-        """Encodes the difference between the master and the parameters of this rank's range.
+        """Encode the difference between the master and the parameters of this rank's range.
 
         The parameters have it at once, and not after the all-gather: copies of this range for
         checkpoints and for the node's memory wait for no other rank.
@@ -285,13 +285,13 @@ class CodedUpdate:
         self._own = place
 
     def apply(self) -> None:
-        """Adds the decoded differences of all other ranges to the parameters."""
+        """Add the decoded differences of all other ranges to the parameters."""
         for place, param in enumerate(self._param_shard.view(-1, self._codes.numel)):
             if place != self._own:
                 self._add(param, place)
 
     def _add(self, param: Tensor, place: int) -> None:
-        """Adds what range `place` has as codes, and writes what it has exactly."""
+        """Add what range `place` has as codes, and write what it has exactly."""
         codes, uncoded = self._parts(place)
         coded = self._codes.num_coded(self._range_start(place))
         decode(codes, self._codes.form, param[:coded], adds=True)
@@ -301,7 +301,7 @@ class CodedUpdate:
         return self._start + place * self._codes.numel
 
     def _parts(self, place: int) -> tuple[Tensor, Tensor]:
-        """The bytes of scales and codes of a range, and its uncoded elements."""
+        """Return the bytes of scales and codes of a range, and its uncoded elements."""
         size = self._codes.range_bytes
         payload = self.encoded[place * size : (place + 1) * size]
         start = self._range_start(place)

@@ -16,7 +16,8 @@ from paro.spec.sharding_spec import ShardingSpec
 def make_sharded_units(
     model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
 ) -> list[ShardedUnit]:
-    """The buffers of the units of a model built on the meta device, with its parameters in them.
+    """Return the buffers of the units of a model built on the meta device, with its parameters in
+    them.
 
     Parameters keep their names and `requires_grad`; only the shards are allocated.
     """
@@ -34,7 +35,7 @@ def make_sharded_units(
 def bind_empty(
     model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
 ) -> dict[str, nn.Parameter]:
-    """Replaces every parameter by an empty one that units can bind; returns these by name."""
+    """Replace every parameter by an empty one that units can bind; returns these by name."""
     placed = [(one.box, spec) for spec in specs for one in spec.layout.boxes]
     described = {box.name: (box.shape, spec.buffer.trains) for box, spec in placed}
     built = {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}

@@ -44,11 +44,12 @@ class ContextLayout:
         return self.size // self.heads
 
     def in_groups(self, group_size: int) -> ContextLayout:
-        """The same with the number of ranks that have the inner ring in groups of this size."""
+        """Return the same with the number of ranks that have the inner ring in groups of
+        this size."""
         return replace(self, inner=min(max(self.inner or group_size, self.heads), self.size))
 
     def ranges(self, rank: int, seq_length: int) -> tuple[range, ...]:
-        """The positions of a sample's tokens on `rank`, in the order in which it has them.
+        """Return the positions of a sample's tokens on `rank`, in the order in which it has them.
 
         `seq_length` must be a multiple of 2 `size`.
         """
@@ -66,7 +67,7 @@ class ContextLayout:
         return tuple(found)
 
     def topology(self, *, world_size: int, group_size: int) -> Topology:
-        """The axes of exchange and ring, in the groups of a run."""
+        """Return the axes of exchange and ring, in the groups of a run."""
         return make_topology(
             world_size=world_size,
             group_size=group_size,
@@ -74,15 +75,15 @@ class ContextLayout:
         )
 
     def heads_span(self, topology: Topology) -> AxisSpan:
-        """The axes, of `topology`, along which ranks exchange heads."""
+        """Return the axes, of `topology`, along which ranks exchange heads."""
         return topology.axes_between(1, self.heads)
 
     def ring_span(self, topology: Topology) -> AxisSpan:
-        """The axes along which keys and values are exchanged."""
+        """Return the axes along which keys and values are exchanged."""
         return topology.axes_between(self.heads, self.size)
 
     def rings(self, topology: Topology) -> tuple[AxisSpan, AxisSpan]:
-        """The inner ring's axes, and the outer's, which are none if there is one ring."""
+        """Return the inner ring's axes, and the outer's, which are none if there is one ring."""
         cut = self.in_groups(topology.group_size).inner
         inner, outer = (
             topology.axes_between(*ends) for ends in ((self.heads, cut), (cut, self.size))
@@ -90,7 +91,7 @@ class ContextLayout:
         return (inner, outer) if inner else (outer, inner)
 
     def groups(self, topology: Topology, choice: AlgorithmChoice) -> Spans:
-        """The spans of a rank's process groups, where it gathers by the `choice`."""
+        """Return the spans of a rank's process groups, where it gathers by the `choice`."""
         if self.gathers:
             spans = dict.fromkeys(COLLECTIVE_USES, frozenset({self.ring_span(topology)}))
             return needed_groups(choice, spans)

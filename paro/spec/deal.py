@@ -69,11 +69,12 @@ class Places:
         return self.degree > 1
 
     def span(self, topology: Topology) -> AxisSpan:
-        """The axes along which the places are."""
+        """Return the axes along which the places are."""
         return topology.axes_between(1, self.number)
 
     def parts(self, matrix: Matrix) -> Iterator[tuple[int, int, int]]:
-        """The places that hold a part of a matrix, each with the elements [low, high) it holds."""
+        """Yield the places that hold a part of a matrix, each with the elements [low, high) it
+        holds."""
         if not self.spread:
             yield from ((place, 0, matrix.numel) for place in range(self.number))
             return
@@ -96,12 +97,12 @@ Round = tuple[Dealt, ...]  # owners are different places
 
 
 def muon_boxes(layout: UnitLayout) -> tuple[PlacedBox, ...]:
-    """The boxes of a unit that Muon updates."""
+    """Return the boxes of a unit that Muon updates."""
     return tuple(one for one in layout.boxes if is_for_muon(one.box.name, one.box.shape))
 
 
 def muon_places(layout: UnitLayout) -> tuple[tuple[int, int, int], ...]:
-    """The offset, rows and columns of these."""
+    """Return the offset, rows and columns of these."""
     found = []
     for placed in muon_boxes(layout):
         rows, columns = placed.box.extent
@@ -135,7 +136,7 @@ def first_of_buckets(kinds: Sequence[Hashable], places: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def deal(matrices: tuple[Matrix, ...], places: int) -> tuple[Round, ...]:
-    """The rounds, those of matrices that a forward needs first first."""
+    """Return the rounds, those of matrices that a forward needs first first."""
     rounds: list[Round] = []
     waiting: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in matrices:
@@ -171,7 +172,7 @@ def sent_numels(rounds: tuple[Round, ...], places: Places) -> dict[tuple[int, in
 
 
 def newton_schulz_flops(rounds: Sequence[Round], steps: int) -> tuple[int, int]:
-    """FLOPs of the places that take longest in each round, and of all places together."""
+    """Return FLOPs of the places that take longest in each round, and of all places together."""
     longest = total = 0
     for one in rounds:
         each = [_flops(dealt.matrix, steps) for dealt in one]
@@ -208,7 +209,7 @@ def most_bytes(rounds: tuple[Round, ...], places: Places, wire_bytes: int) -> in
 
 
 def _most_held(one: Round, places: Places) -> int:
-    """The most elements of a round's matrices that a place holds."""
+    """Return the most elements of a round's matrices that a place holds."""
     held: dict[int, int] = {}
     for dealt in one:
         for place, low, high in places.parts(dealt.matrix):
@@ -219,7 +220,7 @@ def _most_held(one: Round, places: Places) -> int:
 def in_buckets(
     units: Sequence[Unit], strategy: Strategy, precision: PrecisionConfig, group_size: int
 ) -> tuple[Unit, ...]:
-    """The same units with the buckets in which they are dealt to places."""
+    """Return the same units with the buckets in which they are dealt to places."""
     places = places_to_deal_to(strategy, precision, group_size)
     trained = [unit for unit in units if unit.trainable_numel]
     kinds = [(unit.trainable_numel, unit.matrices) if unit.matrices else None for unit in trained]
@@ -228,7 +229,7 @@ def in_buckets(
 
 
 def muon_rounds(specs: Iterable[ShardingSpec]) -> dict[Places, tuple[Round, ...]]:
-    """A rank's rounds if Muon updates, by the places among which their matrices are dealt.
+    """Return a rank's rounds if Muon updates, by the places among which their matrices are dealt.
 
     Those of a bucket are all groups' alike: of the unit that each has.
     """

@@ -30,13 +30,14 @@ class RunGroups(NamedTuple):
 
 
 def groups_of(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
-    """The process groups of a run with these buffers, whose collectives are by the `choice`."""
+    """Return the process groups of a run with these buffers, whose collectives are by
+    the `choice`."""
     of_context = run.context.groups(run.context_topology, choice)
     return RunGroups(_of_states(run, specs, choice), of_context)
 
 
 def collectives_of(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collective]:
-    """The different collectives; those that are a pass round a ring rotate."""
+    """Return the different collectives; those that are a pass round a ring rotate."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
         one._replace(use=Use.ROTATE) if verb in passes else one
@@ -47,7 +48,7 @@ def collectives_of(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collectiv
 
 
 def _of_states(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
-    """The process groups of model states: of all that a step sends, with codes and without.
+    """Return the process groups of model states: of all that a step sends, with codes and without.
 
     Where there are codes, the first steps of a run send none.
     """

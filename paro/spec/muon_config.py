@@ -66,7 +66,7 @@ class MuonConfig:
             )
 
     def coefficients(self) -> tuple[Coefficients, ...]:
-        """The coefficients of every step of Newton-Schulz."""
+        """Return the coefficients of every step of Newton-Schulz."""
         kind, steps = self.muon_coefficient_type, self.muon_num_ns_steps
         if kind in _CYCLED:
             listed = _CYCLED[kind]
@@ -75,7 +75,7 @@ class MuonConfig:
         return tuple(listed[min(index, len(listed) - 1)] for index in range(steps))
 
     def scale(self, rows: int, columns: int) -> float:
-        """The factor on the orthogonal matrix that updates a matrix of this shape."""
+        """Return the factor on the orthogonal matrix that updates a matrix of this shape."""
         match self.muon_scale_mode:
             case "spectral":
                 scale = math.sqrt(max(rows, columns))

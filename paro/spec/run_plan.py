@@ -26,7 +26,7 @@ class Materialize(Enum):
 
     @classmethod
     def of_flags(cls, materialize: str, rotate_in_place: bool) -> Materialize:
-        """The member that --paro-materialize and --paro-rotate-in-place select."""
+        """Return the member that --paro-materialize and --paro-rotate-in-place select."""
         if materialize == "gather":
             return cls.GATHER
         return cls.ROTATE_IN_PLACE if rotate_in_place else cls.ROTATE
@@ -61,11 +61,11 @@ class MicroBatch:
         return self.num_tokens * width * self.compute_bytes
 
     def fuses_loss(self, model: LlamaConfig) -> bool:
-        """Says whether Triton makes gradients of logits in place, as it is expected to on a GPU."""
+        """Say whether Triton makes gradients of logits in place, as it is expected to on a GPU."""
         return model.fuses_loss or self.device_type == "cuda"
 
     def loss_chunk(self, model: LlamaConfig) -> int:
-        """Returns of how many tokens the loss of a whole weight computes logits at a time."""
+        """Return of how many tokens the loss of a whole weight computes logits at a time."""
         return loss_chunk(model.vocab_size, self.compute_bytes, fused=self.fuses_loss(model))
 
 

@@ -129,7 +129,7 @@ class ShardingSpec:
         return self.precision.compute == "fp32" and degrees[0] == degrees[1]
 
     def optimizer_numels(self, numel: int) -> dict[OptimState, int]:
-        """The elements of each optimizer state on a rank that updates `numel` of the buffer.
+        """Return the elements of each optimizer state on a rank that updates `numel` of the buffer.
 
         Ranges may have less of what Muon updates, or of what AdamW does: all ranks take as much as
         the one that has most.
@@ -155,7 +155,8 @@ class ShardingSpec:
         )
 
     def slots(self, device_type: str) -> dict[Slot, tuple[int, str]]:
-        """The elements and the type of each slot of slices that rotate instead of the collectives.
+        """Return the elements and the type of each slot of slices that rotate instead of the
+        collectives.
 
         A slice is what each rank adds to a gather, or gets of a reduction.
         """
@@ -239,7 +240,8 @@ class ShardingSpec:
         return tuple(one for one in self.collectives.get(Verb.STEP_REDUCE, ()) if one.is_coded)
 
     def _summed(self) -> tuple[Collective, ...]:
-        """The sum of a step's gradients over the ranks, inside groups first if they are encoded."""
+        """Return the sum of a step's gradients over the ranks, inside groups first if they are
+        encoded."""
         wire, units, size = self.precision.wire, self.unit.dealt, self.topology.world_size
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
         reduce, replicas = (Use.REDUCE, Op.REDUCE_SCATTER), self.topology.axes_between(optim, size)
@@ -270,7 +272,7 @@ class ShardingSpec:
 def specs_of(
     units: Iterable[Unit], strategy: Strategy, topology: Topology, precision: PrecisionConfig
 ) -> list[ShardingSpec]:
-    """The descriptions of all buffers, by their numbers."""
+    """Return the descriptions of all buffers, by their numbers."""
     return [
         ShardingSpec(
             buffer=buffer,
@@ -283,6 +285,6 @@ def specs_of(
 
 
 def state_bytes(specs: Iterable[ShardingSpec]) -> ModelStateBytes:
-    """Bytes that a rank holds of all buffers."""
+    """Return bytes that a rank holds of all buffers."""
     params, grads, optim = map(sum, zip(*(spec.state_bytes for spec in specs), strict=True))
     return ModelStateBytes(params, grads, optim)

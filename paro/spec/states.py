@@ -26,7 +26,7 @@ STATE_NAMES = (PARAM, *MOMENTS, MOMENTUM)
 
 
 def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
-    """The master and the two moments."""
+    """Return the master and the two moments."""
     return (
         MASTER,
         OptimState(name=MOMENTS[0], dtype=precision.exp_avg_dtype),
@@ -35,15 +35,15 @@ def adamw_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
 
 
 def muon_states(precision: PrecisionConfig) -> tuple[OptimState, ...]:
-    """The master and the momentum."""
+    """Return the master and the momentum."""
     return MASTER, OptimState(name=MOMENTUM, dtype=precision.exp_avg_dtype)
 
 
 def is_for_muon(name: str, shape: Shape) -> bool:
-    """Whether Muon, if it is chosen, updates a parameter: the matrices of blocks."""
+    """Return whether Muon, if it is chosen, updates a parameter: the matrices of blocks."""
     return name.startswith("blocks.") and len(shape) > 1
 
 
 def bytes_of(states: Iterable[OptimState]) -> int:
-    """Bytes of an element."""
+    """Return bytes of an element."""
     return sum(BYTES_OF[state.dtype] for state in states)

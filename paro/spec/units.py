@@ -32,7 +32,7 @@ def make_unit(
     layout: Callable[[Mapping[str, Shape]], UnitLayout],
     is_trained: Callable[[str], bool],
 ) -> Unit:
-    """A unit, whose trained and frozen parameters have layouts of their own."""
+    """Return a unit, whose trained and frozen parameters have layouts of their own."""
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
     trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
@@ -73,7 +73,7 @@ def rotating_units_of(
 
 
 def unit_parts(config: LlamaConfig) -> list[tuple[UnitSpec, PartSpec]]:
-    """The parts of all units in forward order, each with its unit."""
+    """Return the parts of all units in forward order, each with its unit."""
     return [(spec, part) for spec in unit_specs(config) for part in spec.parts]
 
 
@@ -122,7 +122,7 @@ def units_of(
     rotated_over: int = 1,
     in_place: bool = False,
 ) -> tuple[Unit, ...]:
-    """The model's units, sharded over `world_size` ranks: embedding, blocks and head.
+    """Return the model's units, sharded over `world_size` ranks: embedding, blocks and head.
 
     Where weights rotate, over 2 or more ranks, a block is two units, or three `in_place`, and all
     norms form one more unit.
@@ -165,7 +165,7 @@ def shape_of(
 
 
 def units_of_run(run: RunPlan) -> tuple[Unit, ...]:
-    """The units of a run, in the buckets in which Muon's matrices are dealt."""
+    """Return the units of a run, in the buckets in which Muon's matrices are dealt."""
     units = units_of(
         run.model,
         world_size=run.world_size,
@@ -196,7 +196,8 @@ def shape_of_run(run: RunPlan, units: Sequence[Unit]) -> StepShape | RotationSha
 
 
 def registered_room(run: RunPlan, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
-    """The memory for whole parameters that copy engines fill, of those that train and others.
+    """Return the memory for whole parameters that copy engines fill, of those that train and
+    others.
 
     Bytes of the largest buffer, which each gets, and how many are whole at once at most.
     """

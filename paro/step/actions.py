@@ -79,7 +79,7 @@ class StepUnit:
 
 
 def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
-    """The units with their buffers numbered."""
+    """Return the units with their buffers numbered."""
     numbers = count()
     own = {unit.name: [(next(numbers), trains) for trains in unit.trains] for unit in units}
     return tuple(
@@ -111,7 +111,8 @@ class Buckets:
         self._ready: set[int] = set()
 
     def add(self, buffer: int) -> list[int]:
-        """The first buffer of a bucket, which stands for it, once all of its buffers are ready."""
+        """Return the first buffer of a bucket, which stands for it, once all of its buffers are
+        ready."""
         bucket = self._bucket_of.get(buffer, (buffer,))
         self._ready.add(buffer)
         if not self._ready.issuperset(bucket):
@@ -140,7 +141,7 @@ class StepShape:
         return tuple(unit.needed for unit in self.units)
 
     def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """The buffers with which a unit computes."""
+        """Return the buffers with which a unit computes."""
         return (self.units[index].needed,)
 
     @property

@@ -64,7 +64,7 @@ class GatheringPolicy:
     # Frame #
 
     def begin_step(self, num_micro_batches: int) -> list[Action]:
-        """A step of `num_micro_batches` micro-batches."""
+        """Return a step of `num_micro_batches` micro-batches."""
         if not self.shape.gathers:  # parameters stay from update to update
             self._casts_stay = num_micro_batches > 1
             return self._casts_of_the_step(Verb.KEEP)
@@ -82,21 +82,22 @@ class GatheringPolicy:
         return []
 
     def begin_evaluation(self) -> list[Action]:
-        """A forward alone."""
+        """Return a forward alone."""
         assert not self._live, f"live outside a step: {self._live}"
         if self.shape.gathers:
             self._upcoming.extend(range(self._num_units))
         return []
 
     def end_backward(self) -> list[Action]:
-        """The end of a micro-batch."""
+        """Return the end of a micro-batch."""
         missing = [index for index, number in enumerate(self._to_arrive) if number]
         assert not missing, f"units {missing} received no gradient"
         held = (index for index, is_held in enumerate(self._held) if is_held)
         return [action for index in held for action in self._release(index)]
 
     def end_step(self) -> list[Action]:
-        """The end of the last micro-batch: waits until all gradients are summed over all ranks."""
+        """Return the end of the last micro-batch: waits until all gradients are summed over all
+        ranks."""
         assert not self._upcoming, f"the step has more to run: {self._upcoming}"
         assert not self._live, f"live outside a step: {self._live}"
         actions = [(Verb.FREE, buffer) for buffer in self._reducing]
@@ -142,7 +143,7 @@ class GatheringPolicy:
     def _gather_and_wait(
         self, index: int, *, updates: Iterable[Action] = (), keeps: bool = False
     ) -> list[Action]:
-        """Makes a unit's parameters readable, and gathers others while it runs."""
+        """Make a unit's parameters readable, and gathers others while it runs."""
         actions = []
         if self.shape.gathers:
             if index not in self._live:
@@ -202,7 +203,7 @@ class GatheringPolicy:
         return [*actions, (Verb.ALLOCATE, buffer)]
 
     def last_gradient(self, buffer: int) -> list[Action]:
-        """All gradients of a buffer have arrived."""
+        """Return all gradients of a buffer have arrived."""
         actions = [(Verb.REDUCE, buffer)]
         if self._last:
             actions += [(Verb.STEP_REDUCE, bucket) for bucket in self._reduced.add(buffer)]

@@ -28,7 +28,7 @@ class StepPlan:
     end: Pass
 
     def actions(self) -> Iterator[Move]:
-        """All of them, in order."""
+        """Return all of them, in order."""
         passes = (self.update, *chain.from_iterable(self.micro_batches), self.end)
         return chain.from_iterable(chain.from_iterable(passes))
 
@@ -40,7 +40,7 @@ LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the
 def step_plan(
     shape: StepShape | RotationShape, num_micro_batches: int, updated_ahead: int | None = None
 ) -> StepPlan:
-    """The actions of a step of `num_micro_batches` micro-batches.
+    """Return the actions of a step of `num_micro_batches` micro-batches.
 
     All-gathers of updated parameters are queued `updated_ahead` units ahead of their first use;
     None: at once.
@@ -69,7 +69,7 @@ def step_plan(
 def policy_of(
     shape: StepShape | RotationShape, updated_ahead: int | None
 ) -> GatheringPolicy | RotationPolicy:
-    """Decides the actions of a step, whichever way parameters reach the ranks."""
+    """Decide the actions of a step, whichever way parameters reach the ranks."""
     if isinstance(shape, RotationShape):
         return RotationPolicy(shape, updated_ahead)
     return GatheringPolicy(shape, updated_ahead)

@@ -66,11 +66,12 @@ class RotationShape:
         return self.ring.num_steps
 
     def halves(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """The buffers with which a part computes, those of half slices one after the other."""
+        """Return the buffers with which a part computes, those of half slices one after
+        the other."""
         return self.parts[index].halves
 
     def ring_steps(self, index: int) -> list[RingStep]:
-        """The computations of a part in forward order."""
+        """Return the computations of a part in forward order."""
         halves, steps = range(len(self.parts[index].halves)), range(self.ring.num_steps)
         return [RingStep(index, half, step) for half in halves for step in steps]
 
@@ -114,17 +115,18 @@ class RotationPolicy:
         return self.begin_evaluation()
 
     def begin_evaluation(self) -> list[Move]:
-        """A forward alone."""
+        """Return a forward alone."""
         return [(Verb.WAIT, buffer) for buffer in self.shape.replicated]
 
     def end_backward(self) -> list[Move]:
-        """The end of a micro-batch."""
+        """Return the end of a micro-batch."""
         actions = self.after_backward()
         assert not self._missing, f"buffers {self._missing} received no gradient"
         return actions
 
     def end_step(self) -> list[Move]:
-        """The end of the last micro-batch: waits until all gradients are summed over all ranks."""
+        """Return the end of the last micro-batch: waits until all gradients are summed over all
+        ranks."""
         return [(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable]
 
     # Slices #
@@ -183,7 +185,7 @@ class RotationPolicy:
         ]
 
     def _half(self, at: RingStep) -> tuple[int, ...]:
-        """The buffers with which a ring step computes."""
+        """Return the buffers with which a ring step computes."""
         return self.shape.parts[at.part].halves[at.half]
 
     # Gradients #
@@ -197,7 +199,7 @@ class RotationPolicy:
         return _of(buffer, self._slices[buffer].first_gradient(at.step))
 
     def last_gradient(self, buffer: int) -> list[Move]:
-        """All gradients of a buffer, in a ring step if it rotates, have arrived."""
+        """Return all gradients of a buffer, in a ring step if it rotates, have arrived."""
         self._missing.remove(buffer)
         if buffer not in self.shape.replicated:
             return []

@@ -66,7 +66,7 @@ class Buffer(NamedTuple):
 
 
 def buffers_of(units: Iterable[Unit]) -> list[Buffer]:
-    """All buffers, by their numbers."""
+    """Return all buffers, by their numbers."""
     return [
         Buffer(unit, trains, index) for index, unit in enumerate(units) for trains in unit.trains
     ]

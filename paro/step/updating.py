@@ -52,7 +52,7 @@ class UpdatingPolicy:
         return self._queue(self._num_units)
 
     def _queue(self, last: int) -> list[Action]:
-        """The all-gathers of what the units up to the last one read."""
+        """Return the all-gathers of what the units up to the last one read."""
         due = [buffer for buffer in self._updated if self._first_use[buffer] <= last]
         self._updated = [buffer for buffer in self._updated if self._first_use[buffer] > last]
         return [(Verb.GATHER_UPDATED, buffer) for buffer in due]

@@ -125,14 +125,15 @@ def plan_of(config: RunConfig, device_type: str) -> RunPlan:
 
 
 def start_state(config: RunConfig) -> TrainState:
-    """The state of a run that starts at iteration 0."""
+    """Return the state of a run that starts at iteration 0."""
     return TrainState(loss_scale=start_loss_scale(config.loss_scale))
 
 
 def _make_groups(
     config: RunConfig, control: Control, plan: RunPlan, specs: Sequence[ShardingSpec]
 ) -> tuple[Groups, Groups]:
-    """The process groups of model states, and of ranks that share samples: all that a run has."""
+    """Return the process groups of model states, and of ranks that share samples: all that a run
+    has."""
     rank, device = control.world.rank, control.device
     spans = groups_of(plan, specs, _algorithm(config))
     settings = of_context = None
@@ -154,7 +155,7 @@ def _spread(
     links: Links,
     timers: Timers,
 ) -> DistributedModel:
-    """Shards the model's states over the ranks; its parameters are gathered or rotated."""
+    """Shard the model's states over the ranks; its parameters are gathered or rotated."""
     units = [*{spec.buffer.unit_index: spec.unit for spec in specs}.values()]
     shape, ahead = shape_of_run(plan, units), plan.updated_ahead
     if isinstance(shape, StepShape):
@@ -196,7 +197,7 @@ def _sharding_context(
 def _context_attention(
     config: RunConfig, control: Control, groups: Groups, links: Links
 ) -> ContextAttention:
-    """The model's attention where ranks share samples."""
+    """Return the model's attention where ranks share samples."""
     layout, backend = config.context.layout, config.model.attention_backend
     attention = make_context_attention(layout, groups, links, _algorithm(config), backend)
     if control.device.type != "meta":
@@ -210,7 +211,7 @@ def _context_attention(
 
 
 def _algorithm(config: RunConfig) -> AlgorithmChoice:
-    """The algorithm of collectives, for auto one per message from --paro-machine.
+    """Return the algorithm of collectives, for auto one per message from --paro-machine.
 
     Ranks that chose by different machines would deadlock: they compare them when they meet.
     """
@@ -219,7 +220,7 @@ def _algorithm(config: RunConfig) -> AlgorithmChoice:
 
 
 def initializer_of(config: RunConfig) -> Initializer:
-    """Draws initial values in the threads that a rank has of its node."""
+    """Draw initial values in the threads that a rank has of its node."""
     specs = parameter_initializers(config.model)
     of_rank = len(os.sched_getaffinity(0)) // config.world.ranks_per_node
     num_threads = max(1, min(of_rank, _MOST_DRAWING_THREADS))
@@ -312,7 +313,7 @@ def build_sources(
 
 
 def build_data(config: RunConfig, state: TrainState | None = None) -> Datasets:
-    """The data sets of a run that starts, or continues from `state`."""
+    """Return the data sets of a run that starts, or continues from `state`."""
     counts = count_samples(config, state)
     return build_datasets(config.data, counts, config.vocab_size, config.tokenizer)
 
@@ -325,7 +326,8 @@ def run_facts(
     *,
     state: TrainState | None = None,
 ) -> RunFacts:
-    """The constants that turn step times into throughput, and what was predicted; collective.
+    """Return the constants that turn step times into throughput, and what was predicted;
+    collective.
 
     That is the bytes of a rank, `predicted`, and a step's time, `planned`. `state` is where the run
     continues, if it does.

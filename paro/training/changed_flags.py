@@ -67,7 +67,7 @@ def order_record(config: RunConfig, datasets: Datasets) -> dict[str, Any]:
 
 
 def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iterator[str]:
-    """A line for every flag that changed the order of training samples since the save.
+    """Yield a line for every flag that changed the order of training samples since the save.
 
     Older checkpoints have no such record, at most the number of epochs.
     """
@@ -86,7 +86,7 @@ def order_changes(common: Record, config: RunConfig, datasets: Datasets) -> Iter
 
 
 def schedule_change(common: Record, config: RunConfig) -> str | None:
-    """The flag that changed the learning rate or weight decay schedule; None if none did."""
+    """Return the flag that changed the learning rate or weight decay schedule; None if none did."""
     saved, now = common.get("schedule") or {}, _as_read(asdict(config.schedule))
     differ = [name for name in now if name in saved and saved[name] != now[name]]
     for name in differ:
@@ -104,7 +104,7 @@ def schedule_change(common: Record, config: RunConfig) -> str | None:
 
 
 def _length_record(train: TrainConfig, batches: BatchSchedule) -> dict[str, Any]:
-    """The flags that determine how many samples the run trains on."""
+    """Return the flags that determine how many samples the run trains on."""
     return {
         "train_iters": None if train.train_samples else train.train_iters,
         "train_samples": train.train_samples,
@@ -140,20 +140,20 @@ def _data_changes(saved: Record, now: Record) -> Iterator[str]:
 
 
 def _is_same(before: Any, after: Any) -> bool:
-    """Whether two values are equal; splits are equal if they cut at the same positions."""
+    """Return whether two values are equal; splits are equal if they cut at the same positions."""
     if isinstance(before, str) and isinstance(after, str):
         return parse_split(before) == parse_split(after)
     return bool(before == after)
 
 
 def _contents(record: Record) -> list[tuple[Any, ...]]:
-    """The corpora without their paths: data in a folder that was moved are the same data."""
+    """Return the corpora without their paths: data in a folder that was moved are the same data."""
     names = ("weight", "tokens", "sequence_lengths_crc32")
     return [tuple(corpus[name] for name in names) for corpus in record["corpora"]]
 
 
 def _corpora_text(record: Record, other: Record) -> str:
-    """The data flag and the corpora that `other` lacks; all corpora if it lacks none."""
+    """Return the data flag and the corpora that `other` lacks; all corpora if it lacks none."""
     contents = _contents(other)
     pairs = list(zip(record["corpora"], _contents(record), strict=True))
     own = [corpus for corpus, content in pairs if content not in contents]
@@ -170,7 +170,8 @@ def _corpora_text(record: Record, other: Record) -> str:
 
 
 def _follows_total(name: str, saved: Record, now: Record) -> bool:
-    """Whether a length changed in proportion to the run's samples, so it was derived from them."""
+    """Return whether a length changed in proportion to the run's samples, so it was derived from
+    them."""
     before, after = saved[name], now[name]
     if before is None or after is None or saved[_TOTAL] == now[_TOTAL]:
         return False
@@ -184,6 +185,7 @@ def _given(value: Any) -> str:
 
 
 def _as_read(record: Record) -> dict[str, Any]:
-    """The record after a JSON round trip (tuples become lists), to compare with a saved one."""
+    """Return the record after a JSON round trip (tuples become lists), to compare with a
+    saved one."""
     read: dict[str, Any] = json.loads(json.dumps(record))
     return read

@@ -22,7 +22,7 @@ class ExitSignal:
 
     @staticmethod
     def numbers(config: TrainConfig) -> set[signal.Signals]:
-        """The signals that ask for it by these flags."""
+        """Return the signals that ask for it by these flags."""
         if not config.exit_signal_handler:
             return set()
         numbers = {signal.Signals[config.exit_signal], signal.SIGTERM, signal.SIGINT}
@@ -31,13 +31,13 @@ class ExitSignal:
         return numbers
 
     def catch(self, config: TrainConfig) -> None:
-        """Notes signals from now on, if the flags ask for it, instead of what they did."""
+        """Note signals from now on, if the flags ask for it, instead of what they did."""
         for number in self.numbers(config):
             signal.signal(number, self._came)
 
     @contextmanager
     def caught(self, config: TrainConfig) -> Iterator[None]:
-        """Notes signals while entered; what has come by then comes again.
+        """Note signals while entered; what has come by then comes again.
 
         After an exception this rank ends, and signals stay noted: others may send theirs late.
         """

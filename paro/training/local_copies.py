@@ -61,7 +61,7 @@ class LocalCopies:
         self._copy = _Copier(folder.control.device)
 
     def recover(self, training: Training) -> Resumed | None:
-        """Fills the run from the newest iteration that the nodes hold; None: from --load.
+        """Fill the run from the newest iteration that the nodes hold; None: from --load.
 
         Copies that are no newer than the checkpoint of --load are not used.
         """
@@ -93,7 +93,7 @@ class LocalCopies:
         return Resumed(state, found.common["base"], found, ids, rows)
 
     def begin(self, training: Training, order: Mapping[str, Any] | None, resumed: Resumed) -> None:
-        """Prepares the files; raises `UserError` on all ranks unless their nodes have room."""
+        """Prepare the files; raise `UserError` on all ranks unless their nodes have room."""
         control, near = self._folder.control, self._folder.folder_ranks
         optimizer = training.optimizer
         states = boxed_states(optimizer.flat_shards(), writers=near)
@@ -117,7 +117,7 @@ class LocalCopies:
         )
 
     def start(self, state: TrainState) -> None:
-        """Starts to copy the states of an iteration if a copy is due."""
+        """Start to copy the states of an iteration if a copy is due."""
         if state.iteration % self._interval != 0:
             return
         assert self._writer is not None, "begin comes first"
@@ -131,7 +131,7 @@ class LocalCopies:
         self._background.start(job)
 
     def wait(self) -> None:
-        """Waits until the last copy is whole; raises what made it fail, on this rank alone."""
+        """Wait until the last copy is whole; raise what made it fail, on this rank alone."""
         failure = self._background.wait()
         if isinstance(failure, OSError):
             raise StorageError(f"local copies in {self._folder.path}: {failure}") from failure
@@ -139,11 +139,11 @@ class LocalCopies:
             raise failure
 
     def settle(self) -> None:
-        """Waits until the last copy has ended, whole or not; it waits for no other rank."""
+        """Wait until the last copy has ended, whole or not; it waits for no other rank."""
         self._background.wait()
 
     def discard(self) -> None:
-        """Removes the copies: after a good end, or where they lead to the same bad one."""
+        """Remove the copies: after a good end, or where they lead to the same bad one."""
         self.wait()
         self._folder.control.barrier()
         if self._folder.is_first:
@@ -151,7 +151,8 @@ class LocalCopies:
 
 
 def local_copies_bytes(ranks_per_node: int, training: Training) -> int:
-    """The memory of a node that local copies take if each of its ranks copies as much as this."""
+    """Return the memory of a node that local copies take if each of its ranks copies as much as
+    this."""
     near = range(ranks_per_node)
     states = boxed_states(training.optimizer.flat_shards(), writers=near)
     of_rank = sum(values.nbytes for values in rectangles_of(states).values())
@@ -160,7 +161,7 @@ def local_copies_bytes(ranks_per_node: int, training: Training) -> int:
 
 @contextmanager
 def local_copies(config: RunConfig, control: Control, log: Log) -> Iterator[LocalCopies | None]:
-    """Holds the folder of local copies in the block; None for a run without them; collective."""
+    """Hold the folder of local copies in the block; None for a run without them; collective."""
     if config.local_copies_interval is None or config.train.skip_train:
         yield None
         return
@@ -185,7 +186,7 @@ def _flags(given: Mapping[str, object]) -> dict[str, str]:
 
 
 def _newest_saved(checkpoint: CheckpointConfig) -> int:
-    """The newest whole iteration in the folder from which the run continues, or -1."""
+    """Return the newest whole iteration in the folder from which the run continues, or -1."""
     load = checkpoint.load
     if load is None or not checkpoint.continues or checkpoint.ckpt_step is not None:
         return -1

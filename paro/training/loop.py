@@ -128,7 +128,8 @@ class Loop:
             observer.begins(what, self.state.iteration)
 
     def _noted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; observers are notified of each one, as a step may take minutes."""
+        """Yield the same batches; observers are notified of each one, as a step may
+        take minutes."""
         for batch in batches:
             for observer in self.observers:
                 observer.progressed()
@@ -192,7 +193,7 @@ class Loop:
         return result
 
     def _stop_if_wrong(self, result: StepResult) -> None:
-        """Ends a diverging run without saving, so that it resumes from an earlier, good state.
+        """End a diverging run without saving, so that it resumes from an earlier, good state.
 
         Raises `RunError` on all ranks: the verdict is the same on all of them.
         """
@@ -234,7 +235,7 @@ class Loop:
             timers.add(f"paro-{kind.value}-exposed", exposed, level=1)
 
     def _report_ranks(self, record: IterationRecord) -> None:
-        """Logs times per rank; collective with --timing-log-level above 0 or --log-straggler."""
+        """Log times per rank; collective with --timing-log-level above 0 or --log-straggler."""
         config, timers = self.report.config, self.training.timers.take()
         if config.timing_log_level > 0 or config.log_straggler:
             everywhere = self.training.control.gather((timers, self._times))
@@ -265,7 +266,7 @@ class Loop:
     def _evaluate(
         self, sets: tuple[HeldOut, ...], *, begin: int, data_set: str | None = None
     ) -> bool:
-        """Evaluates every set; whether any of them is read further by the next evaluation.
+        """Evaluate every set; whether any of them is read further by the next evaluation.
 
         One that is not read as a whole is read from the sample after the first `begin`.
         """

@@ -26,7 +26,7 @@ class _Held(NamedTuple):
 
 
 def check_replicas(training: Training, *, iteration: int) -> None:
-    """Raises `RunError` on all ranks if a replica differs from the others; collective."""
+    """Raise `RunError` on all ranks if a replica differs from the others; collective."""
     training.model.wait_for_updated_params()
     mine = list(_held(training))
     by_replicas: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -47,7 +47,8 @@ def check_replicas(training: Training, *, iteration: int) -> None:
 
 
 def first_difference(everyone: Sequence[Sequence[_Held]]) -> str:
-    """The first range that differs, and on which ranks; where there is no majority, on which."""
+    """Return the first range that differs, and on which ranks; where there is no majority, on
+    which."""
     found: defaultdict[tuple[str, tuple[int, int]], dict[int, int]] = defaultdict(dict)
     for rank, held_by_rank in enumerate(everyone):
         for held in held_by_rank:
@@ -82,7 +83,7 @@ def _held(training: Training) -> Iterator[_Held]:
 
 @torch.no_grad()
 def hash_of(values: Tensor) -> int:
-    """A 64-bit hash of the bits of a tensor, which a single flipped bit always changes.
+    """Return a 64-bit hash of the bits of a tensor, which a single flipped bit always changes.
 
     Sums that wrap around, as one fast reduction without a copy: of every column of a table whose
     rows have `_COLUMNS` words, which then count with a factor each.

@@ -67,7 +67,7 @@ def common_record(
 
 
 def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Control) -> None:
-    """Raises `UserError` if no rank finds the folder of --load; collective.
+    """Raise `UserError` if no rank finds the folder of --load; collective.
 
     A folder that is also --save may be missing: it is created by the first save.
     """
@@ -84,7 +84,7 @@ def check_source(checkpoint: CheckpointConfig, train: TrainConfig, control: Cont
 
 
 def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
-    """Fills the run from --load; `FROM_NOTHING` itself if there is no checkpoint."""
+    """Fill the run from --load; `FROM_NOTHING` itself if there is no checkpoint."""
     # Imported here because DCP takes half a second.
     from paro.checkpoint.load import Loading, load_checkpoint
 
@@ -142,13 +142,13 @@ def load_run(config: RunConfig, training: Training, log: Log) -> Resumed:
 
 
 def _trained_on(common: Mapping[str, Any]) -> frozenset[str] | None:
-    """The fingerprints of the corpora that a checkpoint was trained on, if it names them."""
+    """Return the fingerprints of the corpora that a checkpoint was trained on, if it names them."""
     corpora = (common.get("order") or {}).get("corpora", ())
     return frozenset(filter(None, (corpus.get("tokenizer") for corpus in corpora))) or None
 
 
 def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: Log) -> None:
-    """Logs which flags changed the order of training samples since the checkpoint was saved."""
+    """Log which flags changed the order of training samples since the checkpoint was saved."""
     assert config.checkpoint.load is not None, "nothing was loaded"
     common = read_common(config.checkpoint.load, loaded.iteration)
     assert common is not None, "nothing was loaded"
@@ -157,7 +157,7 @@ def tell_order(config: RunConfig, loaded: TrainState, datasets: Datasets, log: L
 
 
 def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str) -> TrainState:
-    """The state to continue from, whose `source` is named in lines about what changed."""
+    """Return the state to continue from, whose `source` is named in lines about what changed."""
     saved: TrainState = conform(common.get("state"), TrainState, f"{source}: state in common.json")
     if not (config.loss_scale.dynamic and common.get("dynamic_loss_scale", True)):
         saved = replace(saved, loss_scale=start_loss_scale(config.loss_scale))
@@ -181,7 +181,8 @@ def state_of(common: Mapping[str, Any], config: RunConfig, log: Log, source: str
 
 
 def _state_of_load(common: Mapping[str, Any], config: RunConfig, log: Log) -> TrainState:
-    """The same for --load; with --no-load-optim the schedule and the loss scale begin anew."""
+    """Return the same for --load; with --no-load-optim the schedule and the loss scale
+    begin anew."""
     source = f"--load {config.checkpoint.load}"
     state = state_of(common, config, log, source)
     if config.checkpoint.no_load_optim:
@@ -191,7 +192,7 @@ def _state_of_load(common: Mapping[str, Any], config: RunConfig, log: Log) -> Tr
 
 
 def check_schedule(common: Mapping[str, Any], config: RunConfig, source: str) -> None:
-    """Raises `UserError` for a changed schedule, unless a flag says which one to use."""
+    """Raise `UserError` for a changed schedule, unless a flag says which one to use."""
     change = schedule_change(common, config)
     if change is not None and not config.checkpoint.override_opt_param_scheduler:
         raise UserError(
@@ -212,13 +213,14 @@ class Resumed(NamedTuple):
     trained_on: frozenset[str] | None = None  # fingerprints of tokenizers of its training data
 
     def saved_iteration(self, checkpoint: CheckpointConfig) -> int | None:
-        """The iteration that was loaded from --save, and is not saved again."""
+        """Return the iteration that was loaded from --save, and is not saved again."""
         if self.state is None or self.recovery is not None or not checkpoint.continues:
             return None
         return self.state.iteration
 
     def unpadded_rows(self, config: RunConfig) -> int:
-        """The vocabulary rows that are no padding, of the model and not only of its tokenizer.
+        """Return the vocabulary rows that are no padding, of the model and not only of its
+        tokenizer.
 
         Those of what was loaded, else of --padded-vocab-size: --make-vocab-size-divisible-by pads.
         The tokenizer's other ids have a row only where it trains.
@@ -231,7 +233,7 @@ class Resumed(NamedTuple):
         return min(max(rows, config.vocab_size), config.model.vocab_size)
 
     def frozen_rows(self, model: LlamaConfig, trained: frozenset[str]) -> int | None:
-        """Returns how many vocabulary rows the loaded model had, if any of its rows are frozen.
+        """Return how many vocabulary rows the loaded model had, if any of its rows are frozen.
 
         An id without such a row is never learnt. None if all rows train, or nothing was loaded.
         """
@@ -246,7 +248,8 @@ FROM_NOTHING = Resumed()
 
 
 def base_of(config: RunConfig, common: Mapping[str, Any]) -> Base | None:
-    """The base of the checkpoints that a run saves after it has loaded one with this common.json.
+    """Return the base of the checkpoints that a run saves after it has loaded one with this
+    common.json.
 
     The frozen parameters must be in one folder that this run neither writes nor removes; else None.
     """

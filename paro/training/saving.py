@@ -98,7 +98,7 @@ class Saver:
         return self._background.is_running
 
     def _set_aside(self) -> None:
-        """Moves another run's checkpoints in --save aside, under the same name on every node."""
+        """Move another run's checkpoints in --save aside, under the same name on every node."""
         number = max(self._ranks.everyone.gather(next_number(self._root)))
 
         def move() -> Path | None:
@@ -114,12 +114,12 @@ class Saver:
         return interval is not None and iteration % interval == 0
 
     def save(self, state: TrainState) -> None:
-        """Saves the run, maybe in the background, unless this iteration is saved already."""
+        """Save the run, maybe in the background, unless this iteration is saved already."""
         if self._saved != state.iteration and self.write(state):
             self._saved = state.iteration
 
     def finish(self, state: TrainState) -> None:
-        """Saves the final state; here a failed save is always an error."""
+        """Save the final state; here a failed save is always an error."""
         if not self.settle():
             self._saved = None
         self.save(state)
@@ -127,7 +127,7 @@ class Saver:
             raise StorageError(f"the run ends unsaved at iteration {state.iteration}")
 
     def write(self, state: TrainState) -> bool:
-        """Saves the run, or starts an async save; False if it failed and training continues."""
+        """Save the run, or start an async save; False if it failed and training continues."""
         if not self.settle():
             self._log.log0(f"trying again at iteration {state.iteration}")
         config, training = self._config, self._training
@@ -162,7 +162,7 @@ class Saver:
         return True
 
     def settle(self) -> bool:
-        """Waits for an async save in progress; False if it failed and training continues.
+        """Wait for an async save in progress; False if it failed and training continues.
 
         Raises `LeaseLostError` on all ranks if the folder is another run's by now.
         """
@@ -178,7 +178,7 @@ class Saver:
         return self._give_up(failure)
 
     def resume_hint(self, state: TrainState) -> str:
-        """Says how to load the last good iteration that was saved; collective."""
+        """Say how to load the last good iteration that was saved; collective."""
         self._background.wait()  # a failed save matters no more: what is on disk is named
         fine = state.iteration - state.expected.skipped_in_a_row
         good = self._ranks.first_decides(
@@ -192,7 +192,8 @@ class Saver:
         )
 
     def _proved_good(self, state: TrainState) -> int | None:
-        """The last whole checkpoint, if training went on from it; None if it may be what is wrong.
+        """Return the last whole checkpoint, if training went on from it; None if it may be what is
+        wrong.
 
         While steps are skipped nothing proves that what was saved before the first of them is good.
         """
@@ -200,7 +201,7 @@ class Saver:
         return self._whole if went_on and not state.expected.skipped_in_a_row else None
 
     def _retire_and_write(self, good: int | None, write: Callable[[], None]) -> None:
-        """Writes a checkpoint, after the one before the last `good` one was removed."""
+        """Write a checkpoint, after the one before the last `good` one was removed."""
         interval = self._config.checkpoint.save_retain_interval
         if interval is not None and good is not None and self._ranks.is_first_of_folder:
             # What could not be removed is no reason to stop; a lost lease ends the write below.
@@ -210,7 +211,7 @@ class Saver:
         write()
 
     def _refuse_not_finite(self, state: TrainState) -> None:
-        """Raises `RunError` on all ranks rather than save a state from which nothing can go on."""
+        """Raise `RunError` on all ranks rather than save a state from which nothing can go on."""
         wrong = not_finite(self._training.optimizer.flat_shards(), self._training.control)
         if wrong is not None:
             raise RunError(
@@ -224,7 +225,7 @@ class Saver:
             self._progress.saved(state.iteration, samples, is_async=is_async)
 
     def _finish(self, write: Callable[[], None], iteration: int) -> None:
-        """Runs on the save thread."""
+        """Run on the save thread."""
         write()
         if self._progress is not None:
             self._progress.finished(iteration)
@@ -240,7 +241,7 @@ class Saver:
 
 @contextmanager
 def claim_of(config: RunConfig, control: Control, watchdog: Watchdog) -> Iterator[Claim | None]:
-    """Holds the lease of --save in the block; None for a run that does not save."""
+    """Hold the lease of --save in the block; None for a run that does not save."""
     if config.checkpoint.save is None or config.train.skip_train:
         yield None
         return

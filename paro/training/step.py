@@ -52,7 +52,7 @@ class OwnTimes(RankTimes):
 
 
 def last_iteration(config: TrainConfig, batches: BatchSchedule, state: TrainState | None) -> int:
-    """The last iteration of a run that continues from `state`, maybe with other batch sizes.
+    """Return the last iteration of a run that continues from `state`, maybe with other batch sizes.
 
     With --train-samples the samples left decide, whatever batch sizes were used before.
     """
@@ -118,7 +118,7 @@ class Training:
         return self.control.world.size // self.batches.data_parallel_size
 
     def close(self) -> None:
-        """Waits for queued communication and ends it; collective, after the last step."""
+        """Wait for queued communication and end it; collective, after the last step."""
         self.model.wait_for_updated_params()
         self.model.close()
         if self.context_groups is not None:
@@ -146,7 +146,7 @@ def train_step(
     *,
     reasons: Callable[[], Reasons] = Reasons,
 ) -> StepResult:
-    """One optimizer step: micro-batches, sums over the ranks, and the update unless skipped.
+    """Return one optimizer step: micro-batches, sums over the ranks, and the update unless skipped.
 
     This rank's `reasons` to exit are part of the summed scalars, so that all ranks agree on them
     without another collective; `reasons` is called just before.
@@ -221,7 +221,8 @@ def _add_up(
     data_wait: float,
     reasons: Callable[[], Reasons],
 ) -> tuple[_Sums, Exposed, OwnTimes]:
-    """The sums over all ranks, mean exposed communication times, and this rank's own times."""
+    """Return the sums over all ranks, mean exposed communication times, and this rank's
+    own times."""
     optimizer, num_ranks = training.optimizer, training.control.world.size
     on_device = [loss_sum.double()]
     if training.config.log_num_zeros_in_grad:
@@ -343,7 +344,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     training: Training, micro_batches: Iterator[Batch], num_micro_batches: int
 ) -> Evaluation:
-    """Computes the mean loss over the unmasked tokens of held-out data; sent bytes do not count.
+    """Compute the mean loss over the unmasked tokens of held-out data; sent bytes do not count.
 
     The tokens of all micro-batches and ranks weigh the same, whatever is the mean in training.
     """

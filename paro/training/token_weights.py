@@ -44,7 +44,7 @@ class TokenWeights:
         return self._mask_sum / self._num_sharing
 
     def unscale(self, num_tokens: float, num_filled: float) -> float:
-        """The factor from the accumulated loss and gradients to the true ones.
+        """Return the factor from the accumulated loss and gradients to the true ones.
 
         `num_tokens` and `num_filled` are sums over all ranks. NaN without tokens, as is the loss.
         """

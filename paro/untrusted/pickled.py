@@ -50,7 +50,7 @@ class CheckedUnpickler(pickle._Unpickler):
         return self.classes[module, name]
 
     def is_key(self, key: object) -> bool:
-        """Whether a dict may have this key, which is then hashed."""
+        """Return whether a dict may have this key, which is then hashed."""
         return type(key) is str
 
 
@@ -73,7 +73,7 @@ def _check_keys(unpickler: CheckedUnpickler, keys: list[object]) -> None:
 
 
 def _build(unpickler: CheckedUnpickler) -> None:
-    """Sets the fields of a record; on a class or a constant it would change the whole process."""
+    """Set the fields of a record; on a class or a constant it would change the whole process."""
     record = unpickler.stack[-2]
     if isinstance(record, type) or not is_dataclass(record):
         raise pickle.UnpicklingError(f"it sets fields of {type(record).__name__}")

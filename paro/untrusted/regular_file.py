@@ -28,13 +28,13 @@ def open_regular(path: str | Path, what: str = "") -> Iterator[BinaryIO]:
 
 
 def check_regular(path: str | Path, what: str = "") -> None:
-    """`UserError` unless a library, which opens the file itself, could read it."""
+    """Raise `UserError` unless a library, which opens the file itself, could read it."""
     with open_regular(path, what):
         pass
 
 
 def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a regular file."""
+    """Return the content of a regular file."""
     what = what or str(path)
     content = b""
     with open_regular(path, what) as file:
@@ -48,7 +48,7 @@ def read_bytes(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) 
 
 
 def read_text(path: str | Path, what: str = "", *, max_bytes: int = MAX_BYTES) -> str:
-    """The content of a regular file as UTF-8."""
+    """Return the content of a regular file as UTF-8."""
     content = read_bytes(path, what, max_bytes=max_bytes)
     with reading(what or str(path)):
         return content.decode("utf-8").replace("\r\n", "\n")
@@ -70,7 +70,8 @@ class RegularFile:
             self.size = os.fstat(self._descriptor).st_size
 
     def read(self, begin: int, length: int) -> bytes:
-        """The `length` bytes from byte `begin` on, which lie in the file as it was opened."""
+        """Return the `length` bytes from byte `begin` on, which lie in the file as it
+        was opened."""
         content = self._read_some(begin, length)
         while len(content) < length:  # the system reads at most 2 GiB at once
             more = self._read_some(begin + len(content), length - len(content))
@@ -92,7 +93,7 @@ class RegularFile:
 
 
 def _open(path: str | Path, what: str) -> int:
-    """A descriptor of a regular file, opened without a wait."""
+    """Return a descriptor of a regular file, opened without a wait."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):

@@ -63,13 +63,14 @@ _NAMES: dict[type, str] = {
 
 
 def read_json(path: Path, kind: Any, what: str = "", *, max_bytes: int = MAX_BYTES) -> Any:
-    """The JSON in a regular file as a value of type `kind`."""
+    """Return the JSON in a regular file as a value of type `kind`."""
     what = what or str(path)
     return parse_json(read_bytes(path, what, max_bytes=max_bytes), kind, what)
 
 
 def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True) -> Any:
-    """A JSON text as a value of type `kind`; without `repeats` no field may be there twice."""
+    """Return a JSON text as a value of type `kind`; without `repeats` no field may be
+    there twice."""
     if isinstance(text, bytes):
         with reading(what):
             text = text.decode("utf-8-sig")
@@ -86,7 +87,8 @@ def parse_json(text: str | bytes, kind: Any, what: str, *, repeats: bool = True)
 
 
 def conform(value: Any, kind: Any, what: str) -> Any:
-    """The value as one of type `kind`; `UserError` names `what` and the fields that are wrong."""
+    """Return the value as one of type `kind`; `UserError` names `what` and the fields that are
+    wrong."""
     try:
         return _conform(value, kind)
     except _WrongError as error:
@@ -114,7 +116,7 @@ def _raise_all(wrong: list[tuple[str, str]]) -> None:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python would keep the last of repeated fields."""
+    """Return a JSON object; Python would keep the last of repeated fields."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -210,7 +212,7 @@ def _collection(value: Any, origin: type, kinds: tuple[Any, ...]) -> Any:
 
 
 def _members(members: Iterable[tuple[str, Any, Any]]) -> list[Any]:
-    """The values of members (path, value, type)."""
+    """Return the values of members (path, value, type)."""
     found, wrong = _conforming(members)
     _raise_all(wrong)
     return [*found.values()]
@@ -219,7 +221,7 @@ def _members(members: Iterable[tuple[str, Any, Any]]) -> list[Any]:
 def _conforming(
     members: Iterable[tuple[str, Any, Any]],
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The values of the members that conform, by path, and what is wrong with the others."""
+    """Return the values of the members that conform, by path, and what is wrong with the others."""
     found, wrong = {}, []
     for name, value, kind in members:
         try:
@@ -231,7 +233,7 @@ def _conforming(
 
 @cache
 def _hints(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The types of a record's fields, and the fields that it must have."""
+    """Return the types of a record's fields, and the fields that it must have."""
     hints = get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
         own = fields(kind)

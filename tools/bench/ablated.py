@@ -51,7 +51,7 @@ def in_parts(matrix: Tensor, config: MuonConfig, *square: Any) -> Tensor:
 
 
 def update(self: matrices.MuonStep, *, step: int, **more: Any) -> Iterator[int]:
-    """A step of Muon, with whole matrices or with parts."""
+    """Yield a step of Muon, with whole matrices or with parts."""
     matrices.orthogonal = _whole if step % EVERY == 0 else in_parts  # type: ignore[assignment]
     yield from _update(self, step=step, **more)
 

@@ -74,7 +74,7 @@ Contender = Callable[[], IndexedDataset]
 
 
 def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
-    """Writes the corpus under one name for each contender; they share its .bin and .idx."""
+    """Write the corpus under one name for each contender; they share its .bin and .idx."""
     folder.mkdir(parents=True, exist_ok=True)
     random, first = np.random.default_rng(0), folder / "corpus"
     with IndexedDatasetWriter(first, np.dtype("<u2")) as writer:
@@ -105,7 +105,7 @@ def make_corpus(folder: Path, num_tokens: int) -> dict[str, Contender]:
 
 
 def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, turn: int) -> float:
-    """Tokens per second of one contender."""
+    """Return tokens per second of one contender."""
     indexed = contender()
     whole = DataConfig(train_data_path=(indexed.prefix,), seq_length=options.seq_length, seed=1)
     request = SplitRequest(
@@ -130,7 +130,8 @@ def time_turn(contender: Contender, options: argparse.Namespace, *, cold: bool, 
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row per contender and state of the page cache: medians of rates, and of ratios by turn."""
+    """Yield a row per contender and state of the page cache: medians of rates, and of ratios by
+    turn."""
     contenders = make_corpus(options.folder, int(options.gigabytes * 1e9 / 2))
     for cold in (False, True):
         turns = [
@@ -150,7 +151,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure_opening(prefix: Path, rounds: int) -> dict[str, Any]:
-    """Processor time of opening the corpus, its index checked; the page cache is warm."""
+    """Return processor time of opening the corpus, its index checked; the page cache is warm."""
     seconds = []
     for _ in range(rounds):
         begin = time.process_time()

@@ -150,20 +150,20 @@ def task_of(args: argparse.Namespace) -> Task:
 
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
-    """Raises `RuntimeError` unless all agree: a faster model must be the same one."""
+    """Raise `RuntimeError` unless all agree: a faster model must be the same one."""
     found = [*losses.values()]
     if not all(abs(loss - found[0]) <= tolerance * found[0] for loss in found):
         raise RuntimeError(f"the first losses differ: {losses}")
 
 
 def start_race(args: argparse.Namespace, names: Sequence[str]) -> Race:
-    """Begins a race in this process."""
+    """Begin a race in this process."""
     torch.set_num_threads(args.threads)
     return race(task_of(args), names, steps=args.steps, clock=args.clock)
 
 
 def report(task: Task, results: Results, peak: float | None, clocks: Path | None) -> list[Row]:
-    """A row per contender, with itself as a line; those that failed come last."""
+    """Return a row per contender, with itself as a line; those that failed come last."""
     seq_length = task.batch.tokens_BS.shape[1]
     flops = flops_per_token(task.run.model, seq_length, causal=False)
     causal = flops_per_token(task.run.model, seq_length, causal=True)

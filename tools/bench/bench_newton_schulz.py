@@ -73,7 +73,7 @@ def flops_of(rows: int, columns: int) -> int:
 
 
 def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Row:
-    """The figures of one shape; the part of a peak comes later."""
+    """Return the figures of one shape; the part of a peak comes later."""
     generator = torch.Generator(device).manual_seed(1234)
     matrices = torch.randn((args.batch, *shape), device=device, generator=generator)
 

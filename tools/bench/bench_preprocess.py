@@ -42,7 +42,7 @@ SCRIPT = Path(preprocess_data.__file__)
 def shares_of_texts(
     pieces: Sequence[Piece], plan: EncodingPlan, number: int, of: int
 ) -> list[list[str]]:
-    """Every `of`-th batch of the corpus, starting with batch `number`, as texts."""
+    """Return every `of`-th batch of the corpus, starting with batch `number`, as texts."""
     batches = islice(read_batches(pieces, plan.keys), number, None, of)
     return [
         [text for texts in texts_of(batch, plan.keys) for by_key in texts.by_key for text in by_key]
@@ -72,7 +72,7 @@ def encode_share(
 
 
 def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn:
-    """The cost of the tokenizer alone in `workers` processes."""
+    """Return the cost of the tokenizer alone in `workers` processes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of preprocess_data.py
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(workers + 1)
@@ -93,7 +93,7 @@ def time_bare(pieces: Sequence[Piece], plan: EncodingPlan, workers: int) -> Turn
 
 
 def time_command(words: Sequence[str]) -> Turn:
-    """The cost of a whole run of preprocess_data.py, including its workers."""
+    """Return the cost of a whole run of preprocess_data.py, including its workers."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         command = [sys.executable, str(SCRIPT), *words, "--output-prefix", f"{folder}/out"]
         begin = time.perf_counter()
@@ -110,7 +110,7 @@ def time_command(words: Sequence[str]) -> Turn:
 def race(
     words: Sequence[str], job: preprocess_data.Job, workers: int, rounds: int
 ) -> list[dict[str, float]]:
-    """The figures of both, round by round; the one that starts alternates."""
+    """Return the figures of both, round by round; the one that starts alternates."""
     rows = []
     contenders: dict[str, Callable[[], Turn]] = {
         "bare": partial(time_bare, job.pieces, job.plan, workers),

@@ -79,12 +79,12 @@ def _now() -> dict[str, float]:
 
 
 def is_reported(number: int) -> bool:
-    """Whether a step has the full report: of each two, the second and the first in turn."""
+    """Return whether a step has the full report: of each two, the second and the first in turn."""
     return number % 4 in (1, 2)
 
 
 def costs(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """Collects the seconds of steps of both kinds by each clock, and what the report costs.
+    """Collect the seconds of steps of both kinds by each clock, and what the report costs.
 
     The first round does the set-up and does not count.
     """
@@ -108,7 +108,7 @@ def costs(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Trains two steps a round, one of them with full reporting."""
+    """Train two steps a round, one of them with full reporting."""
     flags = f"{MODEL} --global-batch-size 4 --train-iters {2 * rounds + 2}"
     boards = f"--tensorboard-dir {folder}/board --wandb-project bench --wandb-save-dir {folder}"
     config = configure(parse_args([*flags.split(), *boards.split()]), World())

@@ -103,7 +103,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parts_of(args: argparse.Namespace) -> list[str]:
-    """The chosen letters in order; `UserError` names one that does not exist or cannot run."""
+    """Return the chosen letters in order; `UserError` names one that does not exist or
+    cannot run."""
     check_least(1, gpus=args.gpus)
     if args.quick and (args.parts is not None or args.gpus > 1):
         raise UserError(f"--quick {args.quick} chooses the parts, for one GPU: no --parts, --gpus")
@@ -121,7 +122,7 @@ def parts_of(args: argparse.Namespace) -> list[str]:
 
 
 def check_machine(found: Found, args: argparse.Namespace) -> None:
-    """Raises `UserError` unless this machine can do what the flags ask for."""
+    """Raise `UserError` unless this machine can do what the flags ask for."""
     if args.rehearse:
         return
     if found.gpus < args.gpus:
@@ -168,7 +169,7 @@ def run(args: argparse.Namespace) -> None:
 def run_stage(
     stage: quick.Stage, seconds: float | None, args: argparse.Namespace, found: Found
 ) -> list[tuple[str, Outcome]]:
-    """Runs the parts of a stage side by side, in so many seconds; with None, runs none."""
+    """Run the parts of a stage side by side, in so many seconds; with None, run none."""
     named = ", ".join(f"{letter}. {PARTS[letter][0]}" for letter in stage.letters)
     print_line(f"{named}: {quick.NOT_REACHED if seconds is None else f'at most {seconds:.0f} s'}")
     if seconds is None:
@@ -193,7 +194,7 @@ def run_stage(
 
 
 def _attempt(letter: str, runner: Runner) -> Outcome:
-    """Runs a part; an error of this program is its outcome, and later parts run."""
+    """Run a part; an error of this program is its outcome, and later parts run."""
     begin = time.time()
     try:
         outcome = PARTS[letter][1](runner)

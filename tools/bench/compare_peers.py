@@ -113,13 +113,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def samples_of_step(args: argparse.Namespace, world_size: int) -> int:
-    """The global batch size."""
+    """Return the global batch size."""
     given: int | None = args.global_batch_size
     return args.micro_batch_size * args.micro_batches * world_size if given is None else given
 
 
 def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
-    """The arguments of pretrain_llama.py for the common training job, without a strategy."""
+    """Return the arguments of pretrain_llama.py for the common training job, without a strategy."""
     sizes = {} if args.llama_preset else {"vocab-size": VOCAB_SIZE, **SHAPE}
     return training_flags(
         args,
@@ -131,7 +131,7 @@ def trainer_flags(args: argparse.Namespace, world_size: int) -> list[str]:
 
 
 def task_of(args: argparse.Namespace, name: str, world: World) -> Task:
-    """The training job as a contender runs it; `UserError` if it is impossible."""
+    """Return the training job as a contender runs it; `UserError` if it is impossible."""
     counts = ("rounds", "steps", "micro_batches", "micro_batch_size")
     check_least(1, **{name: getattr(args, name) for name in counts})
     check_least(2, warmup_steps=args.warmup_steps)
@@ -165,7 +165,7 @@ class Comparison:
 
 
 def plan_of(args: argparse.Namespace, world: World) -> Comparison:
-    """The contenders that this machine can run; `UserError` for unknown names."""
+    """Return the contenders that this machine can run; `UserError` for unknown names."""
     asked = list(dict.fromkeys(filter(None, args.contenders.split(","))))
     tasks = {name: task_of(args, name, world) for name in asked}
     lacks = lacks_deepspeed()
@@ -184,7 +184,7 @@ def plan_of(args: argparse.Namespace, world: World) -> Comparison:
 
 
 def race(args: argparse.Namespace, plan: Comparison, world: World) -> Rounds:
-    """Runs all turns of all rounds; every rank returns the same figures."""
+    """Run all turns of all rounds; every rank returns the same figures."""
     rounds: Rounds = {name: [] for name in plan.tasks}
     tolerance = args.tolerance or TOLERANCE[args.dtype]
     references: dict[str, Turn] = {}  # by optimizer
@@ -217,7 +217,7 @@ def title_of(args: argparse.Namespace, plan: Comparison, world: World) -> str:
 
 
 def planned_steps(args: argparse.Namespace, plan: Comparison) -> dict[str, PlannedStep]:
-    """Predicted steps of this project's contenders, where --paro-machine has a device."""
+    """Return predicted steps of this project's contenders, where --paro-machine has a device."""
     device_type = "cpu" if args.distributed_backend == "gloo" else "cuda"
     planned = {}
     for name, task in plan.tasks.items():
@@ -233,7 +233,7 @@ def report(
     rounds: Rounds,
     world: World,
 ) -> None:
-    """Prints the tables and writes the files."""
+    """Print the tables and write the files."""
     title, tokens = title_of(args, plan, world), samples_of_step(args, world.size) * args.seq_length
     run = next(iter(plan.tasks.values())).run
     flops = flops_per_token(run.model, args.seq_length, run.trained, causal=True)

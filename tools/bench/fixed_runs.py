@@ -56,7 +56,7 @@ class FixedRun:
 
 
 def fixed_runs() -> Iterator[FixedRun]:
-    """All runs, in order; a run that loads follows the one that saves."""
+    """Yield all runs, in order; a run that loads follows the one that saves."""
     grouped = "--paro-group-size 2"
     yield FixedRun(name="one process", flags="", num_ranks=1)
     for letters in legal_letters():
@@ -88,7 +88,7 @@ def fixed_runs() -> Iterator[FixedRun]:
 
 
 def train(run: FixedRun, folder: Path) -> list[dict[str, Any]]:
-    """The `FIELDS` of every step of a run; `UserError` if the run fails."""
+    """Return the `FIELDS` of every step of a run; `UserError` if the run fails."""
     metrics, log = folder / "metrics.jsonl", folder / "log"
     metrics.unlink(missing_ok=True)
     flags = [*SHARED.split(), *run.flags.split(), "--metrics-file", str(metrics)]
@@ -116,7 +116,7 @@ def machine() -> dict[str, str]:
 
 
 def train_all() -> dict[str, list[dict[str, Any]]]:
-    """Trains every run; progress goes to stderr."""
+    """Train every run; progress goes to stderr."""
     runs = list(fixed_runs())
     results = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def train_all() -> dict[str, list[dict[str, Any]]]:
 def differences(
     before: dict[str, list[dict[str, Any]]], after: dict[str, list[dict[str, Any]]]
 ) -> Iterator[str]:
-    """A line for every figure that differs, and for every run that only one side has."""
+    """Yield a line for every figure that differs, and for every run that only one side has."""
     for name in before.keys() | after.keys():
         if name not in before or name not in after:
             yield f"{name}: only {'after' if name in after else 'before'}"

@@ -95,7 +95,7 @@ class Trial:
 
 
 def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
-    """The command lines of the configurations by name; `UserError` if there are none."""
+    """Return the command lines of the configurations by name; `UserError` if there are none."""
     found = {}
     for path in sorted(checkout.glob(CONFIGURATIONS)):
         arguments = yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"]
@@ -106,7 +106,8 @@ def read_configurations(checkout: Path) -> dict[str, tuple[str, ...]]:
 
 
 def command_line(arguments: Mapping[str, object]) -> Iterator[str]:
-    """The words of a configuration: true is a switch, [a b] and numbers are several, else one."""
+    """Yield the words of a configuration: true is a switch, [a b] and numbers are several, else
+    one."""
     for flag, value in arguments.items():
         yield flag
         if value is True:
@@ -126,7 +127,7 @@ def degree_of(words: Sequence[str]) -> int:
 
 
 def try_configuration(name: str, words: Sequence[str]) -> Trial:
-    """Checks one configuration for refused and unknown flags, and makes a dry run without them."""
+    """Check one configuration for refused and unknown flags, and make a dry run without them."""
     mistakes: list[str] = []
     args, extra, _ = parse_known(build_parser(), words, mistakes)
     unknown = tuple(flag.split("=")[0] for flag, *_ in by_flag(extra))
@@ -161,7 +162,7 @@ def why_no_dry_run(words: Sequence[str], world_size: int) -> str | None:
 
 
 def commit_of(checkout: Path) -> tuple[str, str]:
-    """The commit of a checkout and its date."""
+    """Return the commit of a checkout and its date."""
     command = ["git", "-C", str(checkout), "log", "-1", "--format=%h %cs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -205,7 +206,7 @@ def counts(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def refused_in(trials: Sequence[Trial]) -> dict[str, dict[str, set[str]]]:
-    """The configurations by flag with value, by the advice."""
+    """Return the configurations by flag with value, by the advice."""
     found: dict[str, dict[str, set[str]]] = {}
     for trial in trials:
         for advice, flags in trial.refused.items():
@@ -217,7 +218,7 @@ def refused_in(trials: Sequence[Trial]) -> dict[str, dict[str, set[str]]]:
 
 
 def page(trials: Sequence[Trial], commit: str, date: str) -> str:
-    """The whole page in Markdown."""
+    """Return the whole page in Markdown."""
     lines = [
         HEAD,
         *rule_lines(),
@@ -239,7 +240,8 @@ def page(trials: Sequence[Trial], commit: str, date: str) -> str:
 
 
 def rule_lines() -> Iterator[str]:
-    """The tables of flags that have no effect of their own here: accepted, ignored, refused."""
+    """Yield the tables of flags that have no effect of their own here: accepted,
+    ignored, refused."""
     yield from ("## Accepted: it happens anyway", "", *_table("because", Outcome.ACCEPTED))
     yield from ("", "## Accepted without effect", "")
     yield "Results are the same; the start of a run says so in a line for each."
@@ -248,7 +250,7 @@ def rule_lines() -> Iterator[str]:
 
 
 def _table(reasons: str, outcome: Outcome) -> list[str]:
-    """A row for each reason, with all the flags that share it."""
+    """Return a row for each reason, with all the flags that share it."""
     by_reason: dict[str, list[str]] = {}
     for rule in RULES:
         if rule.outcome is outcome:
@@ -269,7 +271,7 @@ def _spelled(rule: Rule) -> str:
 
 
 def _short(given: str) -> str:
-    """A flag with its value; without the value if that is long."""
+    """Return a flag with its value; without the value if that is long."""
     return given if len(given) <= MOST_CHARACTERS else given.split()[0]
 
 

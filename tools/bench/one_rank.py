@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = False) -> Figures:
-    """Trains with one contender; empty if it does not fit in memory."""
+    """Train with one contender; empty if it does not fit in memory."""
     world, links = task.run.world, Links(machine, are_free=True)
     device = device_for(task.run.runtime, replace(world, local_rank=0))
     on_gpu = device.type == "cuda"
@@ -131,7 +131,7 @@ def take_turn(task: LoneTask, name: str, machine: Machine, *, are_free: bool = F
 
 
 def host_seconds(control: Control, runtime: RuntimeConfig) -> dict[Op, float]:
-    """Processor time of this rank's own code in a collective that sends nothing, by op.
+    """Return the processor time of this rank's own code in a collective that sends nothing, by op.
 
     A machine file counts it as part of a collective's.
     """
@@ -162,7 +162,7 @@ def _seconds_of_step(
 
 
 def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> Figures:
-    """The figures of a contender, for a job by flags of compare_peers.py."""
+    """Return the figures of a contender, for a job by flags of compare_peers.py."""
 
     def job(*more: str) -> LoneTask:
         args = compare_peers.make_parser().parse_args([*flags, *more])
@@ -183,7 +183,7 @@ def measure(name: str, flags: Sequence[str], machine: Machine, world: World) -> 
 
 
 def table(turns: dict[str, Figures]) -> str:
-    """Text table: a row for every contender."""
+    """Return the text table: a row for every contender."""
     columns = ("s/step", "exposed", "host s/step", "peak GB", "reserved GB", "predicted s/step")
     return text_table(
         {"contender": name}

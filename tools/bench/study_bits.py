@@ -76,7 +76,7 @@ def key_of(job: Job) -> str:
 
 
 def flags_of(job: Job, data: Sequence[str]) -> list[str]:
-    """The script of a training, and its flags."""
+    """Return the script of a training, and its flags."""
     variant, iterations, seed = job
     return [
         *f"{variant.script} {FLAGS} {variant.flags} --seed {seed}".split(),
@@ -85,7 +85,8 @@ def flags_of(job: Job, data: Sequence[str]) -> list[str]:
 
 
 def early(found: Losses, base: Losses) -> float:
-    """The loss in training above that of `base`, in the mean from the warm-up's end to half-way.
+    """Return the loss in training above that of `base`, in the mean from the warm-up's end to
+    half-way.
 
     There, variants differ most: later all of them converge to much the same loss.
     """
@@ -104,7 +105,7 @@ def pairs_of(found: Found, variant: Variant, iterations: int, seeds: Sequence[in
 
 
 def table(found: Found) -> str:
-    """Markdown: the losses of every variant, and their differences to 16/16 by seed."""
+    """Return markdown: the losses of every variant, and their differences to 16/16 by seed."""
     rows: list[tuple[object, ...]] = []
     for iterations, seeds in ((SHORT, SEEDS), (LONG, (1,))):
         for variant in VARIANTS:
@@ -125,7 +126,7 @@ def _all_of(differences: Sequence[float]) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Draws losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
+    """Draw losses over iterations, less those of 16/16: training's mean, held-out ones by seed."""
     with drawing(path, 1, 3, size=(13, 4.5)) as (figure, (training, held_out, long)):
         for color, variant in enumerate(VARIANTS[1:]):
             style = {"color": f"C{color}", "marker": "."}
@@ -152,7 +153,7 @@ def plot(found: Found, path: Path) -> None:
 
 
 def _above(own: dict[int, float], base: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Iterations, and by how much the first one's losses are above the second one's."""
+    """Return iterations, and by how much the first one's losses are above the second one's."""
     return list(own), [own[at] - base[at] for at in own]
 
 

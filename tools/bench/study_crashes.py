@@ -98,15 +98,16 @@ class Launched:
         return self.log.read_text(errors="replace")
 
     def num_iterations(self) -> int:
-        """The number of printed iterations, over all restarts."""
+        """Return the number of printed iterations, over all restarts."""
         return len(re.findall(r"\] iteration +\d+/", self.text()))
 
     def ranks(self) -> list[int]:
-        """The rank processes since the last restart, by rank."""
+        """Return the rank processes since the last restart, by rank."""
         return children(self.process.pid)
 
     def unfinished(self) -> dict[tuple[str, int, int], int]:
-        """The iterations of the folders of unfinished saves; the keys identify the folders."""
+        """Return the iterations of the folders of unfinished saves; the keys identify
+        the folders."""
         found = {}
         for path in self.checkpoints.glob("iter_*.partial"):
             try:
@@ -117,7 +118,8 @@ class Launched:
         return found
 
     def is_saving(self) -> int | None:
-        """The iteration being written, or None; saves cut short by earlier kills do not count."""
+        """Return the iteration being written, or None; saves cut short by earlier kills do not
+        count."""
         found = self.unfinished().items()
         return next((iteration for key, iteration in found if key not in self.cut_short), None)
 
@@ -136,7 +138,7 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 
 def wait_for_training(training: Launched, iterations: int) -> bool:
-    """Waits until more iterations were printed; False once the training has ended."""
+    """Wait until more iterations were printed; False once the training has ended."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while training.num_iterations() <= iterations:
         if training.process.poll() is not None:
@@ -149,7 +151,7 @@ def wait_for_training(training: Launched, iterations: int) -> bool:
 
 
 def wait_for_the_moment(training: Launched, drawn: random.Random, *, inside: bool) -> int | None:
-    """Waits for a random moment; for one inside a save, returns the iteration being written."""
+    """Wait for a random moment; for one inside a save, return the iteration being written."""
     if not inside:
         time.sleep(drawn.uniform(0.0, 1.5))
         return None
@@ -165,7 +167,7 @@ def wait_for_the_moment(training: Launched, drawn: random.Random, *, inside: boo
 def kill_one(
     training: Launched, drawn: random.Random, args: argparse.Namespace, *, writing: int | None
 ) -> Kill | None:
-    """Kills a random rank and waits until the others are gone."""
+    """Kill a random rank and wait until the others are gone."""
     ranks = training.ranks()
     if len(ranks) != args.ranks or training.process.poll() is not None:
         return None
@@ -189,7 +191,7 @@ def kill_one(
 def disturb(
     training: Launched, study: Study, args: argparse.Namespace, drawn: random.Random
 ) -> None:
-    """Kills until the training has ended or there were enough kills of both kinds."""
+    """Kill until the training has ended or there were enough kills of both kinds."""
     if not wait_for_training(training, 0):
         return
     while wanted := wanted_kinds(study, args, asynchronous=training.asynchronous):
@@ -223,7 +225,7 @@ def wanted_kinds(study: Study, args: argparse.Namespace, *, asynchronous: bool) 
 
 
 def judge(training: Launched, study: Study, undisturbed: dict[int, float]) -> None:
-    """Checks what a training left against what must be true."""
+    """Check what a training left against what must be true."""
     complaints = study.complaints
     if training.process.wait(600) != 0:
         complaints.append(f"the training failed: {training.text()[-2000:]}")
@@ -263,7 +265,7 @@ def make_study(args: argparse.Namespace) -> Study:
 
 
 def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
-    """The figures of a study, for a report."""
+    """Return the figures of a study, for a report."""
     again = [k.trains_again_seconds for k in study.kills if k.trains_again_seconds is not None]
     gone = [kill.survivors_gone_seconds for kill in study.kills]
     return {
@@ -283,7 +285,7 @@ def describe(study: Study, args: argparse.Namespace) -> dict[str, object]:
 
 
 def _figures(seconds: list[float]) -> dict[str, float] | None:
-    """The median and the largest; None if nothing was measured."""
+    """Return the median and the largest; None if nothing was measured."""
     return {"median": statistics.median(seconds), "most": max(seconds)} if seconds else None
 
 

@@ -77,14 +77,14 @@ class Job:
         return f"{self.variant.name}, learning rate {self.lr:g}, seed {self.seed}"
 
     def flags(self, iterations: int, interval: int) -> list[str]:
-        """The script of the training, and its flags."""
+        """Return the script of the training, and its flags."""
         own = f"--lr {self.lr:g} --min-lr {LEAST_RATE * self.lr:g} --seed {self.seed}"
         own += f" --train-iters {round(self.variant.part * iterations)} --eval-interval {interval}"
         return f"{self.variant.script} {FLAGS} {self.variant.flags} {own}".split()
 
 
 def sweep(variant: Variant, found: Found) -> dict[float, float]:
-    """The held-out losses of the first seed, by learning rate."""
+    """Return the held-out losses of the first seed, by learning rate."""
     names = {rate: Job(variant, rate, SEEDS[0]).name for rate in RATES}
     return {rate: found[name].last for rate, name in names.items() if name in found}
 
@@ -111,7 +111,8 @@ def jobs_for(found: Found) -> list[Job]:
 
 
 def steps_to(loss: float, held_out: Sequence[tuple[int, float]]) -> float | None:
-    """The iteration at which a held-out loss is reached, between evaluations by interpolation."""
+    """Return the iteration at which a held-out loss is reached, between evaluations by
+    interpolation."""
     before: tuple[int, float] | None = None
     for at, value in held_out:
         if value <= loss:
@@ -124,7 +125,7 @@ def steps_to(loss: float, held_out: Sequence[tuple[int, float]]) -> float | None
 
 
 def of_seeds(variant: Variant, found: Found) -> dict[int, Losses]:
-    """The trainings with the best learning rate, by seed, as far as they are done."""
+    """Return the trainings with the best learning rate, by seed, as far as they are done."""
     rate = best_rate(variant, found)
     names = {seed: Job(variant, rate, seed).name for seed in SEEDS}
     return {seed: found[name] for seed, name in names.items() if name in found}
@@ -134,12 +135,13 @@ def of_seeds(variant: Variant, found: Found) -> dict[int, Losses]:
 
 
 def report(found: Found) -> str:
-    """Markdown: the sweep, the losses of all seeds, and what they say; of what is found so far."""
+    """Return markdown: the sweep, the losses of all seeds, and what they say; of what is found so
+    far."""
     return "\n".join([*_sweep_lines(found), "", *_seed_lines(found), "", *_findings(found)]) + "\n"
 
 
 def _sweep_lines(found: Found) -> list[str]:
-    """Held-out losses of the first seed; the best ones are bold."""
+    """Return held-out losses of the first seed; the best ones are bold."""
     swept = [sweep(variant, found) for variant in SWEPT]
     best = [min(losses.values(), default=None) for losses in swept]
     rows = []
@@ -173,7 +175,7 @@ def _seed_lines(found: Found) -> list[str]:
 
 
 def _beside_adamw(runs: Mapping[int, Losses], found: Found) -> list[float]:
-    """Held-out losses less those of AdamW with the same seed."""
+    """Return held-out losses less those of AdamW with the same seed."""
     base = of_seeds(ADAMW, found)
     return [run.last - base[seed].last for seed, run in runs.items() if seed in base]
 
@@ -200,7 +202,7 @@ def _listed(values: Iterable[float], form: str) -> str:
 
 
 def plot(found: Found, path: Path) -> None:
-    """Draws the sweep, and held-out losses by iteration, every seed."""
+    """Draw the sweep, and held-out losses by iteration, every seed."""
     with drawing(path, 1, 2, size=(11, 4.5)) as (_, (swept, curves)):
         for color, (variant, like) in enumerate(LIKE.items()):
             style = {"color": f"C{color}", "marker": "."}

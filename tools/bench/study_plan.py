@@ -94,7 +94,8 @@ class StudyPart:
         return sorted(folder.glob(f"steps-{self.name}-*.json"))
 
     def inter(self, speed: str) -> str:
-        """The speed of a NIC; a NIC per node is as fast as the NICs of its ranks together."""
+        """Return the speed of a NIC; a NIC per node is as fast as the NICs of its
+        ranks together."""
         sharing = RANKS_PER_NODE if self.nic == "shared" else 1
         return rate_text(sharing * bits_per_second(speed))
 
@@ -119,7 +120,7 @@ def missing(
     turns: int,
     rows: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """The candidates for which at least half the turns of a part's round are missing."""
+    """Return the candidates for which at least half the turns of a part's round are missing."""
     done = Counter(
         (row["setting"], row["micro_batches"])
         for row in rows
@@ -129,7 +130,7 @@ def missing(
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures what is missing, round by round, until the time is up.
+    """Measure what is missing, round by round, until the time is up.
 
     A round of a part is repeated as a whole, because only figures of the same turns are comparable.
     """
@@ -191,7 +192,7 @@ def take_settings(text: str | None, part: StudyPart) -> list[str]:
 
 
 def _check_speed(part: StudyPart, folder: Path, speed: str) -> None:
-    """Raises `UserError` if the folder has figures of links of another speed."""
+    """Raise `UserError` if the folder has figures of links of another speed."""
     with about("--inter: "):
         wanted = part.inter(speed)
     for path in part.machine_files(folder):
@@ -210,7 +211,7 @@ def _inter_of(machine: Machine) -> str:
 def _measure_machine(
     made: Cluster, part: StudyPart, path: Path, settings: Sequence[str], inter: str
 ) -> None:
-    """Measures a part's machine file; a collective's cost during computing differs by shape."""
+    """Measure a part's machine file; a collective's cost during computing differs by shape."""
     names = ",".join(dict.fromkeys(parse_setting(candidate).collective for candidate in settings))
     bench = str(TOOLS / "bench_collectives.py")
     sizes = SMALL_SIZES * (part.shape in PARTIAL) + SIZES
@@ -232,7 +233,7 @@ def _steps_flags(
 
 
 def chapters_of(folder: Path) -> list[Chapter]:
-    """All that was measured, medians over rounds, and the planner's current predictions."""
+    """Return all that was measured, medians over rounds, and the planner's current predictions."""
     rows = rows_of(folder)
     if not rows:
         raise UserError(f"--folder {folder}: there are no rows: measure first")
@@ -270,7 +271,7 @@ def chapters_of(folder: Path) -> list[Chapter]:
 
 
 def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> Workload:
-    """The measured training as a workload of the planner."""
+    """Return the measured training as a workload of the planner."""
     config = training_config(part.train_flags, "gloo")
     return Workload(
         model=config.model,
@@ -287,7 +288,7 @@ def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> W
 
 
 def report(args: argparse.Namespace) -> None:
-    """Writes steps.md and steps.png."""
+    """Write steps.md and steps.png."""
     page_file = args.folder / "steps.md"
     picture = page_file.with_suffix(".png")
     check_can_draw(picture, "--folder")

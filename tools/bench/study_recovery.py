@@ -112,7 +112,7 @@ class Disturbed:
         )
 
     def _strike(self, kind: str) -> int | None:
-        """Kills as `kind` says; the rank or node, or None if the training ended before."""
+        """Kill as `kind` says; the rank or node, or None if the training ended before."""
         training, spec = self.training, self.training.agents.spec
         rank = self.draw.randrange(spec.nodes * spec.ranks_per_node)
         node = rank // spec.ranks_per_node
@@ -155,7 +155,7 @@ class Disturbed:
 
 
 def undisturbed(case: Case, study: Study, folder: Path) -> None:
-    """Trains a case once without a failure, for its losses and the time of a step."""
+    """Train a case once without a failure, for its losses and the time of a step."""
     if case.name in study.undisturbed:
         return
     with cluster(case.spec) as made:
@@ -175,7 +175,7 @@ def undisturbed(case: Case, study: Study, folder: Path) -> None:
 
 
 def judge(case: Case, study: Study, training: Watched) -> None:
-    """Compares every loss that was printed, and looks for what is left."""
+    """Compare every loss that was printed, and looks for what is left."""
     truth = study.undisturbed[case.name]
     for seen in training.seen:
         want = truth[seen.iteration - 1]
@@ -194,7 +194,7 @@ def judge(case: Case, study: Study, training: Watched) -> None:
 
 
 def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None:
-    """Trains a case once, with failures."""
+    """Train a case once, with failures."""
     with cluster(case.spec) as made:
         training = Watched(made.spec, case.flags(folder), folder, least_nodes=case.least_nodes)
         try:
@@ -211,7 +211,8 @@ def disturb(case: Case, study: Study, folder: Path, draw: random.Random) -> None
 
 
 def measure_copies(case: Case, folder: Path) -> dict[str, float]:
-    """The time of a step with a copy by that of one without, and the same for the NICs' bytes.
+    """Return the time of a step with a copy by that of one without, and the same for the NICs'
+    bytes.
 
     The time is the median of pairs of neighbors in a training that copies every second iteration;
     the bytes are those of a training with copies and one without.
@@ -230,7 +231,7 @@ def measure_copies(case: Case, folder: Path) -> dict[str, float]:
 def _train_quietly(
     made: Cluster, case: Case, folder: Path, copies: str | None
 ) -> tuple[list[float], int]:
-    """The milliseconds of every iteration, and the bytes that all NICs sent."""
+    """Return the milliseconds of every iteration, and the bytes that all NICs sent."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     metrics = folder / "metrics.jsonl"

@@ -43,7 +43,7 @@ class Agents:
         (folder / "hosts").write_text(hosts_file(spec), encoding="utf-8")
 
     def start(self, node: int) -> None:
-        """Starts the agent of a node, which joins the others."""
+        """Start the agent of a node, which joins the others."""
         assert node not in self.running(), f"node {node} has an agent"
         log = (self._folder / f"node{node}.log").open("ab")
         flags = {
@@ -63,22 +63,22 @@ class Agents:
             self._agents[node] = start(command, self.spec, env, **streams)
 
     def start_all(self) -> None:
-        """Starts the agents of all nodes that have none, with a new rendezvous."""
+        """Start the agents of all nodes that have none, with a new rendezvous."""
         self._rendezvous += 1
         for node in range(self.spec.nodes):
             if node not in self.running():
                 self.start(node)
 
     def running(self) -> set[int]:
-        """The nodes whose agent runs."""
+        """Return the nodes whose agent runs."""
         return {node for node, agent in self._agents.items() if agent.poll() is None}
 
     def ended_well(self) -> bool:
-        """Whether all agents have ended with status 0."""
+        """Return whether all agents have ended with status 0."""
         return all(agent.poll() == 0 for agent in self._agents.values())
 
     def ranks(self) -> dict[int, int]:
-        """The process of every rank that runs, by rank."""
+        """Return the process of every rank that runs, by rank."""
         return {
             int(entry.removeprefix(b"RANK=")): pid
             for agent in self._agents.values()
@@ -88,20 +88,20 @@ class Agents:
         }
 
     def note_ranks(self) -> None:
-        """Notes the ranks that run, for `none_is_left`."""
+        """Note the ranks that run, for `none_is_left`."""
         self._noted = set(self.ranks().values())
 
     def none_is_left(self) -> bool:
-        """Whether all ranks that were noted have ended."""
+        """Return whether all ranks that were noted have ended."""
         return not self._noted & set(self.ranks().values())
 
     def lose(self, node: int) -> None:
-        """Kills all processes of a node at once."""
+        """Kill all processes of a node at once."""
         end_processes([self.spec.node(node)], started_by_run=self.spec.name)
         self._agents[node].wait()
 
     def end(self) -> None:
-        """Ends all that is left."""
+        """End all that is left."""
         end_processes(map(self.spec.node, range(self.spec.nodes)), started_by_run=self.spec.name)
         for agent in self._agents.values():
             agent.wait()

@@ -37,7 +37,7 @@ class Traffic:
 
 
 def traffic(cluster: Cluster) -> Traffic:
-    """The bytes that crossed the links since `up`, or since `reset_traffic`."""
+    """Return the bytes that crossed the links since `up`, or since `reset_traffic`."""
     spec = cluster.spec
     # Another process may have reset the counters since this cluster was opened.
     baseline = state.open_cluster(spec.name).baseline
@@ -58,13 +58,13 @@ def traffic(cluster: Cluster) -> Traffic:
 
 
 def reset_traffic(cluster: Cluster) -> None:
-    """Sets the counters to zero."""
+    """Set the counters to zero."""
     current = state.open_cluster(cluster.spec.name)
     state.save(replace(current, baseline=counters(cluster.spec)))
 
 
 def counters(spec: ClusterSpec) -> dict[str, int]:
-    """The kernel's counts so far, by namespace and device."""
+    """Return the kernel's counts so far, by namespace and device."""
     counted = {}
     for namespace in spec.namespaces:
         shown = network.run_tool(["tc", "-n", namespace, "-statistics", "qdisc", "show"])

@@ -16,7 +16,7 @@ Handler = Callable[[int, FrameType | None], Any] | int
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Installs a handler for the ending signals during a block; ignored signals stay ignored.
+    """Install a handler for the ending signals during a block; ignored signals stay ignored.
 
     Only the main thread can do that: in any other thread this has no effect.
     """
@@ -36,7 +36,7 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def exit_by_signal(number: int, frame: FrameType | None) -> None:
-    """Ends the program with the status a shell would report, running every `finally`."""
+    """End the program with the status a shell would report, running every `finally`."""
     sys.exit(128 + number)
 
 

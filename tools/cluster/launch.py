@@ -50,7 +50,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def run(cluster: Cluster, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
-    """Runs a script with its arguments on every rank and returns its status.
+    """Run a script with its arguments on every rank and return its status.
 
     The status is that of the first failing rank, as a shell reports it. SIGINT, SIGTERM and SIGHUP
     are forwarded; then it returns 128 plus their number once all processes have ended; a second one
@@ -122,7 +122,8 @@ def torchrun(
     program: Sequence[str],
     flags: Mapping[str, object],
 ) -> list[str]:
-    """A script on the ranks of a node: torchrun in its namespaces, with the names in `hosts`.
+    """Return a script on the ranks of a node: torchrun in its namespaces, with the names in
+    `hosts`.
 
     `program` is Python's arguments for torchrun, `flags` those of torchrun that tell how its nodes
     meet. With several NICs every rank has its own in its environment.
@@ -142,7 +143,7 @@ def torchrun(
 
 
 def hosts_file(spec: ClusterSpec) -> str:
-    """The machine's own host names, and one for each NIC."""
+    """Return the machine's own host names, and one for each NIC."""
     own = Path("/etc/hosts")
     lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
     for node in range(spec.nodes):
@@ -156,7 +157,7 @@ def hosts_file(spec: ClusterSpec) -> str:
 def start(
     command: Sequence[str], spec: ClusterSpec, env: Mapping[str, str], **streams: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts `torchrun` of a node, with `env` added to this process's environment.
+    """Start `torchrun` of a node, with `env` added to this process's environment.
 
     If this process is killed, torchrun gets SIGTERM and ends its ranks.
     """
@@ -171,7 +172,7 @@ def start(
 
 
 def _watch(nodes: Mapping[int, subprocess.Popen[bytes]], signals: list[int]) -> int:
-    """Waits until all nodes have ended; one failure or one signal ends them all."""
+    """Wait until all nodes have ended; one failure or one signal ends them all."""
     running = dict(nodes)
     status = 0
     signals_seen = 0
@@ -224,7 +225,7 @@ class NodeOutput:
             thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Waits for up to `seconds` until all that is still in the pipes is forwarded."""
+        """Wait for up to `seconds` until all that is still in the pipes is forwarded."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

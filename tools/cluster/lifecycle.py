@@ -21,7 +21,7 @@ _STOP_SECONDS = 15.0
 
 
 def up(spec: ClusterSpec) -> Cluster:
-    """Makes a cluster; on any failure or signal, removes what was made so far."""
+    """Make a cluster; on any failure or signal, remove what was made so far."""
     network.check_system()
     made: list[str] = []
     with noting() as end_if_noted:
@@ -44,7 +44,7 @@ def up(spec: ClusterSpec) -> Cluster:
 
 
 def down(name: str = "default") -> list[str]:
-    """Ends all processes in a cluster and removes it, including what a crash left of it.
+    """End all processes in a cluster and remove it, including what a crash left of it.
 
     Returns the namespaces with names like the cluster's that it did not make; they stay.
     """

@@ -18,7 +18,7 @@ NETNS = Path("/run/netns")  # where iproute2 keeps names of namespaces
 
 
 def check_system() -> None:
-    """Raises `UserError` with what this machine or user lacks for a cluster."""
+    """Raise `UserError` with what this machine or user lacks for a cluster."""
     if os.geteuid() != 0:
         raise UserError("needs root, to make network namespaces and shape links")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -27,7 +27,7 @@ def check_system() -> None:
 
 
 def run_tool(command: Sequence[str], text: str = "") -> str:
-    """Returns what a command prints; raises `UserError` in one line with the command and its error.
+    """Return what a command prints; raises `UserError` in one line with the command and its error.
 
     A terminal's Ctrl-C does not reach the command, so it is never interrupted.
     """
@@ -41,7 +41,7 @@ def run_tool(command: Sequence[str], text: str = "") -> str:
 
 
 def build(spec: ClusterSpec, made: list[str]) -> Iterator[None]:
-    """Makes a cluster step by step: its namespaces, recorded in `made`, and all that is in them."""
+    """Make a cluster step by step: its namespaces, recorded in `made`, and all that is in them."""
     for namespace in spec.namespaces:
         _make_namespace(namespace, mark_of(spec.name), made)
         yield
@@ -70,13 +70,13 @@ def _run_batch(batch: Batch) -> None:
 
 
 def remove(namespace: str) -> None:
-    """Removes a namespace with all links in it, if it exists."""
+    """Remove a namespace with all links in it, if it exists."""
     if (NETNS / namespace).exists():
         run_tool(["ip", "netns", "delete", namespace])
 
 
 def links(namespace: str) -> list[dict[str, Any]]:
-    """The links of a namespace as `ip -json` lists them; none for a dangling name."""
+    """Return the links of a namespace as `ip -json` lists them; none for a dangling name."""
     try:
         found: list[dict[str, Any]] = json.loads(
             run_tool(["ip", "-n", namespace, "-json", "-statistics", "link", "show"])
@@ -87,7 +87,7 @@ def links(namespace: str) -> list[dict[str, Any]]:
 
 
 def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], list[str]]:
-    """The namespaces of a cluster, and those with names like its own but without its mark.
+    """Return the namespaces of a cluster, and those with names like its own but without its mark.
 
     One without a mark counts as the cluster's if it is still empty and `unfinished`: its creation
     was interrupted.
@@ -105,7 +105,7 @@ def namespaces_of(name: str, *, unfinished: bool = False) -> tuple[list[str], li
 
 
 def check_namespaces(spec: ClusterSpec) -> None:
-    """Raises `UserError` with the parts of a cluster that were removed from outside."""
+    """Raise `UserError` with the parts of a cluster that were removed from outside."""
     missing = [namespace for namespace in spec.namespaces if not (NETNS / namespace).exists()]
     if missing:
         raise UserError(

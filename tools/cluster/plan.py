@@ -41,7 +41,7 @@ class Batch:
 
 
 def batches(spec: ClusterSpec) -> Iterator[Batch]:
-    """The batches for the namespaces, which must exist, in order."""
+    """Yield the batches for the namespaces, which must exist, in order."""
     yield Batch("ip", spec.switch, tuple(_cables(spec)))
     yield Batch("tc", spec.switch, tuple(_port_rates(spec)))
     for node in range(spec.nodes):
@@ -50,7 +50,7 @@ def batches(spec: ClusterSpec) -> Iterator[Batch]:
 
 
 def _cables(spec: ClusterSpec) -> Iterator[str]:
-    """A bridge that forwards at once, and a cable from it to every NIC."""
+    """Yield a bridge that forwards at once, and a cable from it to every NIC."""
     yield "link add bridge type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
     yield "link set dev bridge up"
     for node, index in _nics(spec):
@@ -60,7 +60,7 @@ def _cables(spec: ClusterSpec) -> Iterator[str]:
 
 
 def _addresses(spec: ClusterSpec, node: int) -> Iterator[str]:
-    """The NICs' addresses, and to NIC k of another node a route through this node's NIC k.
+    """Yield the NICs' addresses, and to NIC k of another node a route through this node's NIC k.
 
     gloo listens on its own NIC's address but connects from any, so the destination has to determine
     the outgoing NIC.
@@ -76,13 +76,13 @@ def _addresses(spec: ClusterSpec, node: int) -> Iterator[str]:
 
 
 def _port_rates(spec: ClusterSpec) -> Iterator[str]:
-    """Shapes what a NIC receives: else many could send to one faster than its link."""
+    """Yield shapes what a NIC receives: else many could send to one faster than its link."""
     for node, index in _nics(spec):
         yield shaped(port(node, index), bits_per_second(spec.inter))
 
 
 def _node_rates(spec: ClusterSpec) -> Iterator[str]:
-    """Shapes what a NIC sends, and the loopback, which all ranks of a node share."""
+    """Yield shapes what a NIC sends, and the loopback, which all ranks of a node share."""
     for index in range(spec.nics):
         yield shaped(nic(index), bits_per_second(spec.inter))
     if spec.intra:
@@ -90,7 +90,7 @@ def _node_rates(spec: ClusterSpec) -> Iterator[str]:
 
 
 def shaped(device: str, bits: int) -> str:
-    """A token bucket that holds a millisecond, and at least two of the largest packets.
+    """Return a token bucket that holds a millisecond, and at least two of the largest packets.
 
     A packet larger than the bucket is segmented on a NIC but dropped on the loopback.
     """

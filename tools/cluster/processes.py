@@ -16,7 +16,8 @@ RUN_VARIABLE = "PARO_CLUSTER_RUN"
 
 
 def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None) -> Iterator[int]:
-    """The processes in these namespaces; with a cluster's name, those that `run` started there."""
+    """Yield the processes in these namespaces; with a cluster's name, those that `run` started
+    there."""
     paths = (NETNS / namespace for namespace in namespaces)
     inodes = {(stat.st_dev, stat.st_ino) for stat in map(_stat_or_none, paths) if stat}
     entry = f"{RUN_VARIABLE}={started_by_run}".encode()
@@ -32,7 +33,7 @@ def processes_in(namespaces: Iterable[str], *, started_by_run: str | None = None
 def end_processes(
     namespaces: Iterable[str], *, started_by_run: str | None = None, seconds: float = 10.0
 ) -> None:
-    """Kills them and any processes they start meanwhile; waits until all are gone."""
+    """Kill them and any processes they start meanwhile; wait until all are gone."""
     namespaces = list(namespaces)
     deadline = time.monotonic() + seconds
     while pids := list(processes_in(namespaces, started_by_run=started_by_run)):
@@ -56,7 +57,7 @@ def _stat_or_none(path: Path) -> os.stat_result | None:
 
 
 def environment(pid: int) -> list[bytes]:
-    """The environment with which a process was started; empty if it is gone."""
+    """Return the environment with which a process was started; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -64,7 +65,7 @@ def environment(pid: int) -> list[bytes]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started; none if it is gone."""
+    """Return the processes that a process has started; none if it is gone."""
     try:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:

@@ -69,7 +69,7 @@ class ClusterSpec:
         return (self.switch, *map(self.node, range(self.nodes)))
 
     def node(self, node: int) -> str:
-        """The name of a node's namespace."""
+        """Return the name of a node's namespace."""
         return f"paro-{self.name}-node{node}"
 
     def describe(self) -> str:
@@ -82,7 +82,7 @@ class ClusterSpec:
 
 
 def check_name(name: str) -> None:
-    """Raises `UserError` for a name that cannot be part of a namespace's name."""
+    """Raise `UserError` for a name that cannot be part of a namespace's name."""
     if not re.fullmatch(NAME, name):
         raise UserError(
             f"--name {name!r}: give up to 32 small letters, digits and hyphens, no hyphen at an end"
@@ -90,25 +90,27 @@ def check_name(name: str) -> None:
 
 
 def mark_of(name: str) -> str:
-    """The alias of lo that distinguishes this cluster's namespaces from those made by others."""
+    """Return the alias of lo that distinguishes this cluster's namespaces from those made by
+    others."""
     return f"paro-cluster:{name}"
 
 
 def is_namespace_of(name: str, namespace: str) -> bool:
-    """Whether a namespace has a name that a cluster `name` would use."""
+    """Return whether a namespace has a name that a cluster `name` would use."""
     return re.fullmatch(rf"paro-{re.escape(name)}-(switch|node\d+)", namespace) is not None
 
 
 def nic(index: int) -> str:
-    """A NIC's name in its node."""
+    """Return a NIC's name in its node."""
     return f"nic{index}"
 
 
 def port(node: int, index: int) -> str:
-    """The name of a NIC's other end, at the bridge; at most 9 of the kernel's 15 characters."""
+    """Return the name of a NIC's other end, at the bridge; at most 9 of the kernel's
+    15 characters."""
     return f"n{node}nic{index}"
 
 
 def address(node: int, index: int) -> str:
-    """The address of a NIC."""
+    """Return the address of a NIC."""
     return f"10.77.{node}.{index + 1}"

@@ -34,12 +34,12 @@ class Cluster:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a cluster's files while it exists; creating it claims the name."""
+    """Return the folder of a cluster's files while it exists; creating it claims the name."""
     return RUNTIME / f"{PREFIX}{name}"
 
 
 def claim(name: str) -> None:
-    """Makes the folder of a new cluster; `UserError` says why a name is not available."""
+    """Make the folder of a new cluster; `UserError` says why a name is not available."""
     try:
         folder_of(name).mkdir()
     except FileExistsError:
@@ -53,20 +53,20 @@ def claim(name: str) -> None:
 
 
 def forget(name: str) -> None:
-    """Removes a cluster's files."""
+    """Remove a cluster's files."""
     if folder_of(name).exists():
         shutil.rmtree(folder_of(name))
 
 
 def save(cluster: Cluster) -> None:
-    """Writes the state file."""
+    """Write the state file."""
     path = folder_of(cluster.spec.name) / "state.json"
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(asdict(cluster), indent=1) + "\n", encoding="utf-8")
 
 
 def load(name: str) -> Cluster | None:
-    """The content of the state file; None if there is no file."""
+    """Return the content of the state file; None if there is no file."""
     path = folder_of(name) / "state.json"
     if not path.exists():
         return None
@@ -76,7 +76,7 @@ def load(name: str) -> Cluster | None:
 
 
 def open_cluster(name: str = "default") -> Cluster:
-    """The cluster of this name; `UserError` if it is not up."""
+    """Return the cluster of this name; `UserError` if it is not up."""
     check_name(name)
     cluster = load(name)
     if cluster is None and not folder_of(name).exists():
@@ -90,7 +90,7 @@ def open_cluster(name: str = "default") -> Cluster:
 
 @contextmanager
 def locked(name: str) -> Iterator[bool]:
-    """Tries to hold the cluster's lock for a block; yields whether it does.
+    """Try to hold the cluster's lock for a block; yields whether it does.
 
     The kernel releases the lock when a process ends, for whatever reason.
     """

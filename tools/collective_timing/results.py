@@ -13,7 +13,7 @@ from tools.shared.picture import drawing, log_scale
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of one op along one axis span, as a text table."""
+    """Return rows of one op along one axis span, as a text table."""
     over = {
         "intra": "inside groups",
         "inter": "between groups",
@@ -33,7 +33,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """The conditions in one line."""
+    """Return the conditions in one line."""
     num_nodes = facts["nodes"]
     rates = "".join(
         f"{link.value} links of {rate}, "
@@ -88,7 +88,7 @@ def written_lines(path: Path, machine: Machine) -> list[str]:
 
 
 def plot(path: Path, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the plot of rows of one axis span: a panel per op, a line per algorithm."""
+    """Write the plot of rows of one axis span: a panel per op, a line per algorithm."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     with drawing(path, 1, len(ops), size=(5 * len(ops), 4.5)) as (figure, panels):
         figure.suptitle(title, fontsize="medium")

@@ -11,7 +11,7 @@ LARGE = "--llama-preset 7B --num-layers 2 --seq-length 2048 --bf16"
 
 
 def training_config(flags: str, backend: str) -> RunConfig:
-    """One rank's training with one micro-batch a step; `UserError` for invalid flags."""
+    """Return one rank's training with one micro-batch a step; `UserError` for invalid flags."""
     words = flags.split()
     if "--micro-batch-size" not in words:
         words += ["--micro-batch-size", "1"]

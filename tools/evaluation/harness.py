@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of a text; with a prefix unless that is refused, or the text has it."""
+        """Return the ids of a text; with a prefix unless that is refused, or the text has it."""
         ids, prefix = self._own.encode(string), self._prefix
         if add_special_tokens is False or ids[: len(prefix)] == prefix:
             return ids
@@ -60,7 +60,7 @@ class HarnessModel(TemplateLM):
         return scores_of(self._model, pairs, max_length=self.max_length, size=self._batch_size)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """The log-likelihood of whole texts, cut into windows of the model's length."""
+        """Return the log-likelihood of whole texts, cut into windows of the model's length."""
         windows = [
             (number, make_disjoint_window(window))
             for number, request in enumerate(requests)
@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
 
 
 def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
-    """The harness's tasks and those of a folder; `UserError` for a name that none has."""
+    """Return the harness's tasks and those of a folder; `UserError` for a name that none has."""
     manager = TaskManager(include_path=folder)
     for name in names:
         if not manager.match_tasks([name]):

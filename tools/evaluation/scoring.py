@@ -28,7 +28,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # ids of a context and its continuat
 
 @torch.no_grad()
 def scores_of(model: Llama, pairs: Sequence[Pair], *, max_length: int, size: int) -> list[Score]:
-    """The score of every pair; `UserError` for one that has none, as where a part is empty.
+    """Return the score of every pair; `UserError` for one that has none, as where a part is empty.
 
     Contexts lose their first tokens where they are longer than `max_length`, continuations may not
     be. `size` pairs are computed at once, the longest first, so that memory does not grow later.

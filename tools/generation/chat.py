@@ -15,7 +15,7 @@ from tools.preprocessing.conversations import ASSISTANT, Conversation, Message
 
 
 def chat_template(source: Source, moved_to: str | None) -> ChatTemplate:
-    """The chat template in the folder of a model's tokenizer."""
+    """Return the chat template in the folder of a model's tokenizer."""
     model = moved_to or (source.tokenizer or {}).get("tokenizer_model")
     if model is None:
         raise UserError("--chat: the tokenizer of --load has no folder with a chat template")
@@ -23,7 +23,7 @@ def chat_template(source: Source, moved_to: str | None) -> ChatTemplate:
 
 
 def said_by_user() -> Iterator[str]:
-    """The lines of standard input that are not blank; a terminal asks for each."""
+    """Yield the lines of standard input that are not blank; a terminal asks for each."""
     while True:
         try:
             with reading("standard input"):
@@ -37,7 +37,7 @@ def said_by_user() -> Iterator[str]:
 
 
 def chat(speaker: Speaker, template: ChatTemplate, prompts: Iterable[str]) -> None:
-    """Prints the answer to each prompt, which the conversation of all before precedes."""
+    """Print the answer to each prompt, which the conversation of all before precedes."""
     messages: list[Message] = []
     for prompt in prompts:
         messages.append({"role": "user", "content": prompt})

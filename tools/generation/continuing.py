@@ -36,7 +36,7 @@ class Sampling:
             raise UserError(f"--top-p {self.top_p} must be above 0 and at most 1")
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """One token, sampled among the most probable ones."""
+        """Return one token, sampled among the most probable ones."""
         if self.temperature == 0.0:
             return int(logits_V.argmax())
         # In fp64, so that a tiny temperature gives the greedy choice and no overflow.
@@ -53,7 +53,8 @@ class Sampling:
 def continuations(
     model: Llama, prompts: Sequence[Sequence[int]], sampling: Sampling, *, num_ids: int
 ) -> Iterator[list[int]]:
-    """Token after token for every prompt, endlessly; each prompt is independent of the others.
+    """Yield token after token for every prompt, endlessly; each prompt is independent of the
+    others.
 
     Only ids below `num_ids` are sampled: rows of the output layer above are padding.
     """
@@ -70,7 +71,7 @@ def continuations(
 
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text that `tokens` add to `prompt`, in pieces that end with whole characters."""
+    """Yield the text that `tokens` add to `prompt`, in pieces that end with whole characters."""
     ids = list(prompt)
     shown = len(tokenizer.decode(ids))
     for token in tokens:
@@ -85,7 +86,8 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterator[int]) 
 def until_ends(
     batch: Iterator[list[int]], num_texts: int, *, ends: frozenset[int], at_most: int
 ) -> Iterator[dict[int, int]]:
-    """Token after token of the texts that had none of `ends`, by their numbers; `at_most` each."""
+    """Yield token after token of the texts that had none of `ends`, by their numbers; `at_most`
+    each."""
     growing = set(range(num_texts))
     for _, tokens in zip(range(at_most), batch, strict=False):
         growing -= {row for row in growing if tokens[row] in ends}
@@ -105,7 +107,7 @@ class Speaker:
     at_most: int
 
     def continued(self, begun: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
-        """Token after token of the texts that go on, by their numbers."""
+        """Return token after token of the texts that go on, by their numbers."""
         rows = self.model.config.vocab_size
         num_ids = min(self.tokenizer.vocab_size, rows)
         batch = continuations(self.model, begun, self.sampling, num_ids=num_ids)
@@ -113,7 +115,8 @@ class Speaker:
 
 
 def check_ids(tokenizer: Tokenizer, begun: Sequence[Sequence[int]], rows: int) -> None:
-    """`UserError` for an id that a model with so many rows of the vocabulary does not have."""
+    """Raise `UserError` for an id that a model with so many rows of the vocabulary does
+    not have."""
     highest = max(max(ids) for ids in begun)
     if highest >= rows:  # a folder's tokenizer may add tokens that its model does not have
         token = " ".join(key for key, number in tokenizer.vocabulary.items() if number == highest)

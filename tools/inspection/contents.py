@@ -33,7 +33,7 @@ class Contents:
 def read_contents(
     dataset: IndexedDataset, lengths: NDArray[np.int64], eod: int | None, *, write_checksums: bool
 ) -> Contents:
-    """Reads every block, and writes the checksums of a data set that has none if that is asked for.
+    """Read every block, and write the checksums of a data set that has none if that is asked for.
 
     `lengths` are those of its documents. Raises `UserError` at the first damaged block.
     """

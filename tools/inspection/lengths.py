@@ -14,7 +14,7 @@ BAR = 40  # characters of the longest bar
 
 
 def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """Tokens of each document; a document may have several sequences, or none."""
+    """Return tokens of each document; a document may have several sequences, or none."""
     ends = np.zeros(len(dataset) + 1, dtype=np.int64)
     np.cumsum(dataset.sequence_lengths(), out=ends[1:])
     lengths: NDArray[np.int64] = np.diff(ends[dataset.document_indices()])
@@ -32,7 +32,7 @@ def figures(lengths: NDArray[np.int64]) -> str:
 
 
 def histogram(lengths: NDArray[np.int64]) -> dict[str, int]:
-    """Counts documents by tokens, in steps of doubling width: 0, 1, 2-3, 4-7, ..."""
+    """Count documents by tokens, in steps of doubling width: 0, 1, 2-3, 4-7, ..."""
     if len(lengths) == 0:
         return {}
     places = np.zeros(len(lengths), dtype=np.int64)
@@ -44,7 +44,7 @@ def histogram(lengths: NDArray[np.int64]) -> dict[str, int]:
 
 
 def draw_text(counts: dict[str, int]) -> list[str]:
-    """A line per step, with a bar for its share."""
+    """Return a line per step, with a bar for its share."""
     width, most = max(map(len, counts), default=0), max(counts.values(), default=0) or 1
     return [
         f"{label:>{width}} {'#' * -(-BAR * count // most):<{BAR}} {count:,}"
@@ -53,7 +53,7 @@ def draw_text(counts: dict[str, int]) -> list[str]:
 
 
 def draw_picture(path: Path, by_name: dict[str, dict[str, int]]) -> None:
-    """Writes a panel per data set."""
+    """Write a panel per data set."""
     with drawing(path, len(by_name), 1, size=(8, 3.5 * len(by_name))) as (_, panels):
         for panel, (name, counts) in zip(panels, by_name.items(), strict=True):
             panel.bar(list(counts), list(counts.values()))

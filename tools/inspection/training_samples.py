@@ -30,7 +30,7 @@ ALONE = {"dry_run": True, "world_size": 1}  # a dry run of one rank needs no fol
 
 
 def training_samples(args: Namespace) -> tuple[Samples, int]:
-    """The training split, and how many of its samples are trained on."""
+    """Return the training split, and how many of its samples are trained on."""
     ignored = (*IGNORED, *(() if args.use_checkpoint_args else CHECKPOINT))
     settled = vars(args) | {name: build_parser().get_default(name) for name in ignored} | ALONE
     if args.llama_preset is None:
@@ -56,7 +56,7 @@ def training_samples(args: Namespace) -> tuple[Samples, int]:
 
 
 def dump(args: Namespace, path: Path) -> str:
-    """Writes a line `{"tokens": [...]}` per sample, of conversations also `"answered"`; returns a
+    """Write a line `{"tokens": [...]}` per sample, of conversations also `"answered"`; return a
     line of summary.
     """
     samples, count = training_samples(args)

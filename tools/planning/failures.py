@@ -25,7 +25,8 @@ _MOST_NODES = 2  # that the settings to compare may lose
 
 
 def failures_of(args: Namespace, workload: Workload) -> Failures:
-    """The failures of --mtbf-hours and its companions; a `UserError` names the flag to change."""
+    """Return the failures of --mtbf-hours and its companions; a `UserError` names the flag to
+    change."""
     rate = args.storage_gb_per_second * 1e9
     if not rate > 0.0:
         raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
@@ -42,7 +43,8 @@ def failures_of(args: Namespace, workload: Workload) -> Failures:
 
 
 def expected(workload: Workload, found: SearchResult, failures: Failures) -> list[Row]:
-    """The best setting of a plan, and the best of those that survive more nodes; best first."""
+    """Return the best setting of a plan, and the best of those that survive more nodes;
+    best first."""
     if found.best is None:
         return []
     settings = [found.best]
@@ -111,7 +113,7 @@ def _trained_bytes(workload: Workload) -> int:
 
 
 def failures_table(failures: Failures, rows: Sequence[Row]) -> list[str]:
-    """The lines of a plan about failures."""
+    """Return the lines of a plan about failures."""
     takes = f"a checkpoint takes {failures.checkpoint_seconds:.1f} s"
     lines = [f"{failures.describe()} hours; {takes}:"]
     for row in rows:

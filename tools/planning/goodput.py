@@ -98,7 +98,7 @@ def _best(failures: Failures, between: float) -> Goodput:
 
 
 def _best_interval(between: float, cost: float) -> float:
-    """The seconds of work between savings of a cost; see the top of the file."""
+    """Return the seconds of work between savings of a cost; see the top of the file."""
     low, high = 0.0, between * (1.0 - 1e-12)
     for _ in range(100):
         middle = (low + high) / 2
@@ -118,7 +118,7 @@ def _share(between: float, work: float, cost: float, restart: float) -> float:
 
 
 def _at_least(count: int, mean: float) -> float:
-    """The probability of so many events or more where `mean` are expected (Poisson)."""
+    """Return the probability of so many events or more where `mean` are expected (Poisson)."""
     below, term = 0.0, math.exp(-mean)
     for number in range(count):
         below += term

@@ -20,7 +20,7 @@ _HIDDEN = 1000  # the cost of a label over another; that of one over a marker or
 
 
 def place_labels(axes: Any, labels: dict[Point, str], lines: Sequence[Sequence[Point]]) -> None:
-    """Writes labels beside their points, off all points and lines; nothing may be added after."""
+    """Write labels beside their points, off all points and lines; nothing may be added after."""
     axes.figure.canvas.draw()  # before it nothing has a place
     axes.figure.set_layout_engine("none")
     for axis in (axes.xaxis, axes.yaxis):
@@ -58,7 +58,8 @@ def is_within(box: Bbox, other: Bbox) -> bool:
 
 
 def _beside(place: Point, size: Bbox, scale: float) -> Iterator[tuple[float, Bbox]]:
-    """Boxes of a label's size around a point, nearest first, with their distances in points."""
+    """Yield boxes of a label's size around a point, nearest first, with their distances
+    in points."""
     for distance, (right, up) in product(_DISTANCES, _DIRECTIONS):
         left = place[0] + right * distance * scale + size.width * (right - 1) / 2
         bottom = place[1] + up * distance * scale + size.height * (up - 1) / 2
@@ -70,7 +71,7 @@ def _around(place: Point, radius: float) -> Bbox:
 
 
 def _along(line: Sequence[Point], radius: float) -> Iterator[Bbox]:
-    """Boxes that cover a line."""
+    """Yield boxes that cover a line."""
     for (x, y), (right, up) in pairwise(line):
         count = ceil(dist((x, y), (right, up)) / radius)
         for step in range(count + 1):
@@ -79,7 +80,7 @@ def _along(line: Sequence[Point], radius: float) -> Iterator[Bbox]:
 
 
 def _hide_covered(texts: Sequence[Any]) -> None:
-    """Hides the texts that those before them cover."""
+    """Hide the texts that those before them cover."""
     taken: list[Bbox] = []
     for text in texts:
         box = text.get_window_extent()

@@ -34,7 +34,7 @@ _YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither
 def launch_flags(
     args: Namespace, workload: Workload, best: Estimate, words: Sequence[str]
 ) -> list[list[str]]:
-    """The flags of pretrain_llama.py, each with its values, for a candidate of a plan.
+    """Return the flags of pretrain_llama.py, each with its values, for a candidate of a plan.
 
     `words` are those of the plan.
     """
@@ -76,7 +76,8 @@ def launch_flags(
 def launch_lines(
     args: Namespace, workload: Workload, best: Estimate, words: Sequence[str]
 ) -> Iterator[str]:
-    """Lines for bash: the flags as an array, a dry run with them, and both ways to launch them."""
+    """Yield lines for bash: the flags as an array, a dry run with them, and both ways to launch
+    them."""
     yield "to launch it, with data, learning rate and length of your own in the last line:"
     yield "FLAGS=("
     yield from wrapped(launch_flags(args, workload, best, words))
@@ -118,7 +119,8 @@ def _dry_run(args: Namespace, workload: Workload) -> list[str]:
 
 
 def why_not(workload: Workload, found: SearchResult, text: str) -> tuple[str, str]:
-    """Two lines: what the best setting with a strategy costs, and where its time or memory goes."""
+    """Return two lines: what the best setting with a strategy costs, and where its time or memory
+    goes."""
     strategy, best = workload.strategy(text), found.best
     name = f"why not {text}: "
     reason = workload.infeasible_reason(strategy, workload.materialize)

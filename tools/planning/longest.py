@@ -33,7 +33,7 @@ _HEADS = (
 
 
 def longest_table(args: Namespace) -> str:
-    """A row for every strategy and number of ranks with the type that allows most tokens.
+    """Return a row for every strategy and number of ranks with the type that allows most tokens.
 
     Types are those of --cp-comm-type. A step has one micro-batch of one sample. `UserError` where
     the given number of ranks cannot share samples, or no sequence fits.
@@ -95,7 +95,7 @@ def _strategies(workload: Workload) -> Iterator[tuple[str, Strategy]]:
 
 
 def _sizes(args: Namespace, workload: Workload) -> list[int]:
-    """The number of ranks that is given, or 1 and all that divide the world."""
+    """Return the number of ranks that is given, or 1 and all that divide the world."""
     if args.context_parallel_size not in (1, AUTO):
         return [args.context_parallel_size]
     if workload.materialize.rotates:
@@ -108,7 +108,7 @@ def _unit(size: int) -> int:
 
 
 def _longest(workload: Workload, way: ContextParallelConfig, strategy: Strategy) -> int:
-    """The most tokens that fit; 0 if none do."""
+    """Return the most tokens that fit; 0 if none do."""
     unit = _unit(way.context_parallel_size)
 
     def fits(count: int) -> bool:
@@ -119,7 +119,7 @@ def _longest(workload: Workload, way: ContextParallelConfig, strategy: Strategy)
 
 
 def _most(fits: Callable[[int], bool]) -> int:
-    """The largest number up to which `fits` holds, or up to `_NEAR` of it less."""
+    """Return the largest number up to which `fits` holds, or up to `_NEAR` of it less."""
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high

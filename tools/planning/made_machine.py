@@ -67,7 +67,7 @@ def _of_rate(link: LinkSpeed, bits: int) -> LinkSpeed:
 
 
 def described(machine: Machine) -> str:
-    """One line: what such a machine consists of, and what of it nobody measured."""
+    """Return one line: what such a machine consists of, and what of it nobody measured."""
     device = machine.device
     assert device is not None, "it was made of a device"
     whose = "a node's NIC" if machine.nic is Nic.SHARED else "a NIC for each"

@@ -25,7 +25,7 @@ COLORS = {
 def draw_front(
     path: Path, workload: Workload, rows: Sequence[Estimate], found: SearchResult
 ) -> None:
-    """Plots memory against time: strategies with the flags as given, and the Pareto front."""
+    """Plot memory against time: strategies with the flags as given, and the Pareto front."""
     from tools.planning.labels import place_labels  # with matplotlib, which takes long to import
 
     limit = workload.device_bytes / 1e9
@@ -56,7 +56,7 @@ def draw_front(
 
 
 def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
-    """The names of strategies at the same place, by the position of the first."""
+    """Return the names of strategies at the same place, by the position of the first."""
     found: dict[tuple[float, float], str] = {}
     for row in rows:
         memory, seconds, name = row.memory_bytes / 1e9, row.seconds, row.candidate.name
@@ -73,7 +73,7 @@ def _together(rows: Sequence[Estimate]) -> dict[tuple[float, float], str]:
 def draw_timeline(
     path: Path, activities: Sequence[Activity], name: str, *, actor: str = "group"
 ) -> None:
-    """Plots every stream's activities in one or more steps; later ones cover earlier ones."""
+    """Plot every stream's activities in one or more steps; later ones cover earlier ones."""
     streams = sorted({(s.actor, s.stream) for s in activities if s.stream != "wait"}, key=_rank)
     several = len({actor for actor, _ in streams}) > 1
     with drawing(path, 1, 1, size=(14, 0.5 * len(streams) + 1.6)) as (_, (axes,)):
@@ -94,7 +94,7 @@ def _rank(stream: tuple[int, str]) -> tuple[int, bool, str]:
 
 
 def chrome_trace(activities: Sequence[Activity]) -> str:
-    """The trace as JSON: a process per group, a thread per stream; times in microseconds."""
+    """Return the trace as JSON: a process per group, a thread per stream; times in microseconds."""
     streams = sorted({(activity.actor, activity.stream) for activity in activities})
     events: list[dict[str, object]] = []
     for number, (actor, stream) in enumerate(streams):
@@ -119,7 +119,7 @@ def chrome_trace(activities: Sequence[Activity]) -> str:
 
 
 def draw_scaling(path: Path, curves: dict[str, list[tuple[int, float]]], name: str) -> None:
-    """Plots MFU against the number of ranks."""
+    """Plot MFU against the number of ranks."""
     with drawing(path, 1, 1, size=(9, 5)) as (_, (axes,)):
         for label, points in curves.items():
             best = label not in legal_letters()

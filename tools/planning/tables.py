@@ -35,7 +35,7 @@ NODES = "nodes: how many may be lost at once while the others still hold every s
 
 
 def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
-    """Every legal letter strategy, gathered, with the other flags as given; best first."""
+    """Return every legal letter strategy, gathered, with the other flags as given; best first."""
     return _rows(workload, (Materialize.GATHER,))
 
 
@@ -55,7 +55,7 @@ def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Esti
 
 
 def enough_alone(workload: Workload, least: Candidate) -> str:
-    """The single changes after which a candidate fits, in words."""
+    """Return the single changes after which a candidate fits, in words."""
     changes = "; or ".join(change.what for change in single_changes(workload, least))
     return f"enough alone: {changes}" if changes else "no flag is enough alone"
 
@@ -72,7 +72,8 @@ def title(workload: Workload) -> str:
 
 
 def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
-    """Rows with their names; rows of equal degrees are merged, as letters are on one group."""
+    """Return rows with their names; rows of equal degrees are merged, as letters are on
+    one group."""
     found: dict[tuple[object, ...], list[Estimate]] = {}
     for row in rows:
         found.setdefault((row.candidate.strategy.degrees, row.candidate.materialize), []).append(
@@ -82,7 +83,7 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
 
 
 def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
-    """One row per strategy: memory, step time, traffic and exposed communication of a rank.
+    """Return one row per strategy: memory, step time, traffic and exposed communication of a rank.
 
     `NODES` explains a column. What codes between groups take to encode and decode has a column if
     there are any, and so has Newton-Schulz.
@@ -117,7 +118,7 @@ def on_bytes(workload: Workload) -> list[str]:
 
 
 def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
-    """One line for each strategy that does not fit, with its peak memory."""
+    """Return one line for each strategy that does not fit, with its peak memory."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
     gigabytes = workload.device_bytes / 1e9
     return [f"*: does not fit the {gigabytes:g} GB of a device", *found] if found else []
@@ -158,7 +159,7 @@ def _changes_table(workload: Workload, alike: Sequence[tuple[str, Estimate]]) ->
 
 
 def front_table(found: SearchResult) -> str:
-    """The Pareto front of memory and time, fastest first, and the choice among it."""
+    """Return the Pareto front of memory and time, fastest first, and the choice among it."""
     lines = [
         f"memory against time, all candidates (each at least {FRONT_STEP:.0%} faster than what "
         "needs less, or chosen):"
@@ -181,7 +182,7 @@ def front_table(found: SearchResult) -> str:
 
 
 def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
-    """The speed-up from more memory, or from more bandwidth between or inside groups.
+    """Return the speed-up from more memory, or from more bandwidth between or inside groups.
 
     More memory: the same candidates under another limit. More bandwidth: a search with the
     micro-batch size and the recomputation of the best candidate. A gain of at most 1% is none, as
@@ -209,7 +210,7 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
 
 
 def _purchase(what: str, better: Estimate | None, best: Estimate | None) -> dict[str, Any]:
-    """The row of an upgrade, `best` the plan's own; without a speed-up it shows that one."""
+    """Return the row of an upgrade, `best` the plan's own; without a speed-up it shows that one."""
     if best is not None and (better is None or best.seconds / better.seconds <= 1 + MEMORY_TIE):
         better = best
     return {
@@ -237,7 +238,7 @@ def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
-    """The JSON fields of a row or a candidate."""
+    """Return the JSON fields of a row or a candidate."""
     candidate = estimate.candidate
     recompute = candidate.recompute
     return {
@@ -279,7 +280,7 @@ def fields_of(
     bought: Sequence[dict[str, Any]],
     curves: dict[str, list[tuple[int, float]]],
 ) -> dict[str, Any]:
-    """The contents of --json; rows and candidates are sorted best first."""
+    """Return the contents of --json; rows and candidates are sorted best first."""
     weighed = (found.best, found.runner_up, *found.front, found.least)
     candidates = {id(estimate): estimate for estimate in weighed if estimate}
     return {

@@ -158,7 +158,7 @@ def add_failure_args(parser: Parser) -> None:
 
 
 def case_of(args: Namespace) -> Workload:
-    """The workload to plan; a `UserError` names the flag to change."""
+    """Return the workload to plan; a `UserError` names the flag to change."""
     machine = machine_of(args)
     world_size = machine.world_size if args.world_size is None else args.world_size
     machine, group_size = machine_of_launch(
@@ -241,7 +241,7 @@ def seq_length_of(args: Namespace) -> int:
 
 
 def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
-    """The flags with what auto stands for, and lines that say why."""
+    """Return the flags with what auto stands for, and lines that say why."""
     if (flag := asked(args)) is None or args.paro_materialize == "rotate":
         return args, ()
     alone = ContextParallelConfig()
@@ -267,7 +267,7 @@ def _with(args: Namespace, **fields: object) -> Namespace:
 
 
 def machine_of(args: Namespace) -> Machine:
-    """The machine that a plan is for, with its own ranks; a `UserError` names the flag."""
+    """Return the machine that a plan is for, with its own ranks; a `UserError` names the flag."""
     check_least(1, world_size=args.world_size)
     if (args.gpu is None) == (args.paro_machine is None):
         verb = "is missing" if args.gpu is None else "and --gpu contradict each other"
@@ -291,7 +291,7 @@ def machine_of(args: Namespace) -> Machine:
 
 
 def device_flag(args: Namespace) -> str:
-    """The flag that says how much memory a device has, with its value."""
+    """Return the flag that says how much memory a device has, with its value."""
     if args.device_memory_gb is not None:
         return f"--device-memory-gb {args.device_memory_gb:g}"
     return f"--gpu {args.gpu}" if args.gpu else f"--paro-machine {args.paro_machine}"

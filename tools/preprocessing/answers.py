@@ -120,7 +120,8 @@ class _Places:
 
 
 def _marked(message: Message, number: int) -> Message:
-    """A message with marks before its first text and after its last, if templates can be trusted.
+    """Return a message with marks before its first text and after its last, if templates can be
+    trusted.
 
     A template may treat another field, or the blanks around a text, in its own way.
     """
@@ -137,7 +138,7 @@ def _marked(message: Message, number: int) -> Message:
 
 
 def _texts(message: Message) -> Iterator[tuple[Any, Any]]:
-    """Each text that a message says, in order, as an object or a list and the key in it."""
+    """Yield each text that a message says, in order, as an object or a list and the key in it."""
     if "content" in message:
         yield message, "content"
     for call in message.get(CALLS, ()):

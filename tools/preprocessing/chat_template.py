@@ -46,7 +46,7 @@ class ChatTemplate:
         return "strftime_now" in self.text
 
     def encode(self, conversation: Conversation) -> tuple[list[int], Marks]:
-        """The ids of a conversation, and a mark for each; `UserError` if it has no answer.
+        """Return the ids of a conversation, and a mark for each; `UserError` if it has no answer.
 
         The template says what is answered by its generation marks. Without any, it is what each
         message of the assistant adds to the prompt before it. A token is answered if any of its
@@ -69,7 +69,7 @@ class ChatTemplate:
         return ids, marks
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """The ids of a conversation, and of what asks the assistant for the next answer."""
+        """Return the ids of a conversation, and of what asks the assistant for the next answer."""
         return self._tokens(self._renderer_for(conversation).text(conversation, prompt=True))[0]
 
     def _renderer_for(self, conversation: Conversation) -> _Renderer:
@@ -82,7 +82,7 @@ class ChatTemplate:
         return self._renderers[template]
 
     def _tokens(self, text: str) -> tuple[list[int], np.ndarray[Any, Any]]:
-        """The ids of a text, and from where to where each is in it."""
+        """Return the ids of a text, and from where to where each is in it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON escapes can encode invalid text
@@ -104,11 +104,11 @@ class _Renderer:
         self._special_tokens = special_tokens
 
     def text(self, conversation: Conversation, *, prompt: bool = False) -> str:
-        """The text of a conversation, if wanted with what asks for the next answer."""
+        """Return the text of a conversation, if wanted with what asks for the next answer."""
         return self._write(conversation, add_generation_prompt=prompt)[0]
 
     def answered(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the parts of it that are answered."""
+        """Return the text of a conversation, and the parts of it that are answered."""
         if _GENERATION.search(self.template) is None:
             text = self.text(conversation)
             return text, added_by_answers(conversation, text, self.text)
@@ -116,7 +116,7 @@ class _Renderer:
         return text, self._of_answers(conversation, spans)
 
     def _of_answers(self, conversation: Conversation, spans: list[Span]) -> list[Span]:
-        """The marked parts without those of messages that are no answers."""
+        """Return the marked parts without those of messages that are no answers."""
         messages = conversation.messages
         spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
 
@@ -176,7 +176,7 @@ class _Renderer:
 
 
 def _with_text(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON."""
+    """Return a message whose calls have their arguments as JSON."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _json(call["function"])}}
         for call in message.get(CALLS, ())
@@ -190,7 +190,7 @@ def _json(function: Mapping[str, Any]) -> str:
 
 @cache
 def chat_template_of(config: TokenizerConfig) -> ChatTemplate:
-    """The chat template of a tokenizer, one per process."""
+    """Return the chat template of a tokenizer, one per process."""
     if config.tokenizer_type != "HuggingFaceTokenizer" or config.tokenizer_model is None:
         raise UserError(
             f"--apply-chat-template and --tokenizer-type {config.tokenizer_type}: only a Hugging "

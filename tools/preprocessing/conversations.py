@@ -34,7 +34,8 @@ class Conversation(NamedTuple):
         return [TOOLS] * bool(self.tools) + [CALLS] * has_calls
 
     def is_answer(self, number: int) -> bool:
-        """Whether this message is trained on; one of the assistant is not if its weight is 0."""
+        """Return whether this message is trained on; one of the assistant is not if its weight is
+        0."""
         message = self.messages[number]
         is_read = number < self.first_answer or message.get("weight") == 0
         return message["role"] == ASSISTANT and not is_read
@@ -45,7 +46,7 @@ class Conversation(NamedTuple):
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without fields that are null, at every depth; entries of lists stay."""
+    """Return the value without fields that are null, at every depth; entries of lists stay."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -56,7 +57,8 @@ def without_nulls(value: Any) -> Any:
 def conversation_of(
     keys: Sequence[str], values: Sequence[Any], *, from_columns: bool = False
 ) -> Conversation:
-    """The messages under one key, or prompt and completion under several, the completion last.
+    """Return the messages under one key, or prompt and completion under several, the completion
+    last.
 
     The key of tools may come in addition. A text under one key of a prompt, or the texts under
     several, are a message of the user. Values `from_columns` have every field in every entry, null
@@ -106,7 +108,8 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 
 def _message(given: Message) -> Message:
-    """A message with its text as one text and its calls as objects; the rest stays as it is."""
+    """Return a message with its text as one text and its calls as objects; the rest stays as
+    it is."""
     message = _of_speaker(given) if "from" in given and "role" not in given else dict(given)
     keys = f"its keys: {', '.join(given)}"
     role = message.get("role")
@@ -126,7 +129,7 @@ def _message(given: Message) -> Message:
 
 
 def _of_speaker(given: Message) -> Message:
-    """A message in ShareGPT's form, `from` and `value`, as one of `role` and `content`."""
+    """Return a message in ShareGPT's form, `from` and `value`, as one of `role` and `content`."""
     message = dict(given)
     speaker = message.pop("from")
     if not isinstance(speaker, str) or speaker not in _SPEAKERS:
@@ -135,7 +138,7 @@ def _of_speaker(given: Message) -> Message:
 
 
 def _text(content: Any) -> str | None:
-    """The text of a message's content, of which parts are joined; None if it has none."""
+    """Return the text of a message's content, of which parts are joined; None if it has none."""
     if isinstance(content, str | None):
         return content
     if not isinstance(content, list):
@@ -161,7 +164,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _called(function: dict[str, Any]) -> dict[str, Any]:
-    """A called function with its arguments as an object, which templates write as JSON."""
+    """Return a called function with its arguments as an object, which templates write as JSON."""
     arguments = _decoded(function.get("arguments"))
     if arguments in (None, "") and function.keys() <= {"name", "arguments"}:
         arguments = {}
@@ -193,7 +196,8 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _as_function(value: Any) -> dict[str, Any] | None:
-    """A tool or a call in OpenAI's form; one that has no `function` is the function itself."""
+    """Return a tool or a call in OpenAI's form; one that has no `function` is the
+    function itself."""
     found = _decoded(value)
     if not isinstance(found, dict):
         return None

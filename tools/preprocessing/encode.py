@@ -68,13 +68,13 @@ class EncodedBatch(NamedTuple):
 
 @cache
 def tokenizer_of(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a configuration, one per process."""
+    """Return the tokenizer of a configuration, one per process."""
     return build_tokenizer(config)
 
 
 @cache
 def ends_of(config: TokenizerConfig) -> tuple[int, ...]:
-    """The ids that stop a generation with the tokenizer, and the folder that it is in."""
+    """Return the ids that stop a generation with the tokenizer, and the folder that it is in."""
     ends = {tokenizer_of(config).eod}
     path = Path(config.tokenizer_model or "")
     if path.exists():
@@ -94,14 +94,14 @@ def ended_answers(documents: EncodedDocuments, ends: Sequence[int]) -> tuple[int
 
 
 def prepare(plan: EncodingPlan) -> None:
-    """Reads what a process needs; `UserError` for a mistake in it."""
+    """Read what a process needs; `UserError` for a mistake in it."""
     tokenizer_of(plan.tokenizer)
     if plan.conversations:
         chat_template_of(plan.tokenizer)
 
 
 def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
-    """Batches grouped into tasks: small texts together, since each task has an overhead."""
+    """Yield batches grouped into tasks: small texts together, since each task has an overhead."""
     together: list[RawBatch] = []
     size = 0
     for batch in batches:
@@ -115,12 +115,12 @@ def tasks_of(batches: Iterable[RawBatch]) -> Iterator[list[RawBatch]]:
 
 
 def encode_all(plan: EncodingPlan, batches: Sequence[RawBatch]) -> list[EncodedBatch]:
-    """The function that a worker runs on a task."""
+    """Return the function that a worker runs on a task."""
     return [encode(plan, batch) for batch in batches]
 
 
 def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
-    """The ids of a batch; `UserError` names the position of what cannot be encoded."""
+    """Return the ids of a batch; `UserError` names the position of what cannot be encoded."""
     bad: list[str] = []
     on_bad = bad.append if plan.skip_malformed else None
     chats = plan.conversations
@@ -151,7 +151,7 @@ def encode(plan: EncodingPlan, batch: RawBatch) -> EncodedBatch:
 def _conversations(
     plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], on_bad: OnBad | None
 ) -> EncodedDocuments:
-    """Each conversation as a document of one sequence."""
+    """Return each conversation as a document of one sequence."""
     tokenizer, template = tokenizer_of(plan.tokenizer), chat_template_of(plan.tokenizer)
     sequences, marks = [], [np.empty(0, np.uint8)]
     for document in documents:
@@ -183,7 +183,8 @@ def _conversations(
 def _encode_key(
     plan: EncodingPlan, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
 ) -> EncodedDocuments:
-    """The documents under one key; an empty text has no ids, and no end of document either."""
+    """Return the documents under one key; an empty text has no ids, and no end of
+    document either."""
     tokenizer = tokenizer_of(plan.tokenizer)
     flat = [text for by_document in texts for text in by_document if text]
     try:
@@ -217,7 +218,7 @@ def _encode_key(
 def _ids(
     sequences: Iterable[list[int]], vocab_size: int, batch: RawBatch
 ) -> np.ndarray[tuple[int], np.dtype[np.integer]]:
-    """All ids concatenated in the type of the data set, each below `vocab_size`."""
+    """Return all ids concatenated in the type of the data set, each below `vocab_size`."""
     dtype = dtype_for_vocab(vocab_size)
     together = array("q")
     for ids in sequences:
@@ -236,7 +237,7 @@ def _ids(
 def _name_the_bad_one(
     tokenizer: Tokenizer, batch: RawBatch, documents: Sequence[Texts], texts: Sequence[list[str]]
 ) -> None:
-    """Raises for the first document that the tokenizer rejects."""
+    """Raise for the first document that the tokenizer rejects."""
     for document, by_document in zip(documents, texts, strict=True):
         for text in by_document:
             with about(f"{place_of(batch.piece, document.number)}: "):

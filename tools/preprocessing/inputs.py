@@ -30,5 +30,5 @@ def add_source_args(group: argparse._ArgumentGroup) -> None:
 
 
 def pieces_of(args: argparse.Namespace) -> list[Piece]:
-    """The pieces that --input names; `UserError` for what is not a source of text."""
+    """Return the pieces that --input names; `UserError` for what is not a source of text."""
     return find_pieces(args.input, config=args.dataset_config, split=args.dataset_split)

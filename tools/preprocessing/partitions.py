@@ -54,7 +54,7 @@ class Partitions:
             return without_nulls(read_json(file, kind))  # earlier versions have fewer fields
 
     def prefixes(self, number: int) -> list[str]:
-        """The prefixes of one partition's data sets."""
+        """Return the prefixes of one partition's data sets."""
         return [str(self.folder / f"{number:05d}_{name}_document") for name in self._names]
 
     def finished(self, number: int) -> Tally | None:
@@ -66,12 +66,12 @@ class Partitions:
         return tally
 
     def finish(self, number: int, tally: Tally) -> None:
-        """Marks a partition whose files have been written."""
+        """Mark a partition whose files have been written."""
         with replacing(self._marker(number)) as temporary:
             temporary.write_text(json.dumps(asdict(tally)), encoding="utf-8")
 
     def join(self, writers: Sequence[IndexedDatasetWriter]) -> None:
-        """Appends all partitions in order to the data sets of the whole corpus."""
+        """Append all partitions in order to the data sets of the whole corpus."""
         for number in range(self._count):
             for writer, prefix in zip(writers, self.prefixes(number), strict=True):
                 writer.add_dataset(IndexedDataset(prefix))

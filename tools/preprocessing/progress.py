@@ -31,7 +31,7 @@ class Progress:
         self._bar = tqdm(**bar, dynamic_ncols=True, disable=not sys.stderr.isatty())
 
     def passed_over(self, num_bytes: int) -> None:
-        """Adds what an earlier run has done."""
+        """Add what an earlier run has done."""
         self._done_before += num_bytes
         self._bar.update(num_bytes)
 
@@ -64,7 +64,7 @@ class Progress:
 
 @contextmanager
 def elapsing(what: str) -> Iterator[None]:
-    """Shows how long the block takes, for a call that does not tell how far it is."""
+    """Show how long the block takes, for a call that does not tell how far it is."""
     ended = threading.Event()
     thread = threading.Thread(target=_show_elapsed, args=(what, ended), daemon=True)
     thread.start()

@@ -13,7 +13,7 @@ from tools.preprocessing.encode import EncodingPlan, Tally, ends_of, tokenizer_o
 def summary_of(
     plan: EncodingPlan, writers: Sequence[IndexedDatasetWriter], tally: Tally
 ) -> list[str]:
-    """A line on each data set, and on what the user should know of it."""
+    """Return a line on each data set, and on what the user should know of it."""
     lines = [*map(describe_written, writers), *describe_skipped(tally)]
     if not plan.conversations:
         return lines

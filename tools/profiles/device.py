@@ -135,7 +135,7 @@ class DeviceProfile:
         return self._seconds_of({*computing, NCCL}) - self._seconds_of(computing)
 
     def _seconds_of(self, kinds: Collection[str]) -> float:
-        """Seconds in which work of any of these classes ran."""
+        """Return seconds in which work of any of these classes ran."""
         return length((item.start, item.end) for item in self.work if item.kind in kinds)
 
     @cached_property
@@ -162,7 +162,8 @@ def is_of_device(events: Iterable[dict[str, Any]]) -> bool:
 
 
 def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> DeviceProfile:
-    """The profile in a trace's complete events; `UserError` with `what` for a damaged one."""
+    """Return the profile in a trace's complete events; `UserError` with `what` for a
+    damaged one."""
     wanted = [event for event in events if event.get("cat") in _WORK]
     work: list[_Work] = conform(wanted, list[_Work], f"{what}: traceEvents")
     named = [event for event in events if str(event.get("name")).startswith((_STEP, _OWN))]
@@ -195,7 +196,7 @@ def device_profile(events: Sequence[dict[str, Any]], rank: int, what: str) -> De
 
 
 def _compute_stream(work: Iterable[_Work]) -> int:
-    """The stream with the most time of kernels that compute; without one, of all work."""
+    """Return the stream with the most time of kernels that compute; without one, of all work."""
     seconds: dict[int, tuple[float, float]] = {}
     for event in work:
         computes = event["cat"] not in _COPIES and class_of(event["name"]) not in NOT_COMPUTING
@@ -210,7 +211,8 @@ def _compute_stream(work: Iterable[_Work]) -> int:
 def _in_steps(
     work: Iterable[_Work], compute: int, updates: Sequence[Interval], steps: Interval
 ) -> Iterable[Work]:
-    """The work in the steps; elementwise kernels in the ranges `updates` are the optimizer's."""
+    """Return the work in the steps; elementwise kernels in the ranges `updates` are the
+    optimizer's."""
     begin, end = steps
     starts = [start for start, _ in updates]
     for event in work:
@@ -228,7 +230,7 @@ def _in_steps(
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals that do not overlap, sorted."""
+    """Return the same times as intervals that do not overlap, sorted."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -239,5 +241,5 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The time that is in any of them."""
+    """Return the time that is in any of them."""
     return sum(end - start for start, end in union(intervals))

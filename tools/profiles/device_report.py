@@ -26,7 +26,8 @@ _COLORS = dict(
 
 
 def device_text(profile: DeviceProfile) -> str:
-    """The figures of a rank; times are milliseconds of a mean step where nothing else is said."""
+    """Return the figures of a rank; times are milliseconds of a mean step where nothing else is
+    said."""
     step = profile.seconds / profile.num_steps
     gaps = profile.gaps
     idle = sum(gap.seconds for gap in gaps)
@@ -63,7 +64,7 @@ def _short(name: str) -> str:
 
 
 def device_figures(profile: DeviceProfile) -> dict[str, Any]:
-    """The same figures for a JSON file; times are seconds of all steps together."""
+    """Return the same figures for a JSON file; times are seconds of all steps together."""
     gaps = sorted(profile.gaps, key=lambda gap: -gap.seconds)
     return {
         "rank": profile.rank,
@@ -85,7 +86,7 @@ def device_figures(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def draw_streams(path: Path, profiles: Sequence[DeviceProfile], title: str) -> None:
-    """Draws a row for each stream of each GPU, colored by class; idle times stay white.
+    """Draw a row for each stream of each GPU, colored by class; idle times stay white.
 
     Where kernels are shorter than a pixel, the height is the share of time in which any ran.
     """
@@ -126,7 +127,7 @@ Block = tuple[float, float]  # start and length, ms
 
 
 def blocks(items: Iterable[Work], pixel: float) -> dict[tuple[str, int], list[Block]]:
-    """Blocks to draw by class and by quarters of the time in use; `pixel` ms are one column.
+    """Return blocks to draw by class and by quarters of the time in use; `pixel` ms are one column.
 
     Each column has the class that takes most of it, and neighbours that are equal become one block:
     a picture of many thousands of kernels has at most a block per column.

@@ -34,13 +34,14 @@ _PATTERNS = tuple(
 
 @cache
 def class_of(name: str) -> str:
-    """The class of a kernel by its name; what updates parameters elementwise is not told apart."""
+    """Return the class of a kernel by its name; what updates parameters elementwise is not told
+    apart."""
     plain = short_name(name)  # types of parameters may have the names of other classes
     return next((kind for kind, pattern in _PATTERNS if pattern.search(plain)), OTHER)
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its parameters and the namespaces of PyTorch."""
+    """Return a kernel's name without its parameters and the namespaces of PyTorch."""
     if name.startswith(("Memcpy", "Memset")):
         return name  # in parentheses: from where to where
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")

@@ -52,7 +52,7 @@ def _curves(
     percent: bool = False,
     marks: str = "",
 ) -> Draw:
-    """Lines for each run, those of a second field dotted; `agree`: runs may coincide.
+    """Return lines for each run, those of a second field dotted; `agree`: runs may coincide.
 
     `marks` is the figure of validations that are drawn too, a shape for each set.
     """
@@ -97,7 +97,7 @@ Parts = Mapping[str, float | None]
 
 
 def _bars(label: str, parts_of: Callable[[Run], Parts]) -> Draw:
-    """A bar per run, made of parts; the first run on top."""
+    """Return a bar per run, made of parts; the first run on top."""
 
     def draw(axis: Any, runs: Sequence[Run]) -> None:
         places, left = range(len(runs)), [0.0] * len(runs)
@@ -149,7 +149,7 @@ def _predicted_memory(run: Run) -> Parts:
 
 
 def _medians(fields: Mapping[str, str], *, scale: float = 1.0) -> Callable[[Run], Parts]:
-    """Medians of fields by the parts' names."""
+    """Return medians of fields by the parts' names."""
     return lambda run: {part: run.typical(name, scale=scale) for part, name in fields.items()}
 
 
@@ -236,7 +236,7 @@ CHARTS = (
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """The charts of runs; that of bits per byte only if a run has some."""
+    """Return the charts of runs; that of bits per byte only if a run has some."""
     has_bits = any(run.validations(BITS) for run in runs)
     return [chart for chart in CHARTS if chart.name != BITS or has_bits]
 
@@ -271,7 +271,7 @@ def _figure(chart: Chart, runs: Sequence[Run]) -> Iterator[Any]:
 
 
 def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
-    """A PNG on white, with a title and the names of the runs."""
+    """Return a PNG on white, with a title and the names of the runs."""
     with _figure(chart, runs) as figure:
         (axis,) = figure.axes
         figure.suptitle(chart.title, fontsize=12)
@@ -283,7 +283,7 @@ def as_png(chart: Chart, runs: Sequence[Run]) -> bytes:
 
 
 def _of_page(tag: str, chart: Chart) -> str:
-    """A tag with the page's colours and font, and with an id that no other drawing has."""
+    """Return a tag with the page's colours and font, and with an id that no other drawing has."""
     for name, (light, _) in NAMED.items():
         tag = tag.replace(light, f"var(--{name})")
     tag = re.sub(r'\bid="|url\(#|href="#', rf"\g<0>{chart.name}-", tag)
@@ -291,7 +291,7 @@ def _of_page(tag: str, chart: Chart) -> str:
 
 
 def as_svg(chart: Chart, runs: Sequence[Run]) -> str:
-    """An `<svg>` element whose colours are the page's."""
+    """Return an `<svg>` element whose colours are the page's."""
     with _figure(chart, runs) as figure:
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})

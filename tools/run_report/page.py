@@ -17,7 +17,7 @@ def _variables(dark: int) -> str:
 
 
 def _style() -> str:
-    """The colours of both modes as variables, and the layout."""
+    """Return the colours of both modes as variables, and the layout."""
     return f"""
 :root {{ color-scheme: light dark; {_variables(0)} }}
 @media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}
@@ -84,7 +84,7 @@ def _paper_style() -> str:
 
 
 def page(runs: Sequence[Run], title: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     legend = "".join(f"<li>{_chip(index)}{escape(run.name)}</li>" for index, run in enumerate(runs))
     charts = "".join(
         f'<figure id="{chart.name}"{" class=wide" if chart.wide else ""}>'
@@ -121,7 +121,7 @@ def page(runs: Sequence[Run], title: str) -> str:
 
 
 def _chip(index: int) -> str:
-    """A run's colour sample; broken, as its lines are, where colours repeat."""
+    """Return a run's colour sample; broken, as its lines are, where colours repeat."""
     again = " again" if index >= len(SERIES) else ""
     colour = f"var(--c{index % len(SERIES)})"
     return f'<span class="chip{again}" style="background-color: {colour}"></span>'
@@ -164,7 +164,7 @@ def _figures(runs: Sequence[Run]) -> str:
 
 
 def _last_loss(run: Run) -> str:
-    """The last loss that is a number, with its iteration if that is not the last one."""
+    """Return the last loss that is a number, with its iteration if that is not the last one."""
     iterations, losses = run.series("lm_loss")
     if not losses:
         return "-"
@@ -173,7 +173,7 @@ def _last_loss(run: Run) -> str:
 
 
 def _held_out(run: Run) -> Iterator[str]:
-    """The last loss on each set, with its bits per byte if they are known."""
+    """Yield the last loss on each set, with its bits per byte if they are known."""
     bits = run.validations(BITS)
     for name, (_, losses) in run.validations().items():
         shown = f"{escape(name.removeprefix('validation').removeprefix('-'))} {losses[-1]:.3f}"
@@ -193,7 +193,7 @@ def _left_out(run: Run) -> str:
 
 
 def _exposed(run: Run) -> float | None:
-    """The part of an iteration that waits for communication."""
+    """Return the part of an iteration that waits for communication."""
     exposed, whole = run.exposed_ms(), run.typical("iteration_time_ms")
     return exposed / whole if exposed is not None and whole else None
 
@@ -242,7 +242,7 @@ def _code(text: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text: bool = False) -> str:
-    """An HTML table; cells are HTML already."""
+    """Return an HTML table; cells are HTML already."""
     head = "".join(f"<th>{cell}</th>" for cell in heads)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     kind = ' class="text"' if text else ""

@@ -45,7 +45,7 @@ class Run:
     num_starts: int = 0
 
     def series(self, name: str, *, scale: float = 1.0) -> tuple[list[float], list[float]]:
-        """Iterations and values, without gaps."""
+        """Return iterations and values, without gaps."""
         pairs = [
             (line["iteration"], line[name] * scale)
             for line in self.lines
@@ -54,7 +54,7 @@ class Run:
         return [x for x, _ in pairs], [y for _, y in pairs]
 
     def typical(self, name: str, *, scale: float = 1.0) -> float | None:
-        """The median after the start-up; None if the figure was not measured."""
+        """Return the median after the start-up; None if the figure was not measured."""
         _, values = self.series(name, scale=scale)
         settled = values[math.ceil(len(values) * _SETTLING) :] or values
         return median(settled) if settled else None
@@ -70,7 +70,7 @@ class Run:
         return values[-1] if values else None
 
     def validations(self, figure: str = "lm_loss") -> dict[str, tuple[list[float], list[float]]]:
-        """Iterations and figures of the evaluations during training, by validation set."""
+        """Return iterations and figures of the evaluations during training, by validation set."""
         found: dict[str, dict[float, float]] = {}
         for at in self.evaluations:
             if at.get(figure) is not None and at["data_set"] != "test":
@@ -82,7 +82,7 @@ class Run:
 
 
 def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
-    """The runs of metrics files, each with its own name; `UserError` for any other file."""
+    """Return the runs of metrics files, each with its own name; `UserError` for any other file."""
     if names and len(names) != len(files):
         raise UserError(f"--names gives {len(names)} names for {len(files)} metrics files")
     runs = [_read_run(path) for path in files]
@@ -93,7 +93,7 @@ def read_runs(files: Sequence[Path], names: Sequence[str]) -> list[Run]:
 
 
 def _names_of(runs: Sequence[Run], files: Sequence[Path]) -> list[str]:
-    """Names by strategy if every run has a different one, else by file."""
+    """Name by strategy if every run has a different one, else by file."""
     strategies = [one_line(str(run.arguments.get("paro_strategy") or "")) for run in runs]
     if all(strategies) and len(set(strategies)) == len(strategies):
         return strategies
@@ -128,7 +128,8 @@ def _read_run(path: Path) -> Run:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """The flags in which runs differ, with each run's value, except the files that a run writes."""
+    """Return the flags in which runs differ, with each run's value, except the files that a run
+    writes."""
     written = {
         "metrics_file",
         "tensorboard_dir",

@@ -39,7 +39,7 @@ class RankParser(Parser):
 def add_trainer_flags(
     group: argparse.ArgumentParser | argparse._ArgumentGroup, *same: str, **others: object
 ) -> None:
-    """Adds flags of pretrain_llama.py by their names, the `others` with defaults of their own."""
+    """Add flags of pretrain_llama.py by their names, the `others` with defaults of their own."""
     known = build_parser()._option_string_actions
     for name in (*same, *others):
         action = copy(known[f"--{name.replace('_', '-')}"])

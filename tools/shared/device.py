@@ -14,7 +14,8 @@ from paro.text import count_text
 
 
 def device_of(name: str | None) -> torch.device:
-    """The CPU or a GPU by torch's name for it; None: the first GPU, or the CPU without one."""
+    """Return the CPU or a GPU by torch's name for it; None: the first GPU, or the CPU
+    without one."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         return torch.device("cuda", 0) if there else torch.device("cpu")

@@ -9,7 +9,7 @@ from paro.errors import UserError
 
 
 def check_logits(values: Tensor, dtype: torch.dtype) -> None:
-    """Raises `UserError` if logits, or what follows from them, are not finite in this type."""
+    """Raise `UserError` if logits, or what follows from them, are not finite in this type."""
     if values.isfinite().all():
         return
     how = "give an earlier iteration with --ckpt-step, or another model"

@@ -19,12 +19,13 @@ _PAGES = Path("/proc/self/statm")
 
 
 def watched_interfaces(names: str | None) -> tuple[str, ...]:
-    """The interfaces that GLOO_SOCKET_IFNAME names, without the loopback."""
+    """Return the interfaces that GLOO_SOCKET_IFNAME names, without the loopback."""
     return tuple(name for name in (names or "").split(",") if name and name != "lo")
 
 
 def sent_bytes(interfaces: tuple[str, ...]) -> dict[str, int]:
-    """Bytes sent by each interface of this process's network namespace since it was created."""
+    """Return bytes sent by each interface of this process's network namespace since it
+    was created."""
     found = psutil.net_io_counters(pernic=True, nowrap=False)
     missing = [name for name in interfaces if name not in found]
     if missing:
@@ -35,7 +36,7 @@ def sent_bytes(interfaces: tuple[str, ...]) -> dict[str, int]:
 
 
 def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
-    """Bytes sent by a cluster: each node's interfaces once, however many ranks watch them.
+    """Return bytes sent by a cluster: each node's interfaces once, however many ranks watch them.
 
     Each rank gives its node and what its interfaces sent; None where none is watched.
     """
@@ -48,7 +49,7 @@ def add_up_sent(ranks: list[tuple[str, dict[str, int]]]) -> int | None:
 
 
 def drop_from_cache(files: Iterable[Path]) -> None:
-    """Drops the files' pages from the page cache, so that the next read is from the disk."""
+    """Drop the files' pages from the page cache, so that the next read is from the disk."""
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -82,7 +83,8 @@ class MemoryMeter:
             self._thread.start()
 
     def again(self) -> MemoryMeter:
-        """A new meter with the same baseline, for another contender that uses what was built."""
+        """Return a new meter with the same baseline, for another contender that uses what was
+        built."""
         other = MemoryMeter(self._device)
         other._before, other._in_use_before = self._before, self._in_use_before
         return other
@@ -93,13 +95,14 @@ class MemoryMeter:
             self._thread.join()
 
     def peak(self) -> int | None:
-        """The peak in bytes; call after the last step."""
+        """Return the peak in bytes; call after the last step."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
         return self._peak - self._before if self._peak else None
 
     def peak_in_use(self) -> int | None:
-        """The same without freed memory that the allocator keeps; call after the last warm-up step.
+        """Return the same without freed memory that the allocator keeps; call after the last
+        warm-up step.
 
         On CUDA it is the peak itself; None where the C library does not report it.
         """
@@ -120,7 +123,8 @@ class MemoryMeter:
 
 
 def bytes_in_use() -> int | None:
-    """Bytes that the process got from malloc and has not freed; None where no C library counts."""
+    """Return bytes that the process got from malloc and has not freed; None where no C library
+    counts."""
     if not hasattr(psutil, "heap_info"):
         return None
     heap = psutil.heap_info()

@@ -41,23 +41,24 @@ def write_text(path: Path, text: str, *, is_update: bool = False) -> None:
 
 
 def write_json(path: Path | None, value: Any, *, is_update: bool = False) -> None:
-    """Writes a value as JSON; nothing without a path, as of a flag that is not given."""
+    """Write a value as JSON; nothing without a path, as of a flag that is not given."""
     if path is not None:
         write_text(path, json.dumps(value, indent=1) + "\n", is_update=is_update)
 
 
 def text_table(rows: Iterable[Mapping[str, str]], left: Collection[int] = (0,)) -> str:
-    """Rows below their heads, which are those of the first one, aligned as `align` does."""
+    """Return rows below their heads, which are those of the first one, aligned as `align` does."""
     cells = [*rows]
     return align([[*cells[0]], *([*row.values()] for row in cells)], left)
 
 
 def markdown_table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table in Markdown; `heads` are those of its columns, with | between them."""
+    """Return the lines of a table in Markdown; `heads` are those of its columns, with | between
+    them."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return [f"| {heads} |", f"|{'---|' * (heads.count('|') + 1)}", *lines]
 
 
 def print_json(value: Any, *, indent: int | None = None) -> None:
-    """Prints a value as JSON, of any length; a terminal acts upon no character of it."""
+    """Print a value as JSON, of any length; a terminal acts upon no character of it."""
     print_line(json.dumps(value, indent=indent).replace("\x7f", r"\u007f"), whole=True)

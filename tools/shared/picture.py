@@ -19,7 +19,7 @@ _LABEL_CHARS = 32
 
 
 def check_can_draw(path: Path | None, flag: str = "--plot") -> None:
-    """Raises `UserError` early for what would otherwise fail after everything was measured."""
+    """Raise `UserError` early for what would otherwise fail after everything was measured."""
     if path is None:
         return
     if path.is_dir():
@@ -31,7 +31,7 @@ def check_can_draw(path: Path | None, flag: str = "--plot") -> None:
 
 
 def check_outputs(args: Namespace, *flags: str, pictures: Sequence[str] = ()) -> None:
-    """Raises `UserError` early for files of these flags that could not be written at the end."""
+    """Raise `UserError` early for files of these flags that could not be written at the end."""
     for flag in (*flags, *pictures):
         path: Path | None = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -80,7 +80,7 @@ def drawing(
 
 
 def log_scale(*axes: Any, **scale: Any) -> None:
-    """Makes x or y axes of panels logarithmic, with plain numbers; `scale` as for matplotlib."""
+    """Make x or y axes of panels logarithmic, with plain numbers; `scale` as for matplotlib."""
     ticker = importlib.import_module("matplotlib.ticker")
     for axis in axes:
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log", **scale)
@@ -89,7 +89,7 @@ def log_scale(*axes: Any, **scale: Any) -> None:
 
 
 def label_of(name: str) -> str:
-    """A name as the label of a curve or a row: short, and not left out of a legend.
+    """Return a name as the label of a curve or a row: short, and not left out of a legend.
 
     matplotlib leaves out labels that begin with _, and with a very long one no room is left.
     """

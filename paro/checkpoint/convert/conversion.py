@@ -55,7 +55,7 @@ class Conversion:
     padded_vocab_size: int | None = None  # overrides divisible_by
 
     def open(self) -> Source:
-        """The model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
+        """Return the model to convert, lazy, in the target dtype; `UserError` for wrong flags."""
         if not self.source.is_dir():
             raise UserError(f"--input {self.source} is no folder{how_to_fetch(self.source)}")
         if self.target.exists() or self.target.is_symlink():
@@ -100,7 +100,8 @@ class Conversion:
         return OPENERS[self.source_format](self.source)
 
     def _check_adapters(self, source: Source) -> None:
-        """`UserError` unless flags say what becomes of adapters, and there are some if they do."""
+        """Raise `UserError` unless flags say what becomes of adapters, and there are some if they
+        do."""
         given = f"--input {self.source}"
         if not source.adapters:
             if self.merge or self.target_format == PEFT:
@@ -122,7 +123,7 @@ class Conversion:
             )
 
     def num_bytes(self, source: Source) -> int:
-        """The bytes of the tensors to write."""
+        """Return the bytes of the tensors to write."""
         written = source.adapters if self.writes_adapters else source.tensors
         return sum(tensor.num_bytes for tensor in written.values())
 
@@ -133,7 +134,7 @@ class Conversion:
         return self.target_format == PEFT or (from_peft and not self.merge)
 
     def _rows(self, source: Source) -> int:
-        """The padded number of vocabulary rows of embedding and output layer.
+        """Return the padded number of vocabulary rows of embedding and output layer.
 
         Each id of the tokenizer gets one, also if the model has fewer, as its trainer wants them.
         """
@@ -141,7 +142,7 @@ class Conversion:
         return padded_vocab_size(rows, self.divisible_by, self.padded_vocab_size)
 
     def _missing_rows(self, source: Source) -> Iterator[str]:
-        """Yields a line if the tokenizer has ids for which the model has no row."""
+        """Yield a line if the tokenizer has ids for which the model has no row."""
         ids, rows = _num_ids(source), source.config.vocab_size
         if ids > rows:
             pads = self.target_format in ("paro", "megatron") and not self.writes_adapters
@@ -149,7 +150,7 @@ class Conversion:
             yield f"the tokenizer has {ids} ids and the model {rows} rows: the others {what}"
 
     def write(self, source: Source, advance: Callable[[int], None]) -> list[str]:
-        """Writes under a temporary name, then renames; a failure leaves nothing behind.
+        """Write under a temporary name, then renames; a failure leaves nothing behind.
 
         `advance` is called with the bytes of every piece. Returns lines to print about the result.
         """
@@ -183,7 +184,8 @@ class Conversion:
 
 
 def _num_ids(source: Source) -> int:
-    """The ids of a source's tokenizer; 0 if it has none or one that cannot be used as it is."""
+    """Return the ids of a source's tokenizer; 0 if it has none or one that cannot be used as
+    it is."""
     if source.tokenizer is None:
         return 0
     try:

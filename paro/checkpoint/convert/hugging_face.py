@@ -66,7 +66,7 @@ def is_hugging_face(directory: Path) -> bool:
 
 
 def open_hugging_face(directory: Path) -> Source:
-    """Opens a folder that transformers can load; `UserError` names the bad file or field."""
+    """Open a folder that transformers can load; `UserError` names the bad file or field."""
     if not is_hugging_face(directory):
         raise UserError(f"{directory} holds no Hugging Face model: it has no {CONFIG}")
     fields = read_json(directory / CONFIG, dict[str, Any])
@@ -95,7 +95,7 @@ def open_hugging_face(directory: Path) -> Source:
 
 
 def companions_in(directory: Path) -> dict[str, Path]:
-    """The config and tokenizer files of a folder, by name."""
+    """Return the config and tokenizer files of a folder, by name."""
     names = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
     return {name: directory / name for name in names if (directory / name).is_file()}
 
@@ -103,8 +103,8 @@ def companions_in(directory: Path) -> dict[str, Path]:
 def tokenizer_of(
     companions: Mapping[str, Path], *, begins: bool, folder: Path | None = None
 ) -> dict[str, Any] | None:
-    """The TokenizerConfig fields for these files, or for copies of them in a `folder`; None if they
-    have no tokenizer. `begins`: whether texts begin with BOS.
+    """Return the TokenizerConfig fields for these files, or for copies of them in a `folder`; None
+    if they have no tokenizer. `begins`: whether texts begin with BOS.
 
     Without a tokenizer.json, a file that adds tokens or names another end needs transformers.
     """
@@ -120,7 +120,8 @@ def tokenizer_of(
 
 
 def _plain_tokenizer(companions: Mapping[str, Path], begins: bool) -> dict[str, Any] | None:
-    """The tokenizer of a file for SentencePiece or of GPT-2's two, without the files next to it."""
+    """Return the tokenizer of a file for SentencePiece or of GPT-2's two, without the files next to
+    it."""
     if "tokenizer.model" in companions:
         kind = "Llama2Tokenizer" if begins else "SentencePieceTokenizer"
         return {"tokenizer_type": kind, "tokenizer_model": str(companions["tokenizer.model"])}
@@ -131,7 +132,7 @@ def _plain_tokenizer(companions: Mapping[str, Path], begins: bool) -> dict[str, 
 
 
 def _adds_tokens(companions: Mapping[str, Path]) -> bool:
-    """Whether the files next to a plain tokenizer add tokens to it, or name another end."""
+    """Return whether the files next to a plain tokenizer add tokens to it, or name another end."""
     beside = next((companions[name] for name in ADDING_FILES if name in companions), None)
     plain = _plain_tokenizer(companions, False)
     if beside is None or plain is None:
@@ -144,7 +145,7 @@ def _adds_tokens(companions: Mapping[str, Path]) -> bool:
 
 
 def begins_with_bos(companions: Mapping[str, Path]) -> bool:
-    """Whether transformers puts a BOS token before every text."""
+    """Return whether transformers puts a BOS token before every text."""
     if "tokenizer.json" in companions:  # it alone decides, whatever add_bos_token says
         step = read_json(companions["tokenizer.json"], _Steps).get("post_processor") or {}
         steps = step.get("processors", [step])
@@ -165,7 +166,7 @@ def copy_companions(companions: Mapping[str, Path], directory: Path) -> None:
 def write_hugging_face(
     source: Source, directory: Path, advance: Callable[[int], None]
 ) -> list[str]:
-    """Fills an empty folder; returns lines to print about the result.
+    """Fill an empty folder; return lines to print about the result.
 
     `advance` is called with the bytes of every piece written.
     """
@@ -188,7 +189,7 @@ def write_hugging_face(
 
 
 def _write_tokenizer(source: Source, directory: Path) -> list[str]:
-    """Adds a tokenizer.json if there are only other tokenizer files; returns lines to print."""
+    """Add a tokenizer.json if there are only other tokenizer files; return lines to print."""
     companions = source.companions
     if "tokenizer.json" in companions or companions.keys() & {*ADDING_FILES}:
         return []  # transformers opens the folder as it was
@@ -203,7 +204,7 @@ def _write_tokenizer(source: Source, directory: Path) -> list[str]:
 
 
 def _config_fields(source: Source) -> dict[str, Any]:
-    """The source's own config.json if it describes this model; else a new one."""
+    """Return the source's own config.json if it describes this model; else a new one."""
     ours = "tie_embeddings_and_output_weights"
     tied = getattr(source.config, ours)
     if CONFIG in source.companions:
@@ -224,7 +225,8 @@ def _config_fields(source: Source) -> dict[str, Any]:
 
 
 def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
-    """The dtype for config.json: the one `before` if tensors have it, else one that holds all."""
+    """Return the dtype for config.json: the one `before` if tensors have it, else one that holds
+    all."""
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     widest = str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
@@ -232,7 +234,7 @@ def _stated_dtype(source: Source, before: Sequence[Any]) -> str:
 
 
 def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
-    """Biases that are zero, one of each layer, in the type of its other biases."""
+    """Return biases that are zero, one of each layer, in the type of its other biases."""
     dtypes = [source.tensors[f"blocks.{layer}.bq"].dtype for layer in range(len(names))]
     return {
         name: lazy(torch.zeros(source.config.hidden_size, dtype=dtype))
@@ -241,7 +243,8 @@ def _zeros(source: Source, names: Sequence[str]) -> dict[str, LazyTensor]:
 
 
 def _special_ids(source: Source) -> TokenIds:
-    """The configuration's own ids, else the tokenizer's: without them transformers assumes some."""
+    """Return the configuration's own ids, else the tokenizer's: without them transformers assumes
+    some."""
     ids: TokenIds = {"bos_token_id": None, "eos_token_id": None}
     if source.tokenizer is not None:
         try:

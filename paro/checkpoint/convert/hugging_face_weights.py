@@ -31,7 +31,7 @@ class _Index(TypedDict):
 def find_tensors(
     directory: Path, config: LlamaConfig, output_biases: Sequence[str]
 ) -> tuple[LlamaConfig, dict[str, LazyTensor], list[str]]:
-    """The model, its tensors under this project's names, and lines to print about them.
+    """Return the model, its tensors under this project's names, and lines to print about them.
 
     A model whose config.json ties its output layer has one of its own if the file has one with
     other values. `output_biases` are the names of tensors that may be there if they are zero.
@@ -70,7 +70,7 @@ def find_tensors(
 
 
 def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
-    """All tensors by their names in the files, and lines to print about them."""
+    """Return all tensors by their names in the files, and lines to print about them."""
     has_index = (directory / INDEX).is_file()
     if (directory / WEIGHTS).is_file():
         unread = f"{directory} has {WEIGHTS} too, which transformers reads: {INDEX} is not read"
@@ -94,7 +94,7 @@ def _stored_tensors(directory: Path) -> tuple[dict[str, LazyTensor], list[str]]:
 
 
 def _core(name: str) -> str:
-    """A tensor's name without what modules around it add."""
+    """Return a tensor's name without what modules around it add."""
     return ".".join(part for part in name.split(".") if part not in _AROUND)
 
 

@@ -114,17 +114,17 @@ class _Args(TypedDict):
 
 
 def megatron_name(name: str) -> str:
-    """The name of the Megatron tensor that holds a parameter."""
+    """Return the name of the Megatron tensor that holds a parameter."""
     return name_in(_NAMES, name)
 
 
 def is_megatron(root: Path) -> bool:
-    """Whether the folder is Megatron's; its tracker has the same name as ours."""
+    """Return whether the folder is Megatron's; its tracker has the same name as ours."""
     return (root / TRACKER).is_file() and any(root.glob("*/mp_rank_*"))
 
 
 def open_megatron(root: Path) -> Source:
-    """Opens a `--ckpt-format torch` checkpoint; `UserError` if it cannot be read."""
+    """Open a `--ckpt-format torch` checkpoint; `UserError` if it cannot be read."""
     path = _iteration(root) / FILE
     if not path.is_file():
         raise UserError(
@@ -154,7 +154,7 @@ def open_megatron(root: Path) -> Source:
 def write_megatron(
     source: Source, root: Path, advance: Callable[[int], None], *, rows: int, divisible_by: int
 ) -> None:
-    """Fills an empty folder with a `release` checkpoint; embedding and head have `rows` rows."""
+    """Fill an empty folder with a `release` checkpoint; embedding and head have `rows` rows."""
     _check_rope_scaling(source.config)
     config = replace(source.config, vocab_size=rows)
     writers: dict[str, list[tuple[Callable[[Tensor], Tensor], LazyTensor]]] = {}
@@ -197,7 +197,7 @@ def _check_rope_scaling(config: LlamaConfig) -> None:
 
 
 def _fill(view: Tensor, tensor: LazyTensor, advance: Callable[[int], None]) -> None:
-    """Copies a parameter into its view of the mapped file; Q, K and V group by group."""
+    """Copy a parameter into its view of the mapped file; Q, K and V group by group."""
     for start, stop in tensor.row_ranges():
         rows = tensor.rows(start, stop)
         by_group = view.ndim > len(tensor.shape)
@@ -219,7 +219,7 @@ def _iteration(root: Path) -> Path:
 
 
 def _contents(path: Path) -> tuple[_Args, Mapping[str, Any]]:
-    """The arguments and tensors in a rank's file; `UserError` if it has none."""
+    """Return the arguments and tensors in a rank's file; `UserError` if it has none."""
     saved = load_torch_file(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("args"), Namespace):
         raise UserError(f"{path} is no checkpoint of Megatron's: it has no args")
@@ -231,7 +231,7 @@ def _contents(path: Path) -> tuple[_Args, Mapping[str, Any]]:
 
 
 def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tuple[LlamaConfig, int]:
-    """The model with padded vocabulary, and the size of the vocabulary without padding."""
+    """Return the model with padded vocabulary, and the size of the vocabulary without padding."""
     given: dict[str, Any] = {**args}
     for name, ours in _FIXED.items():
         theirs = given.get(name, ours)
@@ -269,7 +269,7 @@ def _config(path: Path, args: _Args, ranks: Sequence[Mapping[str, Any]]) -> tupl
 def _found(
     path: Path, config: LlamaConfig, names: Mapping[str, str], ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, LazyTensor]:
-    """The parameters as lazy slices of Megatron's tensors."""
+    """Return the parameters as lazy slices of Megatron's tensors."""
     of_a_rank = replace(
         config,
         num_attention_heads=config.num_attention_heads // len(ranks),
@@ -298,7 +298,7 @@ def _found(
 
 
 def _stored(rank: Mapping[str, Any], name: str, theirs: str) -> Any:
-    """A rank's tensor; norms are looked up by both names."""
+    """Return a rank's tensor; norms are looked up by both names."""
     if theirs not in rank and name.endswith(("attention_norm", "mlp_norm")):
         return rank.get(name_in(_WITHOUT_TRANSFORMER_ENGINE, name))
     return rank.get(theirs)
@@ -312,7 +312,7 @@ def _fused_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
-    """The function from Megatron's tensor to a parameter's view; QKV: [group, row, ...]."""
+    """Return the function from Megatron's tensor to a parameter's view; QKV: [group, row, ...]."""
     part = name.rpartition(".")[2]
     groups, head = config.num_query_groups, config.kv_channels
     queries = config.num_attention_heads // groups * head
@@ -327,7 +327,7 @@ def _place(config: LlamaConfig, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _cut_out(view: Tensor, *, by_group: bool) -> LazyTensor:
-    """A view as a lazy tensor; with `by_group`, [group, row, ...] is flattened to rows."""
+    """Return a view as a lazy tensor; with `by_group`, [group, row, ...] is flattened to rows."""
     if not by_group:
         return lazy(view)
     shape = (view.shape[0] * view.shape[1], *view.shape[2:])
@@ -347,7 +347,7 @@ def _by_group(view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
 def _state(
     source: Source, config: LlamaConfig, room: Mapping[str, Tensor], divisible_by: int
 ) -> dict[str, Any]:
-    """The contents of Megatron's file, with tensors of the right shape but no values."""
+    """Return the contents of Megatron's file, with tensors of the right shape but no values."""
     dtype = next(iter(room.values())).dtype
     interpolation = int(config.rotary_seq_len_interpolation_factor)
     args = {

@@ -58,7 +58,7 @@ class _Params(TypedDict):
 
 
 def meta_name(name: str) -> str:
-    """The name of a parameter in Meta's files."""
+    """Return the name of a parameter in Meta's files."""
     return name_in(_NAMES, name)
 
 
@@ -67,7 +67,7 @@ def is_meta(directory: Path) -> bool:
 
 
 def open_meta(directory: Path) -> Source:
-    """Opens a folder as Meta published it; `UserError` names the bad file."""
+    """Open a folder as Meta published it; `UserError` names the bad file."""
     if not is_meta(directory):
         raise UserError(f"{directory} holds no model of Meta's: it has no {PARAMS}")
     params: _Params = read_json(directory / PARAMS, _Params)
@@ -100,7 +100,7 @@ def open_meta(directory: Path) -> Source:
 
 
 def half_rotation(weight_RD: Tensor, head: int) -> Tensor:
-    """Permutes rows from RoPE on channels (2i, 2i + 1) to RoPE on channels (i, i + H/2)."""
+    """Permute rows from RoPE on channels (2i, 2i + 1) to RoPE on channels (i, i + H/2)."""
     pairs = weight_RD.unflatten(0, (-1, head // 2, 2))
     return pairs.transpose(1, 2).reshape(weight_RD.shape)
 
@@ -117,7 +117,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _tensors_in(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; `UserError` if they are not a model's."""
+    """Return the tensors of a file; `UserError` if they are not a model's."""
     content = load_torch_file(path)
     entries = content.items() if isinstance(content, dict) else ()
     tensors = {name: value for name, value in entries if is_weight(value)}
@@ -128,7 +128,7 @@ def _tensors_in(path: Path) -> dict[str, Tensor]:
 
 
 def _whole(config: LlamaConfig, name: str, dim: int | None, parts: list[Tensor]) -> LazyTensor:
-    """One parameter joined from its shards, with this project's order of RoPE channels."""
+    """Return one parameter joined from its shards, with this project's order of RoPE channels."""
     part = name.rpartition(".")[2]
     if name == "embedding.weight" and parts[0].shape[1] != config.hidden_size:
         dim = 1
@@ -176,14 +176,15 @@ def _config(directory: Path, params: _Params, shards: list[Mapping[str, Tensor]]
 
 
 def _positions(params: _Params) -> int:
-    """The maximum sequence length, which params.json does not have: inferred from RoPE fields."""
+    """Return the maximum sequence length, which params.json does not have: inferred from RoPE
+    fields."""
     if params.get("use_scaled_rope"):
         return 131072
     return 8192 if params.get("rope_theta", 10000.0) > 10000.0 else 2048
 
 
 def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConfig:
-    """Fills in what params.json lacks from the preset of the same sizes: LLaMA-3.2's files state
+    """Fill in what params.json lacks from the preset of the same sizes: LLaMA-3.2's files state
     neither its RoPE scaling factor of 32 nor that its head, which is stored too, is tied."""
     free = ("tie_embeddings_and_output_weights", "rope_scaling_factor", "max_position_embeddings")
     for preset in LLAMA_PRESETS.values():
@@ -197,6 +198,6 @@ def _as_published(config: LlamaConfig, shard: Mapping[str, Tensor]) -> LlamaConf
 
 
 def _is_sentencepiece(path: Path) -> bool:
-    """Whether this is a SentencePiece model; LLaMA-3's file is text for another library."""
+    """Return whether this is a SentencePiece model; LLaMA-3's file is text for another library."""
     with open_regular(path) as file:
         return file.read(1) == b"\n"

@@ -57,7 +57,7 @@ from paro.untrusted.schema import conform
 
 
 def open_native(root: Path, iteration: int | None = None, base: str | None = None) -> Source:
-    """Opens a checkpoint of a run or of a conversion; `UserError` says what is wrong.
+    """Open a checkpoint of a run or of a conversion; `UserError` says what is wrong.
 
     Frozen parameters are read from its base, which is at `base` if it has moved, and adapters are
     merged into them.
@@ -95,7 +95,7 @@ def open_native(root: Path, iteration: int | None = None, base: str | None = Non
 
 
 def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTensor]:
-    """The parameters in an iteration's folder, by name."""
+    """Return the parameters in an iteration's folder, by name."""
     metadata = read_metadata(directory)
     check_files(directory, list(metadata.storage_data.values()))
     reader = CheckedReader(directory, manifest, metadata)
@@ -114,7 +114,7 @@ def _tensors_in(directory: Path, manifest: Manifest | None) -> dict[str, LazyTen
 def write_native(
     source: Source, root: Path, final: Path, advance: Callable[[int], None], *, rows: int
 ) -> None:
-    """Fills an empty folder, later renamed to `final`, with a checkpoint of the parameters.
+    """Fill an empty folder, later renamed to `final`, with a checkpoint of the parameters.
 
     Embedding and output layer get `rows` rows; padding rows are zero, as their ids never occur.
     """
@@ -137,7 +137,7 @@ def write_native(
 def write_adapters(
     source: Source, base: Path, root: Path, final: Path, advance: Callable[[int], None]
 ) -> None:
-    """Fills an empty folder, later renamed to `final`, with a source's adapters on a `base`."""
+    """Fill an empty folder, later renamed to `final`, with a source's adapters on a `base`."""
     assert source.lora is not None, "no adapters"
     under = find_checkpoint(base)
     if under is None:
@@ -162,7 +162,7 @@ def _write(
     advance: Callable[[int], None],
     common: Mapping[str, Any],
 ) -> None:
-    """Writes an iteration 0 of parameters, and makes it the latest checkpoint."""
+    """Write an iteration 0 of parameters, and make it the latest checkpoint."""
     directory, (states, sources) = begin_checkpoint(root, 0), lazy_states
     planner = LazySavePlanner(sources, advance)
     sums = write_files(directory, states, planner, one_process(), f"--output {final}")
@@ -191,7 +191,7 @@ class LazySavePlanner(BoxSavePlanner):
 def _lazy_states(
     tensors: Mapping[str, LazyTensor], vocab_rows: int
 ) -> tuple[dict[str, BoxedState], dict[str, LazyTensor]]:
-    """Every parameter as ranges of rows, which are meta tensors, and what reads them."""
+    """Return every parameter as ranges of rows, which are meta tensors, and what reads them."""
     states: dict[str, BoxedState] = {}
     sources: dict[str, LazyTensor] = {}
     for parameter, tensor in tensors.items():
@@ -233,7 +233,7 @@ def _config(directory: Path, common: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _begins_with_bos(common: Mapping[str, Any]) -> bool:
-    """Whether texts began with BOS; for a checkpoint of a run, by its type of tokenizer."""
+    """Return whether texts began with BOS; for a checkpoint of a run, by its type of tokenizer."""
     tokenizer = common.get("tokenizer") or {}
     trained = tokenizer.get("tokenizer_type") == "Llama2Tokenizer"
     return bool(common.get("begins_with_bos", trained))
@@ -242,7 +242,7 @@ def _begins_with_bos(common: Mapping[str, Any]) -> bool:
 def _companions(
     root: Path, common: Mapping[str, Any]
 ) -> tuple[dict[str, Path], dict[str, Any] | None, tuple[str, ...]]:
-    """The tokenizer and config files, the tokenizer's configuration, and lines to print."""
+    """Return the tokenizer and config files, the tokenizer's configuration, and lines to print."""
     own = companions_in(root / COMPANIONS)
     if own:
         return own, tokenizer_of(own, begins=_begins_with_bos(common)), ()
@@ -263,7 +263,7 @@ def _companions(
 
 
 def _tokenizer_there(source: Source, folder: Path) -> dict[str, Any]:
-    """The tokenizer for the checkpoint's common.json: the copy in `folder`, or token ids."""
+    """Return the tokenizer for the checkpoint's common.json: the copy in `folder`, or token ids."""
     there = tokenizer_of(source.companions, begins=source.begins_with_bos, folder=folder)
     if there is not None:
         return {"vocab_size": None, **there}

@@ -64,12 +64,12 @@ class _Module:
     layer: int
 
     def is_among(self, names: Sequence[str]) -> bool:
-        """Whether this module's name is one of the names or ends, after a dot, with one."""
+        """Return whether this module's name is one of the names or ends, after a dot, with one."""
         return any(f".{self.name}".endswith(f".{name}") for name in names)
 
 
 def open_peft(directory: Path, base: Source) -> Source:
-    """The `base` with the adapters of a folder; `UserError` names the bad file or field.
+    """Return the `base` with the adapters of a folder; `UserError` names the bad file or field.
 
     Which modules have adapters is decided by the tensors in the folder.
     """
@@ -103,7 +103,7 @@ def open_peft(directory: Path, base: Source) -> Source:
 
 
 def check_base(source: Source, base_model: str | None) -> None:
-    """Raises `UserError` if adapters would name a folder as their base whose model lacks rows."""
+    """Raise `UserError` if adapters would name a folder as their base whose model lacks rows."""
     base = base_model or source.origin
     if base is None or not is_hugging_face(Path(base)):
         return  # a name of the hub, or a folder of another machine
@@ -120,7 +120,7 @@ def check_base(source: Source, base_model: str | None) -> None:
 def write_peft(
     source: Source, directory: Path, advance: Callable[[int], None], base_model: str | None
 ) -> str:
-    """Fills an empty folder, which peft opens, with a source's adapters and the files of its
+    """Fill an empty folder, which peft opens, with a source's adapters and the files of its
     tokenizer, chat template included; a line to print about it.
 
     `base_model` names the base for peft's AutoPeftModel; None: the folder that the source is from.
@@ -151,7 +151,7 @@ def write_peft(
 
 
 def peft_name(name: str) -> str:
-    """The name of an adapter in peft's file."""
+    """Return the name of an adapter in peft's file."""
     weight = adapted_weight(name)
     part = "lora_A" if name == down_name(weight) else "lora_B"
     return f"base_model.model.{_module_name(weight)}.{part}.weight"
@@ -181,7 +181,8 @@ def _check_supported(everything: Mapping[str, Any], fields: _Fields) -> None:
 
 
 def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dict[str, LazyTensor]:
-    """The tensors of a file by this project's names; `UserError` if some are missing or strange."""
+    """Return the tensors of a file by this project's names; `UserError` if some are missing or
+    strange."""
     stored = open_safetensors(path)
     names = {part(module.weight): module for part in (down_name, up_name) for module in modules}
     found = {name: stored[peft_name(name)] for name in names if peft_name(name) in stored}
@@ -202,7 +203,8 @@ def _adapters_in(path: Path, modules: Sequence[_Module], fields: _Fields) -> dic
 
 
 def _is_target(module: _Module, fields: _Fields, found: Mapping[str, LazyTensor]) -> bool:
-    """Whether a module has adapters, by their names; where they are an expression, by the file."""
+    """Return whether a module has adapters, by their names; where they are an expression, by the
+    file."""
     targets, excluded = fields.get("target_modules"), fields.get("exclude_modules") or []
     if targets == ALL_LINEAR:
         targets = list(MODULES)
@@ -216,7 +218,7 @@ def _is_target(module: _Module, fields: _Fields, found: Mapping[str, LazyTensor]
 
 
 def _alpha_of(module: _Module, rank: int, fields: _Fields) -> float:
-    """The alpha with which a module's scaling is alpha / rank."""
+    """Return the alpha with which a module's scaling is alpha / rank."""
     alpha = fields["lora_alpha"]
     for key, value in (fields.get("alpha_pattern") or {}).items():
         name = key.removeprefix("^")
@@ -246,7 +248,7 @@ def _check_shapes(
 def _alike(
     base: Source, scales: Mapping[str, tuple[int, float]], fields: _Fields
 ) -> LoraConfig | None:
-    """The configuration of a run with these adapters; None if no run has such adapters."""
+    """Return the configuration of a run with these adapters; None if no run has such adapters."""
     kinds = {weight.rpartition(".")[2] for weight in scales}
     rank, alpha = next(iter(scales.values()))
     if (

@@ -27,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file, each read when its rows are requested.
+    """Return the tensors of a file, each read when its rows are requested.
 
     The library checks the header against the file size, so `UserError` for a truncated file.
     """
@@ -58,7 +58,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 def write_safetensors(
     path: Path, tensors: Mapping[str, LazyTensor], advance: Callable[[int], None]
 ) -> None:
-    """Writes the same file as the library, with one piece of one tensor in memory at a time."""
+    """Write the same file as the library, with one piece of one tensor in memory at a time."""
     # Wide types first, for alignment, then by name.
     order = [*_NAMES]
     tensors = dict(sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
@@ -82,7 +82,7 @@ def write_safetensors(
 
 
 def _read_rows(path: Path, name: str, start: int, stop: int) -> Tensor:
-    """Reads rows [start, stop); reopens the file, so that earlier reads do not stay mapped."""
+    """Read rows [start, stop); reopens the file, so that earlier reads do not stay mapped."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:

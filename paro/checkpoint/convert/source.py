@@ -45,14 +45,14 @@ class LazyTensor:
             yield start, min(start + step, self.shape[0])
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """The whole tensor in memory, in this dtype."""
+        """Return the whole tensor in memory, in this dtype."""
         values = torch.empty(self.shape, dtype=dtype)
         for start, stop in self.row_ranges():
             values[start:stop] = self.rows(start, stop)
         return values
 
     def cast(self, dtype: torch.dtype | None) -> LazyTensor:
-        """Returns the tensor in this type, or in its own; whoever reads a value of it that is not
+        """Return the tensor in this type, or in its own; whoever reads a value of it that is not
         finite gets a `UserError`.
         """
         wanted = dtype or self.dtype
@@ -68,7 +68,7 @@ class LazyTensor:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Tells whether all values are finite, by the least and the largest: both are NaN if any is."""
+    """Tell whether all values are finite, by the least and the largest: both are NaN if any is."""
     return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
 
 
@@ -111,7 +111,7 @@ class Source:
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes a configuration as Hugging Face's libraries do."""
+    """Write a configuration as Hugging Face's libraries do."""
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
@@ -141,7 +141,7 @@ def joined(parts: Sequence[LazyTensor], dim: int | None) -> LazyTensor:
 def checked_tensors(
     config: LlamaConfig, found: Mapping[str, LazyTensor], where: Path, names: Mapping[str, str]
 ) -> dict[str, LazyTensor]:
-    """The model's tensors in model order; `names` are their names in the file.
+    """Return the model's tensors in model order; `names` are their names in the file.
 
     Raises `UserError` for a tensor that is missing or has another shape.
     """
@@ -160,7 +160,7 @@ def checked_tensors(
 def unpadded(
     config: LlamaConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
 ) -> dict[str, LazyTensor]:
-    """The tensors with `vocab_size` rows in embedding and output layer."""
+    """Return the tensors with `vocab_size` rows in embedding and output layer."""
     assert vocab_size <= config.vocab_size, f"{vocab_size} of {config.vocab_size} rows"
     shorter = {
         name: replace(tensors[name], shape=(vocab_size, *tensors[name].shape[1:]))
@@ -176,7 +176,7 @@ def with_adapters(
     adapters: Mapping[str, LazyTensor],
     scalings: Mapping[str, float],
 ) -> Source:
-    """A model with adapters: they are kept, and merged into its tensors, which become fp32.
+    """Return a model with adapters: they are kept, and merged into its tensors, which become fp32.
 
     `scalings` are by the weights that have adapters; `lora` is None if no run has such adapters.
     """

@@ -34,7 +34,7 @@ class _Inert:
 
 
 def load_torch_file(path: Path) -> Any:
-    """The contents of a file, with its tensors memory-mapped.
+    """Return the contents of a file, with its tensors memory-mapped.
 
     torch's weights-only unpickler makes plain data, tensors and namespaces. Everything else that
     the file names, functions included, becomes an inert object. `UserError` for bad files.
@@ -63,7 +63,7 @@ def fill_torch_file(path: Path) -> Iterator[Any]:
 
 
 def is_weight(value: object) -> TypeGuard[Tensor]:
-    """Whether it can be a parameter: a plain vector or matrix of floating-point numbers."""
+    """Return whether it can be a parameter: a plain vector or matrix of floating-point numbers."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -73,7 +73,7 @@ def is_weight(value: object) -> TypeGuard[Tensor]:
 
 
 def lazy(tensor: Tensor) -> LazyTensor:
-    """A lazy tensor over a mapped tensor or a view of one; its rows are copied when read."""
+    """Return a lazy tensor over a mapped tensor or a view of one; its rows are copied when read."""
     return LazyTensor(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,

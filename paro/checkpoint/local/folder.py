@@ -44,11 +44,12 @@ class LocalFolder:
         return self.control.world.rank == self.folder_ranks[0]
 
     def records(self) -> list[Path]:
-        """The records of all generations here, in the same order on all ranks of the node."""
+        """Return the records of all generations here, in the same order on all ranks of
+        the node."""
         return sorted(self.path.glob(f"*{RECORD}"))
 
     def remove_share(self, unwanted: Callable[[str], bool]) -> None:
-        """Removes a share of the copies whose file names are `unwanted`: those of a few ranks.
+        """Remove a share of the copies whose file names are `unwanted`: those of a few ranks.
 
         All ranks of the node call it, at different times. Each makes room before it takes as much.
         """
@@ -59,7 +60,7 @@ class LocalFolder:
                 path.unlink(missing_ok=True)
 
     def remove(self, unwanted: Callable[[str], bool]) -> None:
-        """Removes all copies whose file names are `unwanted`; one rank of the node calls it."""
+        """Remove all copies whose file names are `unwanted`; one rank of the node calls it."""
         for path in self._files():
             if unwanted(path.name):
                 path.unlink(missing_ok=True)
@@ -68,7 +69,7 @@ class LocalFolder:
         return sorted(self.path.glob("rank-*"))
 
     def discard(self) -> None:
-        """Removes the folder; another rank may do the same."""
+        """Remove the folder; another rank may do the same."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -110,7 +111,7 @@ def local_folder(
 
 
 def check_room(folder: LocalFolder, num_bytes: int) -> None:
-    """Raises `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
+    """Raise `UserError` on all ranks unless the node has room for `num_bytes` of its ranks."""
     with folder.control.raise_on_all_ranks(), writing(f"{FLAG} {folder.path.parent}"):
         # What is there of an earlier start is removed before its room is taken.
         old = sum(path.stat().st_blocks * 512 for path in folder.path.glob(f"*{DATA}"))
@@ -124,20 +125,20 @@ def check_room(folder: LocalFolder, num_bytes: int) -> None:
 
 
 def _name() -> str:
-    """Names user, job and node; the job is torchrun's --rdzv-id or SLURM's."""
+    """Name user, job and node; the job is torchrun's --rdzv-id or SLURM's."""
     job = read_rendezvous_id() or read_job_id() or "none"
     words = (str(os.getuid()), job, socket.gethostname())
     return "-".join(("paro", *map(_as_file_name, words)))
 
 
 def _as_file_name(word: str) -> str:
-    """The word with only characters of file names; a changed one gets a digest."""
+    """Return the word with only characters of file names; a changed one gets a digest."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", word)[:64]
     return plain if plain == word else f"{plain}_{sha256(word.encode()).hexdigest()[:8]}"
 
 
 def _make_private(path: Path) -> None:
-    """Makes the folder, or checks that it is the user's and closed to all others."""
+    """Make the folder, or check that it is the user's and closed to all others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -149,7 +150,8 @@ def _make_private(path: Path) -> None:
 
 
 def _lock(path: Path, deadline: float) -> int | None:
-    """A descriptor that holds the lock until it is closed, as it is when its process dies."""
+    """Return a descriptor that holds the lock until it is closed, as it is when its
+    process dies."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     while True:
         try:
@@ -163,7 +165,7 @@ def _lock(path: Path, deadline: float) -> int | None:
 
 
 def _remove_leftovers(own: Path) -> Iterator[str]:
-    """Removes folders of this user's jobs on this node that ended long ago; a line for each."""
+    """Remove folders of this user's jobs on this node that ended long ago; a line for each."""
     for path in own.parent.glob(f"paro-{os.getuid()}-*-{_as_file_name(socket.gethostname())}"):
         if path == own:
             continue
@@ -177,7 +179,7 @@ def _remove_leftovers(own: Path) -> Iterator[str]:
 
 
 def _is_in_memory(path: Path) -> bool:
-    """Whether the folder is in a tmpfs or ramfs."""
+    """Return whether the folder is in a tmpfs or ramfs."""
     import psutil
 
     mounts = [m for m in psutil.disk_partitions(all=True) if path.is_relative_to(m.mountpoint)]

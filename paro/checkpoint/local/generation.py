@@ -82,7 +82,7 @@ class Generation:
 
     @classmethod
     def read(cls, path: Path) -> Generation:
-        """The generation whose record is at `path`; `UserError` if it is damaged."""
+        """Return the generation whose record is at `path`; `UserError` if it is damaged."""
         checksum, _, body = read_bytes(path).partition(b"\n")
         if checksum != _sum_line(body):
             raise UserError(f"{path} is damaged: its checksum is wrong")
@@ -92,13 +92,13 @@ class Generation:
         return cls(path.with_suffix(DATA), record)
 
     def check(self) -> None:
-        """Raises `UserError` unless all data are as they were written."""
+        """Raise `UserError` unless all data are as they were written."""
         file = RegularFile(self.path)
         for index in range(len(self.record.regions)):
             self._read(file, index)
 
     def values(self, index: int) -> Tensor:
-        """The values of region `index`, verified."""
+        """Return the values of region `index`, verified."""
         stored = self.record.regions[index]
         content = self._read(RegularFile(self.path), index)
         flat = torch.frombuffer(bytearray(content), dtype=_TYPES[stored.dtype])
@@ -168,7 +168,7 @@ class GenerationWriter:
     def write(
         self, iteration: int, common: Mapping[str, Any], copy: Callable[[Tensor, Tensor], object]
     ) -> None:
-        """Overwrites the older generation; `copy(target, source)` returns when target is filled."""
+        """Overwrite the older generation; `copy(target, source)` returns when target is filled."""
         slot = self.num_written % NUM_SLOTS
         record = Path(f"{self._stem}.{slot}{RECORD}")
         held = self._slots.get(slot)
@@ -190,7 +190,8 @@ class GenerationWriter:
         self.num_written += 1
 
     def _allocate(self, path: Path) -> list[Tensor]:
-        """A mapped file for one generation; its regions as tensors, pinned where CUDA is used."""
+        """Return a mapped file for one generation; its regions as tensors, pinned where CUDA is
+        used."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # All pages now: a full file system is an error here, and SIGBUS in a mapped page.

@@ -93,7 +93,7 @@ def recover(
     newer_than: int,
     log: Callable[[str], None],
 ) -> Recovered | None:
-    """Fills `states` in place from the newest iteration that all ranks together hold; collective.
+    """Fill `states` in place from the newest iteration that all ranks together hold; collective.
 
     None, with a line for each reason, if there is none after `newer_than`; the states are
     unchanged then. Copies of another run, whose `flags` differ, are removed. `log` is called on
@@ -143,7 +143,7 @@ def _age(generation: Generation) -> tuple[int, int]:
 
 
 def _keep_only(folder: LocalFolder, generations: Sequence[Generation]) -> None:
-    """Removes all other copies of this node, after all ranks have agreed on these."""
+    """Remove all other copies of this node, after all ranks have agreed on these."""
     kept = {generation.path.stem for generation in generations}
     if folder.is_first:
         folder.remove(lambda name: name.rsplit(".", 1)[0] not in kept)
@@ -152,7 +152,8 @@ def _keep_only(folder: LocalFolder, generations: Sequence[Generation]) -> None:
 def _generations_here(
     folder: LocalFolder, flags: Mapping[str, str]
 ) -> tuple[list[Generation], list[str]]:
-    """The readable generations of this node that are this run's, and lines about the others."""
+    """Return the readable generations of this node that are this run's, and lines about
+    the others."""
     found, notes = [], []
     for path in folder.records():
         try:
@@ -209,7 +210,7 @@ class _Copies:
         ]
 
     def plan(self) -> tuple[list[Message], list[Want]]:
-        """The messages of all ranks, and what nobody holds; the same on all ranks."""
+        """Return the messages of all ranks, and what nobody holds; the same on all ranks."""
         control = self._folder.control
         missing = [
             Want(want.state, region)
@@ -229,7 +230,7 @@ class _Copies:
         return assign(wants, offers)
 
     def fill_from_node(self) -> int:
-        """Copies what this node holds into the states; returns the bytes."""
+        """Copy what this node holds into the states; return the bytes."""
         num_bytes = 0
         for want, values in self._wants:
             for part in _parts(self._on_node, want):
@@ -239,7 +240,7 @@ class _Copies:
         return num_bytes
 
     def exchange(self, messages: Sequence[Message]) -> int:
-        """Sends and receives this rank's messages; returns the bytes received.
+        """Send and receive this rank's messages; return the bytes received.
 
         All ranks go through the messages in the same order with at most `_IN_FLIGHT` open: the
         first that is not complete is open on both its ranks, so they cannot wait for each other in
@@ -314,7 +315,7 @@ def _by_state(generations: Sequence[Generation]) -> _ByState:
 
 
 def _parts(held: _ByState, want: Want) -> Iterator[Held]:
-    """Disjoint parts of a want; each region that is held twice counts once."""
+    """Yield disjoint parts of a want; each region that is held twice counts once."""
     left = [want.region]
     for generation, index in held.get(want.state, ()):
         stored = generation.record.regions[index].region

@@ -20,7 +20,7 @@ class Region(NamedTuple):
         return prod(self.extent)
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """The index that takes this region out of a tensor that holds `outer`."""
+        """Return the index that takes this region out of a tensor that holds `outer`."""
         return tuple(
             slice(begin - base, begin - base + length)
             for begin, base, length in zip(self.corner, outer.corner, self.extent, strict=True)
@@ -28,7 +28,7 @@ class Region(NamedTuple):
 
 
 def overlap(one: Region, other: Region) -> Region | None:
-    """The elements of both; None if there are none."""
+    """Return the elements of both; None if there are none."""
     corner, extent = [], []
     for a, n, b, m in zip(one.corner, one.extent, other.corner, other.extent, strict=True):
         low, high = max(a, b), min(a + n, b + m)
@@ -40,7 +40,7 @@ def overlap(one: Region, other: Region) -> Region | None:
 
 
 def remainder(region: Region, taken: Sequence[Region]) -> list[Region]:
-    """Disjoint regions with the elements of `region` that are in none of `taken`."""
+    """Return disjoint regions with the elements of `region` that are in none of `taken`."""
     left = [region]
     for hole in taken:
         left = [part for one in left for part in _outside(one, hole)]

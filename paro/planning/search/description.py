@@ -12,7 +12,7 @@ from paro.text import size_text
 
 
 def describe(plan: SearchResult, *, chose: str = "chose") -> tuple[str, ...]:
-    """Lines for the start of a run; `chose` is the verb in front of the best candidate."""
+    """Return lines for the start of a run; `chose` is the verb in front of the best candidate."""
     head = (
         f"planner: {plan.num_candidates} candidates, {plan.num_simulated} of them simulated; they "
         f"differ in {plan.searched}"

@@ -52,7 +52,7 @@ class Estimate:
 
 
 def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | None:
-    """The one with codes only where they save enough; None if there is neither."""
+    """Return the one with codes only where they save enough; None if there is neither."""
     if full is None or coded is None:
         return full or coded
     saves = coded.seconds < full.seconds * (1 - BITS_GAIN)
@@ -153,7 +153,7 @@ class Estimator:
         return self._memory.of(self.plan_of(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
-        """Bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
+        """Return bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
 
         Of all that flat and ring send, a part goes between groups that others send inside them.
         """
@@ -161,7 +161,7 @@ class Estimator:
         return self._memory.sent(plan, plan.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
-        """Memory, time and traffic of a candidate; `record` keeps what every stream does."""
+        """Return memory, time and traffic of a candidate; `record` keeps what every stream does."""
         workload, costs = self.workload, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
@@ -182,7 +182,7 @@ class Estimator:
         )
 
     def has_codes(self, candidate: Candidate) -> bool:
-        """Whether something crosses groups as codes under a candidate."""
+        """Return whether something crosses groups as codes under a candidate."""
         return self._comm_costs_of(self.plan_of(candidate)).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
@@ -196,7 +196,8 @@ class Estimator:
         return other if self.has_codes(coded) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
-        """A candidate with its bits, chosen where the workload allows it, and with the others."""
+        """Return a candidate with its bits, chosen where the workload allows it, and with the
+        others."""
         own, other = self.estimate(candidate), self.with_other_bits(candidate)
         if other is None:
             return own, None

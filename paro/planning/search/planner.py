@@ -117,7 +117,7 @@ class _Search:
         return len([*filter(None, self._done.values())])
 
     def estimate(self, row: _Bounded) -> Estimate | None:
-        """None if nothing fits its limit."""
+        """Return None if nothing fits its limit."""
         if row not in self._done:
             found: Candidate | None = row.candidate
             if row.limit is not None:
@@ -142,11 +142,11 @@ class _Search:
         return found
 
     def best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """The best with 16 bits, or where codes save enough, the best with codes."""
+        """Return the best with 16 bits, or where codes save enough, the best with codes."""
         return faster_bits(*map(self._best, _by_bits(rows)))
 
     def about_fastest(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """The same, but at most `MEMORY_TIE` slower, whatever it needs and sends."""
+        """Return the same, but at most `MEMORY_TIE` slower, whatever it needs and sends."""
         return faster_bits(*(self._fastest(part, MEMORY_TIE) for part in _by_bits(rows)))
 
     def other_bits(self, best: Estimate | None) -> Estimate | None:
@@ -154,7 +154,7 @@ class _Search:
         return None if other is None else self._estimator.estimate(other)
 
     def _best(self, rows: Sequence[_Bounded]) -> Estimate | None:
-        """The first of `best_first` among the simulated candidates, all of which must fit.
+        """Return the first of `best_first` among the simulated candidates, all of which must fit.
 
         One that is not simulated is at most `RESOLUTION` faster, and does not win a tie.
         """
@@ -206,7 +206,8 @@ class _Search:
         return first
 
     def front(self, best: Estimate | None) -> tuple[Estimate, ...]:
-        """The Pareto front of memory and time in steps of `FRONT_STEP`, and `best`; fastest first.
+        """Return the Pareto front of memory and time in steps of `FRONT_STEP`, and `best`; fastest
+        first.
 
         A candidate that is not simulated is at most `RESOLUTION` faster than a step of the front.
         """
@@ -234,13 +235,13 @@ def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
 
 
 def best_that_fits(workload: Workload, space: SearchSpace, enough: float = _ANY) -> Estimate | None:
-    """The best candidate of `plan`, if it may take no longer than `enough` seconds."""
+    """Return the best candidate of `plan`, if it may take no longer than `enough` seconds."""
     search = _Search(workload, space, enough)
     return search.best(search.within(workload.choice_bytes))
 
 
 def best_by_context(workload: Workload, space: SearchSpace) -> dict[ContextLayout, Estimate | None]:
-    """The best candidate that fits for each way to share samples in the space."""
+    """Return the best candidate that fits for each way to share samples in the space."""
     search = _Search(workload, space)
     by_context: dict[ContextLayout, list[_Bounded]] = {own: [] for own, _ in space.sharings or ()}
     for row in search.within(workload.choice_bytes):
@@ -249,7 +250,7 @@ def best_by_context(workload: Workload, space: SearchSpace) -> dict[ContextLayou
 
 
 def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
-    """Solves the workload exactly over the search space; `UserError` if that is empty."""
+    """Solve the workload exactly over the search space; `UserError` if that is empty."""
     search = _Search(workload, search_space)
     within = search.within(workload.choice_bytes)
     best = search.best(within)

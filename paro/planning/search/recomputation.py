@@ -24,7 +24,8 @@ def of_first(count: int, model: LlamaConfig) -> RecomputeConfig:
 def least_recomputation(
     model: LlamaConfig, fits: Callable[[RecomputeConfig], bool]
 ) -> RecomputeConfig | None:
-    """The fewest first blocks whose recomputation makes it fit; None if even all are too few."""
+    """Return the fewest first blocks whose recomputation makes it fit; None if even all are too
+    few."""
     given, fewest = model.recompute, 1
     if given is not None and given.granularity == "full":
         if given.method == "uniform":
@@ -36,7 +37,7 @@ def least_recomputation(
 
 
 def recompute_flags(recompute: RecomputeConfig) -> str:
-    """The flags that select it."""
+    """Return the flags that select it."""
     text = f"--recompute-granularity {recompute.granularity}"
     text += " --paro-recompute-keep core_attn" * recompute.keeps_core
     if (recompute.method, recompute.num_layers) == ("uniform", 1):

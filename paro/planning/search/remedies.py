@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
-    """Returns a line: the least memory, and each single change that would make it fit.
+    """Return a line: the least memory, and each single change that would make it fit.
 
     Also more ranks with recomputation, where these are fewer than without.
     """
@@ -91,7 +91,8 @@ def fewest_sharing(
     *,
     in_parts: bool,
 ) -> tuple[str, ContextLayout] | None:
-    """The flags of the fewest more ranks that share a sample with which it fits; None if none.
+    """Return the flags of the fewest more ranks that share a sample with which it fits; None if
+    none.
 
     Keys and values travel only where attention can be computed `in_parts`.
     """
@@ -108,7 +109,7 @@ def fewest_sharing(
 
 
 def _smaller_way(workload: Workload, least: Candidate) -> Iterator[Change]:
-    """The flag that makes weights rotate, or rotate in place, if that is enough."""
+    """Yield the flag that makes weights rotate, or rotate in place, if that is enough."""
     further = _SMALLER.get(least.materialize)
     if further is not None:
         materialize, flag = further
@@ -123,7 +124,8 @@ def _fits(workload: Workload, candidate: Candidate) -> bool:
 
 
 def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
-    """The fewest ranks above `given`, in steps, that are enough; None if even the most are not.
+    """Return the fewest ranks above `given`, in steps, that are enough; None if even the most are
+    not.
 
     The more ranks, the less memory.
     """
@@ -149,7 +151,7 @@ def _recomputed(workload: Workload, least: Candidate) -> Iterator[Change]:
 
 
 def _more_ranks(workload: Workload, least: Candidate) -> Iterator[Change]:
-    """The fewest whole groups of ranks that are enough at the same batch per rank.
+    """Yield the fewest whole groups of ranks that are enough at the same batch per rank.
 
     None where collectives were measured: measurements hold only for their own ranks.
     """

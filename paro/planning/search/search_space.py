@@ -94,7 +94,7 @@ class Workload(RunFlags):
         return f"{self.device_bytes / 1e9:g} GB of a device{less}"
 
     def micro_batches(self, size: int, context: ContextLayout | None = None) -> int:
-        """Micro-batches of this size per rank and step; `UserError` if it does not divide.
+        """Return micro-batches of this size per rank and step; `UserError` if it does not divide.
 
         None: samples are shared as the workload has it.
         """
@@ -108,7 +108,7 @@ class Workload(RunFlags):
         return parse_strategy(text, world_size=self.world_size, group_size=self.group_size)
 
     def candidate(self, strategy: Strategy) -> Candidate:
-        """A strategy with the other flags as given."""
+        """Return a strategy with the other flags as given."""
         return Candidate(
             strategy=strategy,
             micro_batch_size=self.micro_batch_size,
@@ -119,7 +119,7 @@ class Workload(RunFlags):
         )
 
     def as_given(self, strategies: tuple[Strategy, ...] | None = None) -> SearchSpace:
-        """A search of these strategies, or of any, with all else as the workload has it."""
+        """Return a search of these strategies, or of any, with all else as the workload has it."""
         return SearchSpace(
             strategies=strategies,
             micro_batch_sizes=(self.micro_batch_size,),
@@ -168,12 +168,12 @@ class Candidate:
         return self.strategy.name + suffix
 
     def precision(self, workload: Workload) -> PrecisionConfig:
-        """The workload's, with the bits that were chosen."""
+        """Return the workload's, with the bits that were chosen."""
         given = workload.precision
         return given if self.inter_bits is None else given.with_inter_bits(self.inter_bits)
 
     def describe(self) -> str:
-        """One line, with the values of the flags."""
+        """Return one line, with the values of the flags."""
         recompute = recompute_text(self.recompute)
         name = self.name + (f" ({self.letters})" if self.letters else "")
         return f"{name}, micro-batches of {self.micro_batch_size}, {self.collective}, {recompute}"
@@ -212,7 +212,7 @@ class SearchSpace:
 
 
 def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
-    """Every feasible combination in the search space."""
+    """Yield every feasible combination in the search space."""
     strategies = search_space.strategies or tuple(
         legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
     )
@@ -246,7 +246,7 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
 
 
 def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
-    """The letters of a strategy given as degrees, and the group size for which they hold."""
+    """Return the letters of a strategy given as degrees, and the group size for which they hold."""
     sizes = {*strategy.degrees} - {1, world_size}
     if "," not in strategy.name or len(sizes) != 1:
         return None
@@ -258,7 +258,8 @@ def _letters_elsewhere(strategy: Strategy, world_size: int) -> str | None:
 def legal_strategies(
     world_size: int, group_size: int, links: int | None = None
 ) -> Iterator[Strategy]:
-    """Every legal triple of degrees, named by letters where groups of `group_size` give it some.
+    """Yield every legal triple of degrees, named by letters where groups of `group_size` give it
+    some.
 
     Degrees nest with these groups, and with the groups of `links` ranks that fast links join. Any
     group size is a degree, so the triples include the letters of other group sizes.
@@ -284,7 +285,8 @@ def legal_strategies(
 
 
 def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
-    """All sizes that divide a data-parallel rank's share of the global batch, and may be in fp8."""
+    """Return all sizes that divide a data-parallel rank's share of the global batch, and may be in
+    fp8."""
     per_rank = workload.global_batch_size // workload.data_parallel_size
     tokens = workload.seq_length // workload.context.size
     multiple = 1 if workload.model.fp8_format is None else FP8_MULTIPLE

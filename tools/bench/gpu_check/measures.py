@@ -76,7 +76,7 @@ _CLUSTER_SECONDS = 100.0  # left: with less no other is begun
 
 
 def memory(runner: Runner) -> Outcome:
-    """Allocated and reserved memory against the prediction."""
+    """Return allocated and reserved memory against the prediction."""
     cases = list(_MEMORY_CASES)[: 1 if runner.rehearse else None]
     return joined([_memory(runner, f"memory-{index}", title) for index, title in enumerate(cases)])
 
@@ -135,7 +135,8 @@ def muon(runner: Runner) -> Outcome:
 
 
 def kernels(runner: Runner) -> Outcome:
-    """Attention by cuDNN and FlashAttention, and a matmul while other thread blocks are busy."""
+    """Return attention by cuDNN and FlashAttention, and a matmul while other thread blocks are
+    busy."""
     flags = "--seq-lengths 32 --device cpu" if runner.rehearse else "--device cuda"
     words = ["tools/bench/bench_attention.py", *flags.split()]
     found = [runner.measured("attention", words, alone=True).outcome("attention")]
@@ -145,7 +146,7 @@ def kernels(runner: Runner) -> Outcome:
 
 
 def one_rank(runner: Runner) -> Outcome:
-    """Trains one real rank of several clusters, as many as there is time for."""
+    """Train one real rank of several clusters, as many as there is time for."""
     shapes = _CLUSTERS
     found: list[Outcome] = []
     if runner.rehearse:
@@ -206,7 +207,8 @@ def _speed(runner: Runner, title: str, shape: Shape, seconds: float) -> Outcome:
 
 
 def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
-    """Blocks, at most the shape's, with which the trainer fits a GPU by its memory prediction."""
+    """Return blocks, at most the shape's, with which the trainer fits a GPU by its memory
+    prediction."""
     from paro.launch.prediction import predict_memory  # with torch, which starts
     from tools.bench.bench_model import make_parser, task_of
 
@@ -219,7 +221,7 @@ def num_layers_that_fit(shape: Shape, device_bytes: int) -> int:
 
 
 def profile(runner: Runner) -> Outcome:
-    """A profile of steps, drawn by stream."""
+    """Return a profile of steps, drawn by stream."""
     folder = runner.folder / "profile"
     shutil.rmtree(folder, ignore_errors=True)
     flags = (
@@ -239,7 +241,7 @@ def profile(runner: Runner) -> Outcome:
 
 
 def checkpoint(runner: Runner) -> Outcome:
-    """The largest checkpoint that fits: saved, saved in the background of steps, loaded."""
+    """Return the largest checkpoint that fits: saved, saved in the background of steps, loaded."""
     folder = runner.folder / "checkpoint"
     shutil.rmtree(folder, ignore_errors=True)
     words = ["tools/bench_checkpoint.py", "--folder", folder]
@@ -258,7 +260,7 @@ def checkpoint(runner: Runner) -> Outcome:
 
 
 def _summary(figures: Mapping[str, Any]) -> str:
-    """A line for one of bench_checkpoint.py's two measurements."""
+    """Return a line for one of bench_checkpoint.py's two measurements."""
     if "seconds_of_a_step" in figures:
         ratio = figures["seconds_of_a_step"]["ratio"]
         return f"a step during an asynchronous save takes {ratio:.2f} times as long as without"
@@ -276,7 +278,8 @@ def _num_params_that_fit(runner: Runner) -> int:
 
 
 def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1) -> list[object]:
-    """The entry script and a model for this machine; `count` micro-batches of `size` sequences."""
+    """Return the entry script and a model for this machine; `count` micro-batches of `size`
+    sequences."""
     shape = _SMALL_SIZES if runner.rehearse else f"{_7B} --seq-length 4096 --num-layers 8"
     batch = size * count * runner.num_gpus
     flags = f"{_DATA} {shape} --micro-batch-size {size} --global-batch-size {batch}"
@@ -285,7 +288,8 @@ def _training(runner: Runner, *, iterations: int, size: int = 1, count: int = 1)
 
 
 def collectives(runner: Runner) -> Outcome:
-    """The collectives of this backend over all GPUs, in either launch order; by copy engines."""
+    """Return the collectives of this backend over all GPUs, in either launch order; by copy
+    engines."""
     found = [_collectives(runner, order) for order in ("free", "implicit")]
     if not runner.rehearse:  # a CPU has none
         found.append(_collectives(runner, "free", "--paro-nccl-copy-engine"))

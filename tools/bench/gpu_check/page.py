@@ -32,7 +32,8 @@ class _Part(TypedDict):
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """The results of earlier runs in this folder by letter; `UserError` if they are damaged."""
+    """Return the results of earlier runs in this folder by letter; `UserError` if they
+    are damaged."""
     file = folder / RESULTS
     if not file.exists():
         return {}
@@ -48,14 +49,14 @@ def write_results(folder: Path, results: Mapping[str, Any], *, rehearsal: bool) 
 
 
 def archive(folder: Path) -> Path:
-    """Writes all files of the folder into one of them."""
+    """Write all files of the folder into one of them."""
     (folder / ARCHIVE).unlink(missing_ok=True)
     made = shutil.make_archive(f"{folder}-all", "gztar", folder)
     return Path(shutil.move(made, folder / ARCHIVE))
 
 
 def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The three figures that matter most beside their goals, as lines of a list."""
+    """Return the three figures that matter most beside their goals, as lines of a list."""
 
     def rows(letters: str) -> dict[str, Any]:
         return {
@@ -89,7 +90,7 @@ def headline(results: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def page(results: Mapping[str, Any], *, rehearsal: bool) -> str:
-    """Markdown: a table of the parts, then what each of them found."""
+    """Return markdown: a table of the parts, then what each of them found."""
     lines = ["# Rehearsal on a machine without a GPU" if rehearsal else "# GPU check", ""]
     lines += [*headline(results), ""]
     if rehearsal:

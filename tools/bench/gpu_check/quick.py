@@ -27,7 +27,7 @@ QUICK = {
 
 
 def stages_of(number: int, results: Mapping[str, Any], facts: Mapping[str, str]) -> list[Stage]:
-    """The stages of a command, without the parts that passed on this machine at this commit.
+    """Return the stages of a command, without the parts that passed on this machine at this commit.
 
     Parts without a measurement come first. The second command has those of the first too.
     """
@@ -46,7 +46,7 @@ def stages_of(number: int, results: Mapping[str, Any], facts: Mapping[str, str])
 def course(
     stages: Iterable[Stage], seconds_left: Callable[[], float]
 ) -> Iterator[tuple[Stage, float | None]]:
-    """Each stage with the seconds of its commands; None if too few are left to begin it.
+    """Yield each stage with the seconds of its commands; None if too few are left to begin it.
 
     A command that does not stop in time is asked to, then killed: in the stage's time too.
     """

@@ -62,7 +62,8 @@ class Ended:
         return self.failure or ("no figures" if self.figures is None else None)
 
     def outcome(self, key: str) -> Outcome:
-        """The outcome of a part that is this command: its lines, and its figures under a key."""
+        """Return the outcome of a part that is this command: its lines, and its figures under a
+        key."""
         if self.problem is not None:
             return Outcome(passed=False, lines=(self.problem,))
         lines = tuple(filter(None, self.output.splitlines()))
@@ -91,7 +92,7 @@ class Runner:
         return GRACE_SECONDS if self.num_gpus == 1 else _GRACE_OF_TORCHRUN
 
     def stop(self) -> None:
-        """Ends the command that runs, from another thread; no other begins."""
+        """End the command that runs, from another thread; no other begins."""
         self.seconds = 0.0
         if self._process is not None:
             _end(self._process, self.grace)
@@ -104,7 +105,7 @@ class Runner:
         alone: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> Ended:
-        """Runs this Python with the words, from the repository's root; the log is NAME.log.
+        """Run this Python with the words, from the repository's root; the log is NAME.log.
 
         Where there are several GPUs it is under torchrun, unless `alone`. When the part's time is
         over it is not begun.
@@ -138,7 +139,7 @@ class Runner:
         return Ended(status=status, output=output, seconds=seconds, timed_out=timed_out)
 
     def measured(self, name: str, words: Sequence[object], **options: Any) -> Ended:
-        """Runs it as `run` does with these options; the figures of --json are in NAME.json."""
+        """Run it as `run` does with these options; the figures of --json are in NAME.json."""
         path = self.folder / f"{name}.json"
         path.unlink(missing_ok=True)
         ended = self.run(name, [*words, "--json", path], **options)

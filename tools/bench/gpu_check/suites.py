@@ -17,13 +17,15 @@ _MOST_FAILURES = 10  # on the page; the log has all
 
 
 def gpu_tests(runner: Runner) -> Outcome:
-    """Every test that needs a GPU, but those of the other parts; in a rehearsal, of one file."""
+    """Return every test that needs a GPU, but those of the other parts; in a rehearsal, of one
+    file."""
     files = gpu_test_files()[: 1 if runner.rehearse else None]
     return _pytest(runner, "gpu-tests", files, rehearsed="gpu")
 
 
 def gpu_test_files() -> list[str]:
-    """The files with tests that need a GPU; others may import packages that a machine lacks."""
+    """Return the files with tests that need a GPU; others may import packages that a
+    machine lacks."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [
         str(file.relative_to(ROOT))
@@ -33,12 +35,12 @@ def gpu_test_files() -> list[str]:
 
 
 def tests_in(runner: Runner, name: str) -> Outcome:
-    """The tests of a file for this check alone."""
+    """Return the tests of a file for this check alone."""
     return _pytest(runner, name, [f"tests/gpu/{name}.py"], rehearsed="verify")
 
 
 def _pytest(runner: Runner, name: str, files: Sequence[str], *, rehearsed: str) -> Outcome:
-    """Runs the files' tests for a GPU; in a rehearsal those with the mark `rehearsed`."""
+    """Run the files' tests for a GPU; in a rehearsal those with the mark `rehearsed`."""
     marks = ["-m", rehearsed] if runner.rehearse else ["-m", "gpu", "--must-run", "gpu"]
     missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
     if missing:

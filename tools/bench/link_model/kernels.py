@@ -74,7 +74,7 @@ def carry(
     num_bytes: int,
     num_ctas: int,
 ) -> None:
-    """Fills `target` with `source`, repeated and scaled, on the current stream.
+    """Fill `target` with `source`, repeated and scaled, on the current stream.
 
     It moves `num_bytes`, at least the target's, on `num_ctas` thread blocks, and lasts as long as
     `job`, after earlier ones on its links.
@@ -112,5 +112,5 @@ def _buffer(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _idle_at(device: torch.device) -> dict[Link, Tensor]:
-    """The time at which each kind of link is idle, in nanoseconds of the GPU's timer."""
+    """Return the time at which each kind of link is idle, in nanoseconds of the GPU's timer."""
     return {link: torch.zeros(1, dtype=torch.int64, device=device) for link in Link}

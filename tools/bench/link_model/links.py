@@ -34,7 +34,8 @@ class Links:
         self._times = CollectiveTimes(self.machine, "native")
 
     def job(self, op: Op | None, ranks: tuple[int, ...], num_bytes: int) -> TimedJob | None:
-        """A collective of evenly spaced ranks with a whole buffer of `num_bytes`; None: no time.
+        """Return a collective of evenly spaced ranks with a whole buffer of `num_bytes`; None: no
+        time.
 
         Without `op` it is a message from each of them to the next: a part of a reduce-scatter,
         which ranks on CPUs make of messages.
@@ -49,13 +50,14 @@ class Links:
         return job if op else job._replace(seconds=job.seconds / (size - 1))
 
     def spent_on(self, op: Op | None, ranks: int) -> float:
-        """The processor time of a rank's own code in a collective, or in a message of one."""
+        """Return the processor time of a rank's own code in a collective, or in a message
+        of one."""
         if op is None:
             return self.host_seconds.get(Op.REDUCE_SCATTER, 0.0) / (ranks - 1)
         return self.host_seconds.get(op, 0.0)
 
     def book(self, job: TimedJob) -> float:
-        """The end of a transfer on the clock of `time.perf_counter`: earlier ones go first.
+        """Return the end of a transfer on the clock of `time.perf_counter`: earlier ones go first.
 
         Ranks share processors here as where the machine was measured, so the part of the time for
         which the transfer worked on them is spent by `stay`.
@@ -82,5 +84,5 @@ class Links:
 
 
 def link_of(job: TimedJob) -> tuple[Link, float]:
-    """The kind of links that a transfer takes, and for which share of its time."""
+    """Return the kind of links that a transfer takes, and for which share of its time."""
     return (Link.INTER, job.inter) if job.inter else (Link.INTRA, job.intra)

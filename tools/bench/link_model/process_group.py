@@ -82,7 +82,7 @@ class _LoneGroup(dist.ProcessGroup):
         num_bytes: int,
         opts: Any = None,
     ) -> dist._Work:
-        """Fills `target` with `source`, repeated, or multiplied if `opts` has a sum."""
+        """Fill `target` with `source`, repeated, or multiplied if `opts` has a sum."""
         job = self.links.job(op, tuple(dist.get_process_group_ranks(self)), num_bytes)
         scale = self.size() if getattr(opts, "reduceOp", None) == dist.ReduceOp.SUM else 1
         if target.device.type == "cuda":

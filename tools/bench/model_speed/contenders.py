@@ -79,7 +79,7 @@ def make_ours(task: Task, *, compiled: bool = False) -> Step:
 def _plain_loop(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[], Tensor]
 ) -> Step:
-    """A step by the losses of micro-batches; it clips as transformers' Trainer does."""
+    """Return a step by the losses of micro-batches; it clips as transformers' Trainer does."""
 
     def step() -> Tensor:
         losses = []

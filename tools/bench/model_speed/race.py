@@ -52,7 +52,7 @@ _begun: list[Race] = []  # in a contender's own process
 
 
 def race(task: Task, names: Sequence[str], *, steps: int, clock: str) -> Race:
-    """Lets the contenders train in turns, in an order that rotates from round to round.
+    """Let the contenders train in turns, in an order that rotates from round to round.
 
     `clock`: a field of `Took`.
     """
@@ -83,7 +83,7 @@ def race(task: Task, names: Sequence[str], *, steps: int, clock: str) -> Race:
 def in_own_processes(
     start: Start, names: Sequence[str], device: torch.device, most_seconds: float | None
 ) -> list[list[Race]]:
-    """Groups of races, each of one contender in a process of its own.
+    """Group of races, each of one contender in a process of its own.
 
     One that fails, for example for want of memory, or is stopped after `most_seconds`, does not end
     the others. On a CPU all take turns; on a GPU one is there at a time.
@@ -120,7 +120,7 @@ def _next_round(start: Start, name: str, end: float) -> Results:
 
 
 def results_of(groups: Sequence[Sequence[Race]], rounds: int) -> Iterator[Results]:
-    """Runs group after group, whose races take turns; yields the results so far after each."""
+    """Run group after group, whose races take turns; yields the results so far after each."""
     results: Results = {}
     for group in groups:
         with ExitStack() as stack:

@@ -56,7 +56,7 @@ def lacks_deepspeed() -> str | None:
 
 
 def import_deepspeed(backend: str) -> Any:
-    """The deepspeed package, set up for CPU ranks or GPUs, without its log output."""
+    """Return the deepspeed package, set up for CPU ranks or GPUs, without its log output."""
     if backend == "gloo":
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
@@ -69,7 +69,8 @@ def import_deepspeed(backend: str) -> Any:
 
 
 def zero_config(task: Task, mode: Mode) -> dict[str, Any]:
-    """The configuration: DeepSpeed's defaults, but for sizes that presume billions of parameters.
+    """Return the configuration: DeepSpeed's defaults, but for sizes that presume billions of
+    parameters.
 
     Buckets and the prefetch size are those of the largest unit. Stage 3 partitions everything but
     vectors and frees parameters after use, as its memory figure and its peers here assume; `kept`
@@ -144,5 +145,5 @@ class Zero(Contender):
 
 
 def _tensors(held: object) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries and sequences."""
+    """Return all tensors in nested dictionaries and sequences."""
     return (leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))

@@ -53,7 +53,7 @@ class DisagreementError(RuntimeError):
 
 
 def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
-    """Raises unless losses agree to `tolerance` and gradient norms to ten times that, relatively.
+    """Raise unless losses agree to `tolerance` and gradient norms to ten times that, relatively.
 
     Adam is invariant to a wrong scale of the gradients; the norms reveal it.
     """
@@ -70,7 +70,7 @@ def check_agreement(reference: Turn, turn: Turn, tolerance: float) -> None:
 
 
 def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[Row]:
-    """Makes a row of medians per contender; `rank_flops`: a rank's share of a step."""
+    """Make a row of medians per contender; `rank_flops`: a rank's share of a step."""
     rows = []
     for name, turns in rounds.items():
         seconds = median(turn.seconds for turn in turns)
@@ -95,7 +95,7 @@ def summarize(rounds: Rounds, tokens_per_step: int, rank_flops: float) -> list[R
 
 
 def compare(rounds: Rounds, baseline: str) -> list[Row]:
-    """Makes a row per contender, the baseline too: medians over rounds of ratios within one."""
+    """Make a row per contender, the baseline too: medians over rounds of ratios within one."""
     rows = []
     for name, turns in rounds.items():
         pairs = list(zip(turns, rounds[baseline], strict=True))
@@ -122,7 +122,7 @@ def _ratio(value: float | None, other: float | None) -> float | None:
 
 
 def summary_table(summaries: Sequence[Row]) -> str:
-    """Text table: seconds, tokens and bytes by contender."""
+    """Return the text table: seconds, tokens and bytes by contender."""
     return text_table(
         {
             "contender": row["contender"],
@@ -140,7 +140,7 @@ def summary_table(summaries: Sequence[Row]) -> str:
 
 
 def ratio_table(ratios: Sequence[Row]) -> str:
-    """Text table: every contender as multiples of one baseline."""
+    """Return the text table: every contender as multiples of one baseline."""
     return text_table(
         {
             f"against {row['baseline']}": row["contender"],
@@ -155,7 +155,8 @@ def ratio_table(ratios: Sequence[Row]) -> str:
 
 
 def prediction_table(summaries: Sequence[Row], planned: Mapping[str, PlannedStep]) -> str:
-    """Text table: steps, and the share of them that waits for others' tokens, as predicted."""
+    """Return the text table: steps, and the share of them that waits for others' tokens,
+    as predicted."""
     head = ["beside its prediction", "s/step", "predicted", "error", "tokens awaited", "predicted"]
     rows = []
     for row in summaries:
@@ -177,7 +178,7 @@ def _shown(value: float | None, unit: float = 1.0, form: str = ".2f") -> str:
 
 
 def plot(path: Path, title: str, summaries: Sequence[Row], rounds: Rounds) -> None:
-    """Writes the plot; a figure that was not measured leaves its panel empty."""
+    """Write the plot; a figure that was not measured leaves its panel empty."""
     with drawing(path, 2, 3, size=(16, 9)) as (figure, (*bars, curves)):
         figure.suptitle(title)
         for panel, (label, field, unit) in zip(bars, PANELS, strict=True):

@@ -138,7 +138,7 @@ def _mesh(task: Task, control: Control, *, hybrid: bool) -> DeviceMesh:
 
 @torch.no_grad()
 def _fill(task: Task, model: nn.Module) -> None:
-    """Writes the initial weights of every shard; the whole model is never materialized."""
+    """Write the initial weights of every shard; the whole model is never materialized."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor), f"{name} is not sharded"
         local = parameter.to_local()

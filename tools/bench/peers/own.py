@@ -52,7 +52,7 @@ class OwnSetting(NamedTuple):
 
 
 def parse_setting(text: str) -> OwnSetting:
-    """Parses a candidate; `UserError` for an unknown way to train it.
+    """Parse a candidate; `UserError` for an unknown way to train it.
 
     A comma separates candidates on the command line, so degrees are joined by /.
     """

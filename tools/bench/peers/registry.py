@@ -55,7 +55,8 @@ class Sharing(NamedTuple):
 
 
 def flags_of(name: str) -> list[str]:
-    """The trainer's flags that a contender's name stands for; `UserError` for unknown names."""
+    """Return the trainer's flags that a contender's name stands for; `UserError` for
+    unknown names."""
     sharing = Sharing.of(name)
     if is_own(name):
         with about(f"--contenders {own.PREFIX}"):
@@ -80,7 +81,7 @@ def is_own(name: str) -> bool:
 
 
 def build(task: Task, name: str, control: Control) -> Contender:
-    """Builds the contender; collective over all ranks."""
+    """Build the contender; collective over all ranks."""
     if is_own(name):
         return own.Own(task, control)
     return PEERS[Sharing.of(name).base](task, control)

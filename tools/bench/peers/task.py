@@ -73,18 +73,18 @@ class Contender(Protocol):
     """One way to train in parallel, built and ready on all ranks."""
 
     def step(self, batches: Iterator[Batch], observe: Callable[[], None]) -> Outcome:
-        """Runs one optimizer step; calls `observe` after each accumulation of gradients."""
+        """Run one optimizer step; calls `observe` after each accumulation of gradients."""
 
     def held(self) -> Iterable[Tensor]:
-        """The model state this rank holds now; see `state_bytes`."""
+        """Return the model state this rank holds now; see `state_bytes`."""
 
     def finish(self) -> None:
-        """Waits for work that a step leaves to the next one, before the process ends."""
+        """Wait for work that a step leaves to the next one, before the process ends."""
         return  # most leave none
 
 
 def state_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages of the tensors; views count their whole storage.
+    """Return bytes of the distinct storages of the tensors; views count their whole storage.
 
     The rule for all contenders: count parameters, gradients that outlive a micro-batch, master
     parameters and optimizer state, each as its own tensor or as a view. Do not count gathered
@@ -101,7 +101,7 @@ def state_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def empty_model(task: Task) -> Llama:
-    """The model on the meta device, frozen where the job does not train it."""
+    """Return the model on the meta device, frozen where the job does not train it."""
     with torch.device("meta"):
         model = Llama(task.model)
     model.freeze(task.run.trained.__contains__)
@@ -109,7 +109,7 @@ def empty_model(task: Task) -> Llama:
 
 
 def whole_model(task: Task, device: torch.device) -> Llama:
-    """The model in the compute type with its initial weights, whole on this rank."""
+    """Return the model in the compute type with its initial weights, whole on this rank."""
     model = empty_model(task)
     model.to(task.compute_dtype).to_empty(device=device)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def adamw_settings(task: Task) -> dict[str, Any]:
 
 
 def fused_adamw(task: Task, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """Makes PyTorch's AdamW for parameters that are their own master weights."""
+    """Make PyTorch's AdamW for parameters that are their own master weights."""
     groups = decay_groups(task, parameters)
     return torch.optim.AdamW(groups, fused=True, **adamw_settings(task))
 
@@ -155,7 +155,7 @@ def accumulate(
     observe: Callable[[], None],
     around: Callable[[bool], AbstractContextManager[object]],
 ) -> Tensor:
-    """Adds up the gradients of a step, each micro-batch inside `around(is_last)`; the mean loss.
+    """Add up the gradients of a step, each micro-batch inside `around(is_last)`; the mean loss.
 
     Ranks that share a sample have shares of one mean, and means of ranks are averaged.
     """

@@ -21,7 +21,8 @@ _HEADS, _TOKENS = 1, 2  # dimensions, as torch's ring has them
 
 
 def torch_ring(group: ProcessGroup, comm_type: str) -> Core:
-    """The model's attention along the ranks of `group`, on CPUs; documents are not kept apart."""
+    """Return the model's attention along the ranks of `group`, on CPUs; documents are not kept
+    apart."""
     ring = importlib.import_module(_MODULE)
     ring.set_rotate_method(ROTATIONS[comm_type])
 

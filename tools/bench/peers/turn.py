@@ -45,13 +45,13 @@ Result = TypeVar("Result")
 
 
 def in_own_process(function: Callable[[], Result]) -> Result:
-    """Runs a function, which can be pickled, in a fork of this process; raises what it raises."""
+    """Run a function, which can be pickled, in a fork of this process; raises what it raises."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(function).result()
 
 
 def take_turn(task: Task, name: str, *, number: int) -> Turn:
-    """Trains with one contender on all ranks; every rank returns the same figures."""
+    """Train with one contender on all ranks; every rank returns the same figures."""
     world = task.run.world
     device = device_for(task.run.runtime, world)
     with process_group(task.run.runtime, world, device, number):
@@ -103,7 +103,7 @@ def process_group(
 
 
 def backends_on(device: torch.device) -> str:
-    """The backends of the default group: `Control` sums what is on the host, on GPUs too."""
+    """Return the backends of the default group: `Control` sums what is on the host, on GPUs too."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -124,7 +124,7 @@ def batches_of(task: Task, device: torch.device) -> Iterator[Batch]:
 
 
 def rehearse(run: RunConfig, compute_dtype: torch.dtype) -> None:
-    """Trains one block once, so that one-time allocations do not count as a contender's memory.
+    """Train one block once, so that one-time allocations do not count as a contender's memory.
 
     Those are compiled kernels, scratch memory of threads and the like; on a GPU they do not count.
     """
@@ -164,7 +164,7 @@ def _agree(
     held: tuple[int, int | None],
     warmup_steps: int,
 ) -> Turn:
-    """Combines the figures of all ranks; the exchange is also the barrier before they exit."""
+    """Combine the figures of all ranks; the exchange is also the barrier before they exit."""
     ranks: list[_Meters] = control.gather(measured)
     nodes: list[str] = control.gather(os.environ.get("GROUP_RANK", "0"))  # torchrun's numbers
     bytes_held: list[tuple[int, int | None]] = control.gather(held)

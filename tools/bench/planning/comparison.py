@@ -87,7 +87,7 @@ class Comparison:
     choices: tuple[float, ...]  # of auto, times by those of the best; empty where weights rotate
 
     def pairs(self) -> Iterator[Pair]:
-        """All pairs that differ by more than `MOST_ALIKE`.
+        """Yield all pairs that differ by more than `MOST_ALIKE`.
 
         Compared turn by turn: a turn in which the machine is slow favours neither candidate.
         """
@@ -99,7 +99,8 @@ class Comparison:
 
 
 def setting_of(workload: Workload, text: str) -> Candidate:
-    """The candidate STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit]; the rest is the workload's."""
+    """Return the candidate STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit]; the rest is the
+    workload's."""
     named = parse_setting(text)
     return replace(
         workload.candidate(workload.strategy(named.strategy)),
@@ -110,7 +111,8 @@ def setting_of(workload: Workload, text: str) -> Candidate:
 
 
 def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
-    """The predictions for a workload and rows of tools/bench/planning/steps.py, of one collective.
+    """Return the predictions for a workload and rows of tools/bench/planning/steps.py, of one
+    collective.
 
     The rows of all turns of a candidate become one.
     """
@@ -137,7 +139,8 @@ def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) ->
 
 
 def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[float]:
-    """The time of what auto chooses by that of the best that fits, under several memory limits.
+    """Yield the time of what auto chooses by that of the best that fits, under several memory
+    limits.
 
     They admit one strategy, all of them, and some in between.
     """
@@ -154,7 +157,8 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[float]:
 
 
 def _with_room_for(workload: Workload, num_bytes: int) -> Workload:
-    """The workload on devices that have this many bytes for what is allocated, and no more."""
+    """Return the workload on devices that have this many bytes for what is allocated, and
+    no more."""
     device = replace(
         device_of(workload.machine),
         memory_bytes=num_bytes,

@@ -22,7 +22,7 @@ MOST_ELSEWHERE = 0.12  # the kernel's own threads take 0.03 to 0.08
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """All rows measured so far; of each round the last attempt with no other program busy.
+    """Return all rows measured so far; of each round the last attempt with no other program busy.
 
     A truncated line is skipped.
     """
@@ -35,12 +35,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def _busy_elsewhere(row: dict[str, Any]) -> float:
-    """The fraction of a step's processor time used by no rank: the kernel and other programs."""
+    """Return the fraction of a step's processor time used by no rank: the kernel and other
+    programs."""
     return 1.0 - row["cpu_seconds"] * NODES * RANKS_PER_NODE / row["machine_seconds"]
 
 
 def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row from those of tools/bench/planning/steps.py for one candidate; the largest peak."""
+    """Return one row from those of tools/bench/planning/steps.py for one candidate; the largest
+    peak."""
     found = dict(turns[0])
     found["seconds"] = median(row["seconds"] for row in turns)
     found["peak_in_use"] = max(
@@ -53,7 +55,8 @@ def median_row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def median_machine(rounds: Sequence[Machine]) -> Machine:
-    """A machine, from its files of several rounds; with the collectives that all of them timed."""
+    """Return a machine, from its files of several rounds; with the collectives that all of them
+    timed."""
     first = rounds[0]
     timed = [{_key(row): row for row in machine.measured} for machine in rounds]
     rows = [
@@ -80,7 +83,7 @@ def _median_link(speeds: Sequence[LinkSpeed | None]) -> LinkSpeed | None:
 
 
 def _medians(records: Sequence[Any], *names: str) -> Any:
-    """The first record that is there, with the medians of the figures that are known."""
+    """Return the first record that is there, with the medians of the figures that are known."""
     known = [record for record in records if record is not None]
     figures = {name: median_known(getattr(each, name) for each in known) for name in names}
     return replace(known[0], **figures) if known else None

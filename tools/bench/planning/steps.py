@@ -127,7 +127,7 @@ class SharedGroups:
 
 
 def time_settings(args: argparse.Namespace, world: World) -> None:
-    """Builds all candidates and times them in turns; rank 0 writes a row for each turn."""
+    """Build all candidates and times them in turns; rank 0 writes a row for each turn."""
     begin = time.monotonic()
     configs = {}
     for candidate in args.settings.split(","):
@@ -161,7 +161,8 @@ def time_settings(args: argparse.Namespace, world: World) -> None:
 def _turn_of_all(
     control: Control, contenders: Sequence[Contender], turn: int, visit: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each contender; those of several micro-batches come in the first visit only."""
+    """Yield a row for each contender; those of several micro-batches come in the first
+    visit only."""
     order = [one for one in contenders if visit == 0 or one.num_micro_batches == 1]
     Random(VISITS * turn + visit).shuffle(order)
     for one in order:
@@ -200,19 +201,19 @@ def _built(
 
 
 def _machine_seconds() -> float:
-    """Processor time that this machine has spent on anything since it was booted."""
+    """Return the processor time that this machine has spent on anything since it was booted."""
     used = psutil.cpu_times()
     return float(used.user + used.nice + used.system + used.irq + used.softirq)
 
 
 def _with(training: Training, config: RunConfig, count: int) -> Training:
-    """The same training with another number of micro-batches."""
+    """Return the same training with another number of micro-batches."""
     size = config.batches.samples_per_micro_batch * count
     return replace(training, batches=replace(config.batches, global_batch_size=size))
 
 
 def _row(control: Control, one: Contender, timed: Timed) -> dict[str, Any]:
-    """Combines all ranks' figures into one row."""
+    """Combine all ranks' figures into one row."""
     by_rank: list[Timed] = control.gather(timed)
     steps = [max(step) for step in zip(*(rank.seconds for rank in by_rank), strict=True)]
     exposed = [result.exposed for result in timed.results]

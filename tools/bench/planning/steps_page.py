@@ -44,7 +44,7 @@ class Chapter:
 
 
 def page(folder: Path, chapters: Sequence[Chapter], shapes: dict[str, str]) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     lines = [
         HEAD.rstrip("\n").format(folder=folder.as_posix()),
         "",
@@ -84,7 +84,7 @@ def _summary(chapters: Sequence[Chapter]) -> list[str]:
 
 
 def _cells(*compared: Comparison) -> tuple[str, ...]:
-    """The errors, the pairs and the choices of comparisons, taken together."""
+    """Return the errors, the pairs and the choices of comparisons, taken together."""
     errors = [abs(row.error) for each in compared for row in each.rows]
     pairs = [pair for each in compared for pair in each.pairs()]
     clear = [pair for pair in pairs if pair.is_clear]

@@ -59,7 +59,7 @@ class Case:
         )
 
     def flags(self, folder: Path, own_flags: str | None = None) -> list[str]:
-        """The flags of pretrain_llama.py; `own_flags` instead of the case's."""
+        """Return the flags of pretrain_llama.py; `own_flags` instead of the case's."""
         own_flags = self.own_flags if own_flags is None else own_flags
         batch = 2 * self.nodes * self.ranks_per_node
         if self.least_nodes < self.nodes:
@@ -80,7 +80,7 @@ class Case:
         return NUM_UNITS if point in ("update", "all-gather") else 1
 
     def agrees(self, found: Sequence[str], want: Sequence[str]) -> bool:
-        """Whether loss and gradient norm are those of the undisturbed training."""
+        """Return whether loss and gradient norm are those of the undisturbed training."""
         if self.precision == 0.0:
             return list(found) == list(want)
         pairs = zip(map(float, found), map(float, want), strict=True)

@@ -55,13 +55,13 @@ class Study:
         return [f for f in self.failures if f.case == case.name and kind in (None, f.kind)]
 
     def wanted(self, case: Case) -> list[str]:
-        """The kinds of failures that are missing, those that miss most first."""
+        """Return the kinds of failures that are missing, those that miss most first."""
         missing = {kind: count - len(self.of(case, kind)) for kind, count in case.kinds.items()}
         return sorted((k for k, left in missing.items() if left > 0), key=lambda k: -missing[k])
 
 
 def tables(study: Study) -> str:
-    """The figures by case, and by kind of failure, as Markdown."""
+    """Return the figures by case, and by kind of failure, as Markdown."""
     return "\n".join((*_by_case(study), "", *_by_kind(study), "", *_steady(study)))
 
 
@@ -110,7 +110,7 @@ def _steady(study: Study) -> list[str]:
 
 
 def plot(study: Study, path: Path) -> None:
-    """Draws the seconds from each kill to the next new iteration, by case."""
+    """Draw the seconds from each kill to the next new iteration, by case."""
     cases = [case for case in CASES if study.of(case)]
     with drawing(path, 1, 1, size=(8, 0.7 * len(cases) + 1.2)) as (_, (panel,)):
         panel.boxplot(

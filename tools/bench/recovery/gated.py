@@ -42,7 +42,7 @@ POINTS = {
 
 
 def install(folder: Path, memory: Path) -> None:
-    """Puts a gate at every point, and traces the files that are opened."""
+    """Put a gate at every point, and traces the files that are opened."""
     for name, point in POINTS.items():
         _put_gate(folder, name, point)
     own, elsewhere = f"-{socket.gethostname()}", folder / OPENED

@@ -54,7 +54,7 @@ class Watched:
         self._read = dict.fromkeys(range(spec.nodes), 0)
 
     def look(self) -> None:
-        """Reads what was printed since the last time."""
+        """Read what was printed since the last time."""
         for node, begin in self._read.items():
             path = self.folder / f"node{node}.log"
             if not path.exists():
@@ -70,11 +70,11 @@ class Watched:
                     self.seen.append(Seen(int(number), loss, norm, time.monotonic()))
 
     def newest(self) -> int:
-        """The newest iteration that was ever printed."""
+        """Return the newest iteration that was ever printed."""
         return max((seen.iteration for seen in self.seen), default=0)
 
     def wait_until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Looks until it holds; False if all agents ended or the time is over."""
+        """Look until it holds; False if all agents ended or the time is over."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline or not self.agents.running():
@@ -85,12 +85,12 @@ class Watched:
         return True
 
     def text(self) -> str:
-        """All that was printed."""
+        """Return all that was printed."""
         logs = sorted(self.folder.glob("node*.log"))
         return "".join(log.read_text(errors="replace") for log in logs)
 
     def recoveries(self) -> list[tuple[int, float]]:
-        """The iteration and the seconds of every recovery from memory."""
+        """Return the iteration and the seconds of every recovery from memory."""
         return [(int(found[1]), float(found[4])) for found in _RECOVERED.finditer(self.text())]
 
     # Faults

@@ -59,7 +59,7 @@ def clocks_of(device: torch.device, file: Path | None) -> Iterator[Path | None]:
 
 
 def samples_in(file: Path, spans: Sequence[Span]) -> list[Sample]:
-    """The whole lines of the file within spans."""
+    """Return the whole lines of the file within spans."""
     found = []
     for line in file.read_text().splitlines(keepends=True):
         with suppress(ValueError):  # a driver may answer [N/A], and be about to end the line
@@ -71,7 +71,7 @@ def samples_in(file: Path, spans: Sequence[Span]) -> list[Sample]:
 
 
 def clock_of(file: Path, spans: Sequence[Span]) -> dict[str, float | None]:
-    """Mean SM clock in MHz and power in W over spans; None without a sample in them.
+    """Return the mean SM clock in MHz and power in W over spans; None without a sample in them.
 
     Empty where nothing was recorded.
     """

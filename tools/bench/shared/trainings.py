@@ -49,7 +49,8 @@ ABLATED = "tools/bench/ablated.py"
 
 
 def data_flags(folder: Path) -> list[str]:
-    """The flags for the quickstart's text and tokenizer; `UserError` if they are not there."""
+    """Return the flags for the quickstart's text and tokenizer; `UserError` if they are
+    not there."""
     corpus, tokenizer = folder.absolute() / "corpus_text_document", folder / "tokenizer.model"
     if not corpus.with_suffix(".bin").is_file():
         raise UserError(f"--data {folder} holds no corpus: run make quickstart first")
@@ -57,7 +58,7 @@ def data_flags(folder: Path) -> list[str]:
 
 
 def read_found(file: Path) -> Found:
-    """The trainings that a file of `run_missing` holds; none if it does not exist."""
+    """Return the trainings that a file of `run_missing` holds; none if it does not exist."""
     found: Found = read_json(file, dict[str, Losses]) if file.exists() else {}
     return found
 
@@ -70,7 +71,7 @@ def run_missing(
     *,
     at_once: int = 1,
 ) -> Found:
-    """Runs the trainings that the file lacks, `at_once` side by side, and adds each to it.
+    """Run the trainings that the file lacks, `at_once` side by side, and adds each to it.
 
     `launch` with the `flags` of a training starts it. `UserError` if the file holds one of the same
     name with other flags.
@@ -112,7 +113,7 @@ def run_missing(
 
 
 def train(name: str, launch: Sequence[str], flags: Sequence[str], folder: Path) -> Losses:
-    """Trains once, in a folder that is emptied, with a thread a rank; `RunError` if it fails."""
+    """Train once, in a folder that is emptied, with a thread a rank; `RunError` if it fails."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     metrics, log = folder / "metrics.jsonl", folder / "log"

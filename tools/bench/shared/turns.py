@@ -22,7 +22,7 @@ def torchrun(num_ranks: int) -> list[str]:
 
 
 def start_training(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Starts a training in the repository's root, with a thread a rank; `log` gets its output."""
+    """Start a training in the repository's root, with a thread a rank; `log` gets its output."""
     with log.open("w") as stream:
         return subprocess.Popen(
             command,
@@ -35,7 +35,7 @@ def start_training(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]
 
 
 def training_flags(args: Namespace, *same: str, **others: object) -> list[str]:
-    """The flags of pretrain_llama.py for what a comparison trains, on mock data.
+    """Return the flags of pretrain_llama.py for what a comparison trains, on mock data.
 
     `same` are flags of `args` that the trainer has too, `others` those that `args` does not give.
     """
@@ -60,24 +60,24 @@ def training_flags(args: Namespace, *same: str, **others: object) -> list[str]:
 
 
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; one that a kill cut short is passed over."""
+    """Yield the objects of a file of JSON lines; one that a kill cut short is passed over."""
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
 
 
 def order_of_round(contenders: Sequence[Item], index: int) -> list[Item]:
-    """Every contender once, with another one first in every round."""
+    """Return every contender once, with another one first in every round."""
     start = index % len(contenders)
     return [*contenders[start:], *contenders[:start]]
 
 
 def median_known(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known; None without any."""
+    """Return the median of those that are known; None without any."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def median_ratio(times: Iterable[float], others: Iterable[float]) -> float:
-    """The median of the ratios of neighbours in time: a shared machine's speed drifts."""
+    """Return the median of the ratios of neighbours in time: a shared machine's speed drifts."""
     return median(time / other for time, other in zip(times, others, strict=True))
