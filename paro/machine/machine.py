@@ -177,7 +177,7 @@ class Machine:
         return self.device is None or self.device.cores is None
 
     def for_world(self, world_size: int, *, subject: str) -> Machine:
-        """Return this machine with another number of groups; a `UserError` begins with `subject`."""
+        """Return this machine with other groups; a `UserError` begins with `subject`."""
         if world_size == self.world_size:
             return self
         ranks = count_text(world_size, "rank")
