@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paro.errors import UserError, about
-from paro.text import is_word
+from paro.errors import UserError, about, is_word
 from paro.untrusted.regular_file import read_text
 from paro.untrusted.schema import parse_json, read_json
 

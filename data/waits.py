@@ -7,7 +7,7 @@ import sys
 import time
 from typing import ClassVar
 
-from paro.text import shown
+from paro.errors import shown
 
 NOTICE_AFTER_SECONDS = 10.0
 

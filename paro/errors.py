@@ -1,4 +1,4 @@
-"""The errors that end a run in one line: of the user, of the machine, and of another rank."""
+"""Errors that end a run in one line, of user, machine or another rank, and printable text."""
 
 # Everything else is a bug of ours and keeps its traceback. An error of a library or of the system
 # becomes a `UserError` only around the call that reads or writes what the user named.
@@ -12,8 +12,8 @@ import resource
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from paro.text import count_text, one_line, printable
-
+_MAX_LINE_CHARS = 1900  # with the name of the program before it, below 2,000
+_MAX_SHOWN_CHARS = 10_000  # a blend of a hundred corpora is whole
 _STORAGE_FAILURES = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS),  # full, or mounted read-only
     *(errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO),  # a disk or a server is gone
@@ -253,3 +253,52 @@ def importing(what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise UserError(what) from error
+
+
+def printable(text: str) -> str:
+    """Return the text with every character escaped that a terminal would act upon or hide.
+
+    Names in files and flags may hold ANSI escapes, or marks that reverse the direction of text.
+    Ends of lines and tabs are left: the layout of what is printed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def one_line(text: str, longest: int = _MAX_LINE_CHARS) -> str:
+    """Return the text as one printable line of at most `longest` characters, its middle cut out."""
+    return _cut(printable(" ".join(text.split())), longest)
+
+
+def _cut(line: str, longest: int) -> str:
+    """Return the line, with its middle cut out if it has more than `longest` characters."""
+    half = (longest - 5) // 2
+    return line if len(line) <= longest else f"{line[:half]} ... {line[-half:]}"
+
+
+def count_text(number: int, what: str) -> str:
+    """Return the number and a noun, in the plural unless the number is 1."""
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def is_word(text: str) -> bool:
+    """Return whether a command line and a file's name can have the text.
+
+    It has no NUL and no half of a character of two; bytes that are no UTF-8 are allowed.
+    """
+    return re.search("[\0\ud800-\udc7f\udd00-\udfff]", text) is None
+
+
+def shown(text: str) -> str:
+    """What a terminal gets of a text: printable lines of at most `_MAX_SHOWN_CHARS` characters."""
+    text = printable(text)
+    if len(text) <= _MAX_SHOWN_CHARS:
+        return text
+    return "\n".join(_cut(line, _MAX_SHOWN_CHARS) for line in text.split("\n"))

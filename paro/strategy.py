@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from paro.errors import UserError
-from paro.text import count_text
+from paro.errors import UserError, count_text
 
 LETTERS = "NIG"  # replicated on every rank, sharded inside a group, sharded over all ranks
 

@@ -110,7 +110,7 @@ def caught(function: str, *statements: str) -> str:
 
 
 DIST, GROUPS = "import torch.distributed as d", "paro.distributed.groups"
-PLANNER = "paro.planning.search.planner"
+PLANNER = "paro.planning.planner"
 PLANTED: list[tuple[Rule, str, str, str]] = [
     # rule, module, source, expected message
     (

@@ -39,8 +39,7 @@ from paro.distributed.world import read_world
 from paro.errors import UserError, check_least
 from paro.layout import make_layout, whole_box
 from paro.report.log import Log
-from paro.sharding.buffers import FlatShard
-from paro.spec.states import MOMENTS, PARAM
+from paro.spec.states import MOMENTS, PARAM, FlatShard
 from paro.topology import make_topology
 from paro.training.assembly import build_data, build_sources, build_training, start_state
 from paro.training.saving import Saver

@@ -29,8 +29,7 @@ from paro.checkpoint.storage import check_files
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, reading
 from paro.report.log import print_line
-from paro.sharding.buffers import GRAD_ERRORS, SENT
-from paro.spec.states import PARAM, STATE_NAMES
+from paro.spec.states import GRAD_ERRORS, PARAM, SENT, STATE_NAMES
 from tools.shared.command_line import Parser
 from tools.shared.output import print_json
 

@@ -15,15 +15,15 @@ from paro.distributed.user_errors import run_script
 from paro.errors import UserError, about, contradiction
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Machine
-from paro.planning.search.description import describe
-from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import (
+from paro.planning.description import describe
+from paro.planning.estimator import Estimate, Estimator
+from paro.planning.planner import (
     best_first,
     best_that_fits,
     plan,
 )
-from paro.planning.search.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.search.search_space import Workload
+from paro.planning.remedies import MOST_RANKS, why_nothing_fits
+from paro.planning.search_space import Workload
 from paro.report.log import print_line
 from tools.planning import tables
 from tools.planning.failures import expected, failures_of, failures_table

@@ -10,7 +10,8 @@ from paro.arguments.megatron import replacements
 from paro.arguments.unknown import known_as
 from paro.arguments.words import by_flag, wrapped
 from paro.arguments.yaml_flags import FLAG as YAML_FLAG
-from paro.text import listed, one_line
+from paro.errors import one_line
+from paro.text import listed
 
 _LONGEST = 1000  # characters of a value that may be offered: a line is to be readable
 _FRUGAL = [["--paro-strategy", "GGG"]]

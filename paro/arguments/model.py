@@ -7,7 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, _ArgumentGroup
 from model.config import ATTENTION_BACKENDS, COMPILERS, LLAMA_PRESETS, preset_name
 from paro.schedule.lr_schedule import DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES
 from paro.schedule.step_checks import EXIT_AFTER_SKIPPED
-from paro.spec.muon_config import COEFFICIENT_TYPES, SCALE_MODES
+from paro.spec.optim_config import COEFFICIENT_TYPES, SCALE_MODES
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 

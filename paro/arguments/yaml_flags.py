@@ -10,8 +10,7 @@ import yaml
 from paro.arguments.megatron import rule_of
 from paro.arguments.unknown import hint_for
 from paro.arguments.words import starts_flag
-from paro.errors import UserError
-from paro.text import is_word
+from paro.errors import UserError, is_word
 from paro.untrusted.regular_file import read_text
 
 FLAG = "--yaml-cfg"

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from paro.layout import Shape, rectangles
-from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
-from paro.spec.states import PARAM
+from paro.spec.states import GRAD_ERRORS, PARAM, SENT, FlatShard
 
 # Writing or reading needs twice this much memory in addition to a rank's shards.
 MAX_ITEM_BYTES = 2**24

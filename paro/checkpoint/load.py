@@ -26,8 +26,7 @@ from paro.checkpoint.planners import MISMATCH, check_states
 from paro.checkpoint.storage import CheckedReader
 from paro.distributed.control import Control
 from paro.errors import StorageError, UserError
-from paro.sharding.buffers import GRAD_ERRORS, SENT, FlatShard
-from paro.spec.states import PARAM
+from paro.spec.states import GRAD_ERRORS, PARAM, SENT, FlatShard
 
 State = TypeVar("State")
 

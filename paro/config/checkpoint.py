@@ -18,7 +18,7 @@ from paro.errors import UserError
 from paro.machine.files import MEASURE, why_unmeasurable
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.lr_schedule import ScheduleConfig
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from paro.untrusted.schema import conform
 
 _BITS = ("paro_inter_param_bits", "paro_inter_grad_bits")

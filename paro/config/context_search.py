@@ -24,10 +24,10 @@ from paro.config.context_parallel import (
     ways,
 )
 from paro.errors import UserError
-from paro.planning.search.description import seconds_text
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import TIE, best_by_context
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.description import seconds_text
+from paro.planning.estimator import Estimator
+from paro.planning.planner import TIE, best_by_context
+from paro.planning.search_space import SearchSpace, Workload
 from paro.spec.context_layout import ContextLimits
 from paro.strategy import Strategy
 

@@ -10,10 +10,10 @@ from model.config import LlamaConfig
 from paro.config.context_parallel import data_parallel_size_of
 from paro.config.inter_bits import AUTO
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, count_text
 from paro.machine.files import MEASURE, find_machine
 from paro.planning.rotation import rotation_conflict, rotation_infeasible_reason
-from paro.planning.search.search_space import legal_strategies
+from paro.planning.search_space import legal_strategies
 from paro.planning.survival import survival
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.strategy import (
@@ -23,7 +23,7 @@ from paro.strategy import (
     fitting_group_size,
     parse_strategy,
 )
-from paro.text import count_text, listed
+from paro.text import listed
 
 _FLAG = "--paro-elastic"
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from paro.arguments.parser import take
 from paro.config.sharding import ShardingConfig
-from paro.errors import UserError, contradiction
+from paro.errors import UserError, contradiction, count_text
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.loss_scale import LossScaleConfig
 from paro.strategy import Strategy, effective_letters
-from paro.text import count_text
 
 AUTO = "auto"
 

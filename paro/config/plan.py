@@ -24,12 +24,12 @@ from paro.machine.files import (
     why_unmeasurable,
 )
 from paro.planning.rotation import rotation_infeasible_reason
-from paro.planning.search.search_space import Workload, legal_strategies
+from paro.planning.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.deal import in_buckets
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.spec.units import units_of

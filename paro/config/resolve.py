@@ -46,11 +46,11 @@ from paro.distributed.world import World
 from paro.errors import UserError, check_multiple
 from paro.machine.files import MEASURE
 from paro.machine.machine import Machine
-from paro.planning.search.description import bits_text, describe
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import plan
-from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.description import bits_text, describe
+from paro.planning.estimator import Estimator
+from paro.planning.planner import plan
+from paro.planning.remedies import why_nothing_fits
+from paro.planning.search_space import SearchSpace, Workload
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import ContextLimits

@@ -36,7 +36,6 @@ from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
-from paro.optim.optimizer import OptimConfig
 from paro.precision import PrecisionConfig
 from paro.report.config import ReportConfig
 from paro.report.profiler import ProfileConfig
@@ -45,7 +44,7 @@ from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.loss_scale import LossScaleConfig
 from paro.schedule.lr_schedule import ScheduleConfig
 from paro.schedule.step_checks import StepChecksConfig
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.strategy import Strategy
 
 

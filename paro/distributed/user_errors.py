@@ -32,8 +32,8 @@ from paro.errors import (
     lost_peer,
     open_files_limit,
     printing,
+    shown,
 )
-from paro.text import shown
 
 # Ranks that are started together may reach the same error this many seconds apart.
 _PRINTING_RANK_SECONDS = 20.0

@@ -18,21 +18,21 @@ from paro.config.record import model_line, precision_line, recorded_arguments, t
 from paro.config.run import RunConfig
 from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
-from paro.errors import UserError
+from paro.errors import UserError, count_text
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import checkpoint_bytes, remedy_of, workload_of
+from paro.planning.description import bits_text, describe, describe_launch, describe_time
 from paro.planning.device_memory import DeviceMemory
+from paro.planning.estimator import Estimate, Estimator
 from paro.planning.listing import step_lines
+from paro.planning.planner import TIE, SearchResult
+from paro.planning.planner import plan as search
+from paro.planning.remedies import why_nothing_fits
 from paro.planning.run_memory import RunMemory
-from paro.planning.search.description import bits_text, describe, describe_launch, describe_time
-from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import TIE, SearchResult
-from paro.planning.search.planner import plan as search
-from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import MEMORY_MARGIN, Workload
+from paro.planning.search_space import MEMORY_MARGIN, Workload
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
-from paro.text import align, count_text, size_text
+from paro.text import align, size_text
 from paro.training.assembly import build_training, plan_of
 from paro.training.local_copies import every_text, local_copies_bytes
 from paro.training.resume import base_of

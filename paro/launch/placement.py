@@ -7,13 +7,14 @@ from collections import Counter
 from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
+from paro.errors import count_text
 from paro.launch.prediction import workload_of
 from paro.planning.survival import Survival, survival
 from paro.sharding.shards import UnitShards
 from paro.spec.deal import newton_schulz_flops
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.strategy import FLAG, Strategy, effective_letters
-from paro.text import align, count_text, ranks_text, size_text
+from paro.text import align, ranks_text, size_text
 from paro.topology import Topology
 from paro.training.step import Training
 

@@ -13,14 +13,14 @@ from model.config import RecomputeConfig
 from model.units import parameter_shapes
 from paro.config.plan import RankDevice, Task, case_of
 from paro.config.run import RunConfig
-from paro.errors import UserError
+from paro.errors import UserError, count_text
 from paro.layout import Shape
 from paro.planning.device_memory import DeviceMemory
+from paro.planning.estimator import Estimator
+from paro.planning.recomputation import least_recomputation, of_first, recompute_flags
+from paro.planning.remedies import fewest_ranks, fewest_sharing
 from paro.planning.run_memory import RunMemory
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.recomputation import least_recomputation, of_first, recompute_flags
-from paro.planning.search.remedies import fewest_ranks, fewest_sharing
-from paro.planning.search.search_space import Workload
+from paro.planning.search_space import Workload
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
@@ -28,7 +28,7 @@ from paro.spec.context_layout import ContextLimits
 from paro.spec.run_plan import RunPlan
 from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.strategy import Strategy
-from paro.text import count_text, size_text
+from paro.text import size_text
 from paro.training.assembly import plan_of
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from paro.errors import UserError, about
+from paro.errors import UserError, about, count_text
 from paro.machine.machine import (
     BandwidthSource,
     Device,
@@ -29,7 +29,6 @@ from paro.machine.machine import (
 )
 from paro.machine.rules import numbers, ranks_mistakes
 from paro.strategy import check_group_size
-from paro.text import count_text
 from paro.untrusted.regular_file import read_bytes
 from paro.untrusted.schema import parse_json
 

@@ -18,10 +18,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from paro.collectives.schedule import COLLECTIVES, Op
-from paro.errors import UserError, about
+from paro.errors import UserError, about, count_text
 from paro.machine.rules import Slowed, numbers, ranks_mistakes, refuse, rule
 from paro.strategy import fitting_group_size
-from paro.text import count_text
 from paro.topology import Axes, Link
 
 LaunchOrder = Literal["free", "implicit"]

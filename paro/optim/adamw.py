@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -15,6 +14,7 @@ from torch.optim.adamw import adamw
 
 from paro.errors import UserError
 from paro.optim.rounding import Rounding, round_into, upper_half
+from paro.spec.optim_config import check_apex
 
 _CHUNK = 2**16  # elements whose bf16 moments torch updates at a time, in fp32
 
@@ -192,12 +192,8 @@ def _compare(make: Callable[..., AdamW], device: torch.device, rounds: bool) -> 
 
 
 def find_apex() -> Any:
-    """NVIDIA's FusedAdam, or `UserError`; PyPI's `apex` is another package without `amp_C`."""
-    if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
-        raise UserError(
-            "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "
-            "(https://github.com/NVIDIA/apex); leave the flag away for torch's fused AdamW"
-        )
+    """Return NVIDIA's FusedAdam; raise `UserError` if it is not installed."""
+    check_apex()
     from apex.optimizers import FusedAdam
 
     return FusedAdam

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paro.distributed.control import Control
-from paro.sharding.buffers import FlatShard
+from paro.spec.states import FlatShard
 
 ROW = 4096  # elements
 

@@ -16,7 +16,7 @@ from paro.optim.muon_kernels import MomentumUpdate, MuonKernels, Square, square_
 from paro.optim.rounding import Rounding
 from paro.sharding.shards import UnitShards
 from paro.spec.deal import Dealt, Matrix, Places, Round, deal
-from paro.spec.muon_config import Coefficients, MuonConfig
+from paro.spec.optim_config import Coefficients, MuonConfig
 
 _EPS = 1e-7  # of the norm by which a matrix is divided
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paro.optim import adamw
 from paro.optim.rounding import Rounding, round_into
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 
 Square = Callable[[Tensor, tuple[float, float] | None], Tensor]
 _WITHIN = 2.0**-7  # of the largest element, in bf16

@@ -11,51 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paro.distributed.profile_range import profile_range
-from paro.errors import UserError
 from paro.layout import UnitLayout, parameter_runs
-from paro.optim.adamw import AdamW, Update, choose_adamw, find_apex
+from paro.optim.adamw import AdamW, Update, choose_adamw
 from paro.optim.finite import square_sum
 from paro.optim.matrices import MuonRange, MuonStep
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.optim.rounding import Rounding
 from paro.precision import PrecisionConfig
-from paro.sharding.buffers import SENT, TORCH_TYPES, FlatShard
+from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
 from paro.spec.deal import muon_boxes
-from paro.spec.muon_config import MuonConfig
-from paro.spec.states import MOMENTS, MOMENTUM, PARAM, adamw_states
+from paro.spec.optim_config import MuonConfig, OptimConfig
+from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
 # (parameter's name, begin, end) -> the fp32 values of its flattened elements, on the CPU
 Initializer = Callable[[str, int, int], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
-    """AdamW and gradient clipping, with Megatron's names and defaults."""
-
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    adam_implementation: str = "auto"  # or "torch", "triton", "apex"
-
-    def __post_init__(self) -> None:
-        for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
-            if not 0.0 <= beta < 1.0:
-                raise UserError(f"{flag} {beta} must be in [0, 1)")
-        if self.adam_eps <= 0.0:
-            raise UserError(f"--adam-eps {self.adam_eps} must be positive")
-        if self.clip_grad < 0.0:
-            raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
-        if self.adam_implementation == "apex":
-            find_apex()
 
 
 class UnitOptimizer:

@@ -14,11 +14,12 @@ from typing import NamedTuple, TypeVar
 
 from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
+from paro.errors import count_text
 from paro.planning.sending import Sender, exchanged
 from paro.planning.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import LISTED_MICRO_BATCHES, Pass, StepPlan
-from paro.text import align, count_text, size_text
+from paro.text import align, size_text
 from paro.topology import Axis, Link, Use
 
 _WORDS = {

@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from paro.errors import UserError
+from paro.errors import UserError, count_text
 from paro.strategy import Strategy
-from paro.text import count_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data.atomic_file import replacing
-from paro.errors import UserError, type_and_message
+from paro.errors import UserError, one_line, printable, shown, type_and_message
 from paro.report.config import ReportConfig
 from paro.report.earlier import set_aside_in
 from paro.report.log import Log
-from paro.text import one_line, printable, shown
 from paro.untrusted.regular_file import read_text
 
 Scalars = Mapping[str, float]

@@ -19,9 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paro.errors import one_line, shown
 from paro.report.record import IterationRecord, Metrics, RunFacts, Validation
 from paro.report.time_left import duration
-from paro.text import one_line, shown
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 60

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-from paro.errors import printing
-from paro.text import printable, shown
+from paro.errors import printable, printing, shown
 
 
 def print_line(

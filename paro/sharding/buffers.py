@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,41 +11,12 @@ from torch import Tensor
 from paro.layout import UnitLayout
 from paro.spec.sharding_spec import UINT8
 
-SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
-GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same ranks can use it
 TORCH_TYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     UINT8: torch.uint8,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatShard:
-    """This rank's contiguous range of a unit's flat buffer, as checkpoints save and load it."""
-
-    layout: UnitLayout
-    start: int  # index of values[0] in the unit's flat buffer
-    values: Tensor  # 1-D
-    state: str  # a name of paro/spec/states.py, SENT or GRAD_ERRORS
-    rank: int = 0
-    replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
-
-    @property
-    def is_primary_replica(self) -> bool:
-        """True on exactly one replica, for sums that must count each element once."""
-        return self.rank == self.replicas[0]
-
-    def own_part(self, writers: Collection[int]) -> tuple[int, int]:
-        """Return the range [begin, end) of `values` that this rank writes; replicas divide the
-        work.
-
-        Only the replicas in `writers` do; the others write separately.
-        """
-        sharing = [rank for rank in self.replicas if rank in writers]
-        numel, index = self.values.numel(), sharing.index(self.rank)
-        return index * numel // len(sharing), (index + 1) * numel // len(sharing)
 
 
 @dataclass(slots=True)

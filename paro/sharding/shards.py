@@ -19,8 +19,9 @@ from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.layout import PlacedBox, UnitLayout, whole_box
 from paro.quantization.blocks import decode, encode, split_encoded
 from paro.quantization.ranges import RangeCodes
-from paro.sharding.buffers import GRAD_ERRORS, TORCH_TYPES, FlatShard, Ledger
+from paro.sharding.buffers import TORCH_TYPES, Ledger
 from paro.spec.sharding_spec import Collective, ShardingSpec
+from paro.spec.states import GRAD_ERRORS, FlatShard
 from paro.step.actions import Verb
 from paro.strategy import Strategy
 from paro.topology import Topology, Use, by_units, nested_range

@@ -10,7 +10,7 @@ from model.config import LlamaConfig, RecomputeConfig, loss_chunk
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
 from paro.spec.deal import places_to_deal_to
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from paro.spec.sharding_spec import ShardingSpec, specs_of
 from paro.step.units import Unit
 from paro.strategy import Strategy

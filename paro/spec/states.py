@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from paro.layout import Shape
+from paro.layout import Shape, UnitLayout
 from paro.precision import BYTES_OF, PrecisionConfig
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PARAM = "param"  # the state of the master, or of the parameter itself where it is frozen
+SENT = "sent"  # the state of parameters as they were sent, where those differ from the masters
+GRAD_ERRORS = "grad_errors"  # what codes of gradients have lost; only the same ranks can use it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +53,30 @@ def is_for_muon(name: str, shape: Shape) -> bool:
 def bytes_of(states: Iterable[OptimState]) -> int:
     """Return bytes of an element."""
     return sum(BYTES_OF[state.dtype] for state in states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatShard:
+    """This rank's contiguous range of a unit's flat buffer, as checkpoints save and load it."""
+
+    layout: UnitLayout
+    start: int  # index of values[0] in the unit's flat buffer
+    values: Tensor  # 1-D
+    state: str  # one of STATE_NAMES, SENT or GRAD_ERRORS
+    rank: int = 0
+    replicas: Sequence[int] = (0,)  # the ranks that hold this range, including this one
+
+    @property
+    def is_primary_replica(self) -> bool:
+        """True on exactly one replica, for sums that must count each element once."""
+        return self.rank == self.replicas[0]
+
+    def own_part(self, writers: Collection[int]) -> tuple[int, int]:
+        """Return the range [begin, end) of `values` that this rank writes; replicas divide the
+        work.
+
+        Only the replicas in `writers` do; the others write separately.
+        """
+        sharing = [rank for rank in self.replicas if rank in writers]
+        numel, index = self.values.numel(), sharing.index(self.rank)
+        return index * numel // len(sharing), (index + 1) * numel // len(sharing)

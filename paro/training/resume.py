@@ -19,11 +19,10 @@ from paro.checkpoint.local.recovery import Recovered
 from paro.config.record import recorded_arguments
 from paro.config.train import TrainConfig
 from paro.distributed.control import Control
-from paro.errors import UserError, reading
+from paro.errors import UserError, count_text, reading
 from paro.optim.finite import not_finite
 from paro.report.log import Log
 from paro.schedule.loss_scale import start_loss_scale
-from paro.text import count_text
 from paro.training.changed_flags import order_changes, schedule_change
 from paro.training.step import Training, TrainState
 from paro.untrusted.schema import conform

@@ -29,8 +29,7 @@ from typing import (
     is_typeddict,
 )
 
-from paro.errors import UserError, reading
-from paro.text import is_word, one_line
+from paro.errors import UserError, is_word, one_line, reading
 from paro.untrusted.regular_file import MAX_BYTES, read_bytes
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache
 
-from tests.helpers.house import PRODUCT, Source, imports_of, sources
+from tests.helpers.house import PRODUCT, Source, as_run, imports_of, sources
 
 Graph = Mapping[str, frozenset[str]]
 
@@ -47,12 +46,7 @@ def module_graph() -> Graph:
 
 def run_imports(source: Source, modules: Iterable[str]) -> frozenset[str]:
     """The modules that a file imports when it runs: without those of `if TYPE_CHECKING`."""
-    kept = [
-        node
-        for node in source.tree.body
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    ]
-    return frozenset(modules_named(replace(source, tree=ast.Module(kept, [])), modules))
+    return frozenset(modules_named(as_run(source), modules))
 
 
 def chains(graph: Graph, start: str) -> dict[str, tuple[str, ...]]:

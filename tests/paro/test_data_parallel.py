@@ -14,7 +14,7 @@ from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.launch.dry_run import run_dry
-from paro.planning.search.search_space import micro_batch_sizes
+from paro.planning.search_space import micro_batch_sizes
 from paro.report.record import RunFacts, summarize
 from paro.spec.context_layout import ContextLayout
 from paro.training.assembly import build_training, run_facts

@@ -24,11 +24,12 @@ from paro.errors import (
     is_storage_failure,
     lost_peer,
     open_files_limit,
+    printable,
     reading,
+    shown,
     type_and_message,
     writing,
 )
-from paro.text import printable, shown
 from tests.helpers.refusals import says
 
 

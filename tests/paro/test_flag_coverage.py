@@ -263,7 +263,9 @@ def test_a_flag_changes_its_field(
     tmp_path: Path,
 ) -> None:
     dest = action.dest
-    monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
+    monkeypatch.setattr(
+        "paro.spec.optim_config.check_apex", lambda: None
+    )  # as if it were installed
     monkeypatch.setattr("paro.config.parts.build_tokenizer", lambda _: NullTokenizer(1000))
     monkeypatch.chdir(tmp_path)
     saved = configure(SMALL)

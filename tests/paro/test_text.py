@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paro.text import align, count_text, ranks_text, size_text
+from paro.errors import count_text
+from paro.text import align, ranks_text, size_text
 
 
 def test_one_is_no_plural() -> None:

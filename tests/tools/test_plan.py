@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import TIE
-from paro.planning.search.planner import plan as search
+from paro.planning.estimator import Estimator
+from paro.planning.planner import TIE
+from paro.planning.planner import plan as search
 from paro.precision import PrecisionConfig
 from paro.strategy import legal_letters
 from tests.helpers.commands import measured, output_of, printed

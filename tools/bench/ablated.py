@@ -24,7 +24,7 @@ from paro.distributed.user_errors import run_script
 from paro.optim import matrices
 from paro.quantization import blocks, ranges
 from paro.quantization.formats import PAD
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from pretrain_llama import main as pretrain
 
 WITHOUT = ("transform", "transform+blocks", "whole-matrices")

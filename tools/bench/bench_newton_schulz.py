@@ -25,7 +25,7 @@ from paro.optim.matrices import orthogonal
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.report.log import print_line
 from paro.spec.deal import Dealt, Matrix, newton_schulz_flops
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
 from tools.shared.device import device_of, peak_flops

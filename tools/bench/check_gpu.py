@@ -22,9 +22,8 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from model.config import FP8_CAPABILITY
 from paro.distributed.user_errors import run_script
-from paro.errors import UserError, check_least, describe
+from paro.errors import UserError, check_least, count_text, describe
 from paro.report.log import print_line
-from paro.text import count_text
 from tools.bench.gpu_check import measures, quick, suites
 from tools.bench.gpu_check.page import PAGE, archive, read_results, write_results
 from tools.bench.gpu_check.running import PART_SECONDS, Outcome, Runner

@@ -24,7 +24,7 @@ from paro.errors import UserError, about, check_least
 from paro.machine.collective_time import speed_of
 from paro.machine.files import read_machine
 from paro.machine.machine import Machine, bits_per_second, rate_text
-from paro.planning.search.search_space import Workload
+from paro.planning.search_space import Workload
 from paro.strategy import legal_letters
 from paro.topology import Link
 from tools.bench.peers.own import parse_setting

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paro.errors import count_text
 from paro.machine.machine import Device, Machine
-from paro.text import count_text, listed, ranks_text, size_text
+from paro.text import listed, ranks_text, size_text
 from paro.topology import Link
 from tools.shared.picture import drawing, log_scale
 

@@ -13,8 +13,7 @@ from tqdm import tqdm
 from data.atomic_file import replacing
 from data.block_checksums import BlockSums, checksums_path
 from data.indexed_dataset import IndexedDataset, bin_path
-from paro.errors import writing
-from paro.text import one_line
+from paro.errors import one_line, writing
 
 NOTICE_SECONDS = 10.0  # before progress is shown, and between two times
 

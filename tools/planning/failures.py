@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paro.errors import UserError
+from paro.errors import UserError, count_text
 from paro.machine.machine import Nic
-from paro.planning.search.estimator import Estimate
-from paro.planning.search.planner import SearchResult, best_that_fits
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.estimator import Estimate
+from paro.planning.planner import SearchResult, best_that_fits
+from paro.planning.search_space import SearchSpace, Workload
 from paro.precision import BYTES_OF
 from paro.spec.sharding_spec import specs_of
 from paro.spec.states import MASTER, bytes_of
-from paro.text import count_text
 from paro.topology import make_topology
 from tools.planning.goodput import Failures, from_disk, from_memory
 

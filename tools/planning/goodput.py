@@ -21,8 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paro.errors import UserError
-from paro.text import count_text
+from paro.errors import UserError, count_text
 
 # What a local copy delays a step by, as a share of it.
 COPY_SHARE = 0.02

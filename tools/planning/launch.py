@@ -10,11 +10,11 @@ from model.config import LLAMA_PRESETS
 from paro.arguments.parser import build_parser
 from paro.arguments.words import by_flag, wrapped
 from paro.config.context_parallel import take_context
-from paro.planning.search.description import behind, exposed_text, seconds_text
-from paro.planning.search.estimator import Estimate
-from paro.planning.search.planner import SearchResult, plan
-from paro.planning.search.recomputation import recompute_flags
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.description import behind, exposed_text, seconds_text
+from paro.planning.estimator import Estimate
+from paro.planning.planner import SearchResult, plan
+from paro.planning.recomputation import recompute_flags
+from paro.planning.search_space import SearchSpace, Workload
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 from tools.planning.tables import enough_alone

@@ -16,10 +16,10 @@ from paro.config.context_parallel import (
 )
 from paro.config.context_search import types_asked
 from paro.errors import UserError
-from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import plan
-from paro.planning.search.remedies import why_nothing_fits
-from paro.planning.search.search_space import Workload, recompute_text
+from paro.planning.estimator import Estimate, Estimator
+from paro.planning.planner import plan
+from paro.planning.remedies import why_nothing_fits
+from paro.planning.search_space import Workload, recompute_text
 from paro.strategy import Strategy, legal_letters
 from paro.text import align
 from tools.planning.workload import case_of, device_flag

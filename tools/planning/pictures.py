@@ -7,12 +7,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from paro.planning.search.estimator import Estimate
-from paro.planning.search.planner import SearchResult
-from paro.planning.search.search_space import Workload
+from paro.errors import count_text
+from paro.planning.estimator import Estimate
+from paro.planning.planner import SearchResult
+from paro.planning.search_space import Workload
 from paro.planning.simulation import Activity
 from paro.strategy import legal_letters
-from paro.text import count_text
 from tools.shared.picture import drawing, log_scale, name_rows
 
 COLORS = {

@@ -8,20 +8,21 @@ from operator import attrgetter
 from typing import Any
 
 from model.units import num_parameters
-from paro.planning.search.description import exposed_text, seconds_text
-from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import (
+from paro.errors import count_text
+from paro.planning.description import exposed_text, seconds_text
+from paro.planning.estimator import Estimate, Estimator
+from paro.planning.planner import (
     FRONT_STEP,
     MEMORY_TIE,
     SearchResult,
     best_first,
     best_that_fits,
 )
-from paro.planning.search.remedies import estimator_of, single_changes
-from paro.planning.search.search_space import Candidate, SearchSpace, Workload
+from paro.planning.remedies import estimator_of, single_changes
+from paro.planning.search_space import Candidate, SearchSpace, Workload
 from paro.spec.run_plan import Materialize
 from paro.strategy import legal_letters
-from paro.text import align, count_text, ranks_text
+from paro.text import align, ranks_text
 from paro.topology import Link
 from tools.shared.output import text_table
 

@@ -31,9 +31,9 @@ from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
 from paro.machine.files import find_machine, machine_of_launch
 from paro.machine.machine import Machine, Nic
-from paro.planning.search.search_space import MEMORY_MARGIN, SearchSpace, Workload
+from paro.planning.search_space import MEMORY_MARGIN, SearchSpace, Workload
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from tools.planning.made_machine import GPUS, machine_of_gpus
 from tools.shared.command_line import Parser, add_trainer_flags
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
 
-from paro.text import count_text
+from paro.errors import count_text
 from tools.run_report.charts import BITS, NAMED, SERIES, as_svg, charts_of
 from tools.run_report.runs import Run, differences
 

@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 
 from paro.arguments.flag_parser import FlagParser
 from paro.arguments.parser import build_parser
-from paro.errors import UserError
-from paro.text import one_line
+from paro.errors import UserError, one_line
 
 
 class Parser(FlagParser):

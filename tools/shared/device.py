@@ -8,9 +8,8 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.errors import UserError
+from paro.errors import UserError, count_text
 from paro.report.flops import find_peak
-from paro.text import count_text
 
 
 def device_of(name: str | None) -> torch.device:

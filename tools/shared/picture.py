@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paro.errors import UserError
-from paro.text import one_line
+from paro.errors import UserError, one_line
 from tools.shared.output import output_file
 
 FORMATS = (".png", ".svg", ".pdf")

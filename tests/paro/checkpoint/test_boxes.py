@@ -9,7 +9,7 @@ import torch
 
 from paro.checkpoint.boxes import boxed_states
 from paro.layout import make_layout, whole_box
-from paro.sharding.buffers import FlatShard
+from paro.spec.states import FlatShard
 from tests.paro.checkpoint.toy_run import NNN, SHAPES, STATES, make_shards, save_checkpoint
 
 

@@ -19,7 +19,7 @@ from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.metadata import read_metadata
 from paro.layout import make_layout, whole_box
-from paro.sharding.buffers import FlatShard
+from paro.spec.states import FlatShard
 from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
 from tests.paro.checkpoint.toy_run import (

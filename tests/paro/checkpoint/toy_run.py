@@ -20,7 +20,7 @@ from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.layout import Box, Shape, UnitLayout, make_layout, whole_box
-from paro.sharding.buffers import FlatShard
+from paro.spec.states import FlatShard
 from paro.topology import make_topology
 
 

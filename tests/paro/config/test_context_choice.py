@@ -16,7 +16,7 @@ from paro.config.settings import settings_of
 from paro.distributed.world import World
 from paro.launch.prediction import workload_of
 from paro.machine.files import machine_to_json
-from paro.planning.search.estimator import Estimate, Estimator
+from paro.planning.estimator import Estimate, Estimator
 from paro.spec.context_layout import ContextLayout
 from tests.helpers.flags import configured as configured_on
 from tests.paro.planning.cases import DEVICE, machine

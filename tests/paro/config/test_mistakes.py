@@ -68,7 +68,9 @@ def test_wrong_values_are_told_with_refused_and_unknown_flags() -> None:
 def test_flags_that_contradict_each_other_are_told_beside_wrong_values(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paro.optim.optimizer.find_apex", lambda: None)  # as if it were installed
+    monkeypatch.setattr(
+        "paro.spec.optim_config.check_apex", lambda: None
+    )  # as if it were installed
     batch = "--micro-batch-size 2 --global-batch-size 12 --train-iters 9"
     with pytest.raises(UserError) as caught:
         configured(f"{SMALL} --world-size 8 --ranks-per-node 4 {batch} {words}")

@@ -10,7 +10,7 @@ from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
 from paro.config.plan import RankDevice, Task, case_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
-from paro.planning.search.remedies import recompute_flags
+from paro.planning.remedies import recompute_flags
 from paro.training.assembly import count_samples
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused

@@ -17,7 +17,7 @@ from paro.launch.placement import placement_lines
 from paro.launch.prediction import planned_step, predict_memory
 from paro.machine.files import machine_to_json, shipped_machines
 from paro.machine.machine import Machine
-from paro.planning.search.estimator import Estimator
+from paro.planning.estimator import Estimator
 from paro.text import size_text
 from paro.training.assembly import build_training
 from paro.training.local_copies import local_copies_bytes

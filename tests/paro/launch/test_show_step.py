@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.search.estimator import Estimator
+from paro.planning.estimator import Estimator
 from paro.planning.sending import Sender
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT

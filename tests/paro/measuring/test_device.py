@@ -12,8 +12,8 @@ from paro.config.run import RunConfig
 from paro.machine.machine import Device, Machine
 from paro.measuring import device as timing
 from paro.measuring.device import Effort, measure_device
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Workload
+from paro.planning.estimator import Estimator
+from paro.planning.search_space import Workload
 from tests.paro.measuring.test_race import alone
 from tools.collective_timing.training import training_config
 

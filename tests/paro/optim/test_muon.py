@@ -35,7 +35,7 @@ from paro.spec.deal import (
     newton_schulz_flops,
     sent_numels,
 )
-from paro.spec.muon_config import COEFFICIENT_TYPES, MuonConfig
+from paro.spec.optim_config import COEFFICIENT_TYPES, MuonConfig
 from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of
 from paro.training.step import Training

@@ -14,8 +14,8 @@ from paro.machine.machine import (
     Machine,
     bits_per_second,
 )
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import SearchSpace, Workload
+from paro.planning.estimator import Estimator
+from paro.planning.search_space import SearchSpace, Workload
 from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
 from paro.step.plan import StepPlan

@@ -20,9 +20,9 @@ from paro.collectives.schedule import NCCL_COLLECTIVES
 from paro.errors import UserError
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import plan
-from paro.planning.search.search_space import Candidate, SearchSpace, Workload, legal_strategies
+from paro.planning.estimator import Estimator
+from paro.planning.planner import plan
+from paro.planning.search_space import Candidate, SearchSpace, Workload, legal_strategies
 from paro.precision import PrecisionConfig
 from paro.spec.run_plan import Materialize
 from tests.paro.planning.cases import DEVICE, machine

@@ -29,13 +29,13 @@ from paro.distributed.groups import Groups, make_groups
 from paro.distributed.links import Links
 from paro.distributed.timers import Timers
 from paro.distributed.world import World
-from paro.optim.optimizer import OptimConfig, ParoOptimizer
+from paro.optim.optimizer import ParoOptimizer
 from paro.planning.sending import NATIVE
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.spec.context_layout import ContextLayout
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.units import units_of_run
 from paro.strategy import Strategy
 from paro.topology import Topology

@@ -10,8 +10,8 @@ from model.config import RecomputeConfig
 from model.flops import flops_per_token
 from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable, TrainableKind
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Workload
+from paro.planning.estimator import Estimator
+from paro.planning.search_space import Workload
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_plan import Materialize
 from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload

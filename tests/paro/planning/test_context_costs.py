@@ -12,7 +12,7 @@ from paro.machine.machine import Nic
 from paro.planning.comm_costs import THREAD
 from paro.planning.context_costs import ContextCosts
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic, messages_of
-from paro.planning.search.search_space import Workload
+from paro.planning.search_space import Workload
 from paro.planning.sending import Sender
 from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import simulate

@@ -23,8 +23,8 @@ from paro.planning.device_memory import (
     communication_of,
     device_memory,
 )
+from paro.planning.estimator import Estimator
 from paro.planning.run_memory import RunMemory
-from paro.planning.search.estimator import Estimator
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.spec.groups import groups_of

@@ -12,8 +12,8 @@ from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable
 from paro.machine.files import find_machine
 from paro.planning.computing import device_of
-from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.search_space import Workload
+from paro.planning.estimator import Estimate, Estimator
+from paro.planning.search_space import Workload
 from tests.paro.planning.cases import workload
 
 SMALL = LLAMA_PRESETS["7B"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paro.planning.search.planner import plan
-from paro.planning.search.search_space import SearchSpace
+from paro.planning.planner import plan
+from paro.planning.search_space import SearchSpace
 from paro.planning.timeline import simulate
 from paro.precision import PrecisionConfig
 from paro.spec.run_plan import Materialize

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from paro.planning.search.search_space import legal_strategies
+from paro.planning.search_space import legal_strategies
 from paro.planning.sending import Sender, traffic_of
 from paro.planning.survival import survival
 from paro.precision import BYTES_OF, PrecisionConfig

@@ -14,7 +14,7 @@ from paro.config.sharding import units_ahead
 from paro.machine.collective_time import TimedJob
 from paro.machine.files import find_machine
 from paro.machine.machine import GroupSpeed, LaunchOrder
-from paro.planning.search.estimator import Estimator
+from paro.planning.estimator import Estimator
 from paro.planning.simulation import Compute, Program, Queue, Queued, Simulation, Wait
 from paro.planning.timeline import simulate
 from paro.spec.run_plan import Materialize

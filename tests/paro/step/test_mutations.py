@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paro.distributed.byte_counter import Sent
-from paro.planning.search.estimator import Estimator
+from paro.planning.estimator import Estimator
 from paro.planning.timeline import simulate
 from paro.spec.run_plan import Materialize
 from paro.step import plan

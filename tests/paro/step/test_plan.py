@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paro.layout import UnitLayout
-from paro.planning.search.search_space import Workload
+from paro.planning.search_space import Workload
 from paro.spec.run_plan import Materialize
 from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy

@@ -13,7 +13,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.optim.finite import not_finite
 from paro.optim.optimizer import ParoOptimizer
-from paro.sharding.buffers import FlatShard
+from paro.spec.states import FlatShard
 from paro.training.saving import Saver
 from tests.end_to_end.test_training import files_in, launch
 from tests.helpers.refusals import refused

@@ -10,7 +10,7 @@ import torch
 
 from paro.optim import matrices
 from paro.quantization.blocks import hadamard
-from paro.spec.muon_config import MuonConfig
+from paro.spec.optim_config import MuonConfig
 from tools.bench import ablated
 from tools.bench.ablated import EVERY, in_parts, scaled, update
 

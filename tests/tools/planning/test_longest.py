@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Workload
+from paro.planning.estimator import Estimator
+from paro.planning.search_space import Workload
 from paro.spec.context_layout import ContextLayout
 from tests.helpers.commands import printed
 from tests.helpers.refusals import refused

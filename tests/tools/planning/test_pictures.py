@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from matplotlib.text import Text
 
-from paro.planning.search.planner import plan
-from paro.planning.search.search_space import Workload
+from paro.planning.planner import plan
+from paro.planning.search_space import Workload
 from tests.paro.planning.cases import FEW, machine, workload
 from tools.planning import pictures
 from tools.planning.labels import is_within

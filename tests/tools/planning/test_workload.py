@@ -10,7 +10,7 @@ import pytest
 
 from paro.arguments.words import by_flag
 from paro.machine.files import machine_to_json
-from paro.planning.search.search_space import Workload, micro_batch_sizes
+from paro.planning.search_space import Workload, micro_batch_sizes
 from tests.helpers.refusals import refused
 from tests.paro.config.test_refusals import MISTAKES, OF_SHARED_SAMPLES
 from tests.paro.config.test_run import SMALL

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from paro.text import count_text
+from paro.errors import count_text
 from tools.bench.gpu_check.running import Outcome, Runner
 from tools.bench.shared.clocks import CLOCKS
 

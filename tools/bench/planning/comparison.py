@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from paro.planning.computing import device_of
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import plan
-from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
+from paro.planning.estimator import Estimator
+from paro.planning.planner import plan
+from paro.planning.search_space import FEWEST_BITS, Candidate, Workload
 from paro.spec.run_plan import Materialize
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row

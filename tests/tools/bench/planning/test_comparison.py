@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paro.planning.search.estimator import Estimator
+from paro.planning.estimator import Estimator
 from paro.spec.run_plan import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT

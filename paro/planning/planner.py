@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paro.errors import UserError
-from paro.planning.search.estimator import Estimate, Estimator, faster_bits
-from paro.planning.search.recomputation import saved_bytes, with_fewest_blocks, with_more_blocks
-from paro.planning.search.search_space import (
+from paro.planning.estimator import Estimate, Estimator, faster_bits
+from paro.planning.recomputation import saved_bytes, with_fewest_blocks, with_more_blocks
+from paro.planning.search_space import (
     FEWEST_BITS,
     Candidate,
     SearchSpace,

@@ -1,7 +1,8 @@
-"""Muon's settings, with Megatron's coefficients of Newton-Schulz and scales of an update."""
+"""Settings of AdamW and Muon, with Megatron's names, defaults and Newton-Schulz coefficients."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 
@@ -41,6 +42,28 @@ _LAST_REPEATED: dict[str, tuple[Coefficients, ...]] = {
 }
 COEFFICIENT_TYPES = (*_CYCLED, *_LAST_REPEATED)
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """AdamW and gradient clipping, with Megatron's names and defaults."""
+
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    adam_implementation: str = "auto"  # or "torch", "triton", "apex"
+
+    def __post_init__(self) -> None:
+        for flag, beta in (("--adam-beta1", self.adam_beta1), ("--adam-beta2", self.adam_beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise UserError(f"{flag} {beta} must be in [0, 1)")
+        if self.adam_eps <= 0.0:
+            raise UserError(f"--adam-eps {self.adam_eps} must be positive")
+        if self.clip_grad < 0.0:
+            raise UserError(f"--clip-grad {self.clip_grad} is negative; 0 turns clipping off")
+        if self.adam_implementation == "apex":
+            check_apex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +107,12 @@ class MuonConfig:
             case _:
                 scale = math.sqrt(max(1.0, rows / columns))
         return scale * self.muon_extra_scale_factor
+
+
+def check_apex() -> None:
+    """Raise `UserError` without NVIDIA's apex; PyPI's `apex` is another package without `amp_C`."""
+    if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
+        raise UserError(
+            "--adam-implementation apex needs NVIDIA's apex with its CUDA extensions "
+            "(https://github.com/NVIDIA/apex); leave the flag away for torch's fused AdamW"
+        )

@@ -16,7 +16,7 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_memory import RunMemory
-from paro.planning.search.search_space import FEWEST_BITS, Candidate, Workload
+from paro.planning.search_space import FEWEST_BITS, Candidate, Workload
 from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig

@@ -9,14 +9,14 @@ from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import SearchResult
-from paro.planning.search.recomputation import (
+from paro.planning.estimator import Estimator
+from paro.planning.planner import SearchResult
+from paro.planning.recomputation import (
     least_recomputation,
     of_first,
     recompute_flags,
 )
-from paro.planning.search.search_space import Candidate, Workload
+from paro.planning.search_space import Candidate, Workload
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_plan import Materialize
 from paro.text import size_text

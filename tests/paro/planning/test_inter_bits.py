@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from paro.machine.collective_time import algorithms_of
-from paro.planning.search.description import bits_text, describe
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.planner import plan
-from paro.planning.search.search_space import SearchSpace
+from paro.planning.description import bits_text, describe
+from paro.planning.estimator import Estimator
+from paro.planning.planner import plan
+from paro.planning.search_space import SearchSpace
 from tests.paro.planning.cases import BF16, DEVICE, machine, workload
 from tools.planning.tables import letter_rows
 

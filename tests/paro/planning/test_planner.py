@@ -12,11 +12,11 @@ import pytest
 
 from model.config import LLAMA_PRESETS, RecomputeConfig
 from model.trainable import Trainable, TrainableKind
-from paro.planning.search.description import describe
-from paro.planning.search.estimator import Estimate, Estimator
-from paro.planning.search.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
-from paro.planning.search.remedies import fewest_ranks, why_nothing_fits
-from paro.planning.search.search_space import (
+from paro.planning.description import describe
+from paro.planning.estimator import Estimate, Estimator
+from paro.planning.planner import MEMORY_TIE, RESOLUTION, TIE, best_first, plan
+from paro.planning.remedies import fewest_ranks, why_nothing_fits
+from paro.planning.search_space import (
     SearchSpace,
     all_candidates,
     legal_strategies,

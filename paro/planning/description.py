@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paro.planning.search.estimator import BITS_GAIN, Estimate
-from paro.planning.search.planner import MEMORY_TIE, TIE, SearchResult
+from paro.planning.estimator import BITS_GAIN, Estimate
+from paro.planning.planner import MEMORY_TIE, TIE, SearchResult
 from paro.planning.timeline import EXPOSED
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text

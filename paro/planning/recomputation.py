@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.activations import Activations
-from paro.planning.search.estimator import Estimator
-from paro.planning.search.search_space import Candidate
+from paro.planning.estimator import Estimator
+from paro.planning.search_space import Candidate
 
 _LARGEST_GROUP = 8  # blocks that keep one input together
 
