@@ -20,7 +20,7 @@ WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 STARTS_PROCESSES := ranks or process or gpu or root or browser or verify
 
-.PHONY: help setup quickstart check test lint coverage verify gpu files clean
+.PHONY: help setup quickstart check test lint coverage verify mutants gpu files clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ coverage: setup  ## lines and branches that all tests run, ranks included
 
 verify: setup  ## the long studies that `make test` leaves out
 	$(BIN)/python -m pytest -m verify --must-run root,compiler --timeout 3600
+
+mutants: setup  ## change the product in 200 places, one by one: does a test see it (hours)
+	for stage in choose reach run table; do $(BIN)/python tools/bench/study_mutants.py $$stage || exit; done
 
 # On a machine with GPUs: its own Python, with its own torch, not .venv with the pinned CPU build.
 GPU_PYTHON ?= $(if $(REHEARSE),$(BIN)/python,python3)

@@ -174,6 +174,7 @@ def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, st
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",  # the machine's host name may not resolve
+        "PYTEST_CURRENT_TEST": os.environ.get("PYTEST_CURRENT_TEST", ""),
     }
 
 
