@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,20 +135,24 @@ def run_tests(tree: Path, tests: Sequence[str], workers: int, seconds: float) ->
     """Return the first test that fails, "" if none does, None if they take longer."""
     (tree / "tests-to-run.txt").write_text("\n".join(tests) + "\n", encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", str(workers), "--no-header"]
-    try:
-        ended = subprocess.run(
-            [*command, "-rfE", "@tests-to-run.txt"],
-            cwd=tree,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    if ended.returncode == 0:
+    # A session of its own, so that all processes of a test that hangs can be ended.
+    with subprocess.Popen(
+        [*command, "-rfE", "@tests-to-run.txt"],
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as pytest:
+        try:
+            printed, _ = pytest.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(pytest.pid, signal.SIGKILL)
+            return None
+    if pytest.returncode == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ended.stdout, re.M)
-    return failed[1] if failed else f"pytest ended with {ended.returncode}"
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", printed, re.M)
+    return failed[1] if failed else f"pytest ended with {pytest.returncode}"
 
 
 def judge(
