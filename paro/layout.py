@@ -1,7 +1,7 @@
 """The layout of a unit's flat buffer: offsets of parameters, slices, padding and nested shards."""
 
 # [Note: nested shards]
-# A unit's flat buffer has `numel` elements: boxes one after the other, then padding, so that every
+# A unit's flat buffer has `numel` elements: chunks one after the other, then padding, so that every
 # degree divides it. A rank's shard at a finer degree is inside its shard at any coarser one
 # (Topology.shard_start). So going finer is a reduce-scatter or a local slice, going coarser is an
 # all-gather, and data is never permuted. Six ranks, cut at 1 | 3 | 6, twelve elements:
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from operator import mul
+from typing import NamedTuple
 
-ALIGN = 8  # elements: boxes and shards begin at multiples of 16 bytes in two-byte types
+ALIGN = 8  # elements: chunks and shards begin at multiples of 16 bytes in two-byte types
 # Chunk size of an in-place slice exchange: large enough to amortize the cost of a message, small
 # compared with a slice. On a GPU a message costs more, and a quarter of any slice is one.
 _CHUNK_BYTES = 512 << 10
@@ -40,51 +41,68 @@ def decays(shape: Shape) -> bool:
     return len(shape) > 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A rectangle of a parameter of shape `shape`: usually the whole parameter."""
+class Chunk(NamedTuple):
+    """A rectangle of a tensor: its first index and its shape."""
 
-    name: str
-    shape: Shape
-    start: Shape
-    extent: Shape
+    offsets: Shape
+    sizes: Shape
 
     @property
     def numel(self) -> int:
-        return prod(self.extent)
+        return prod(self.sizes)
+
+    def index_in(self, outer: Chunk) -> tuple[slice, ...]:
+        """Return the index that takes this chunk out of a tensor that holds `outer`."""
+        return tuple(
+            slice(begin - base, begin - base + length)
+            for begin, base, length in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
 
 
-def whole_box(name: str, shape: Shape) -> Box:
-    """Return the box that covers a whole parameter."""
-    return Box(name=name, shape=shape, start=(0,) * len(shape), extent=shape)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamChunk:
+    """A chunk of a parameter of shape `shape`: usually the whole parameter."""
+
+    name: str
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
 
 
-def slice_box(name: str, shape: Shape, *, dim: int, index: int, number: int) -> Box:
-    """Return box `index` of the `number` nearly equal boxes that a parameter is split into along
-    `dim`."""
+def whole_chunk(name: str, shape: Shape) -> ParamChunk:
+    """Return the chunk that is a whole parameter."""
+    return ParamChunk(name=name, shape=shape, offsets=(0,) * len(shape), sizes=shape)
+
+
+def slice_chunk(name: str, shape: Shape, *, dim: int, index: int, number: int) -> ParamChunk:
+    """Return chunk `index` of the `number` nearly equal chunks of a parameter along `dim`."""
     low, high = (shape[dim] * i // number for i in (index, index + 1))
-    start, extent = [0] * len(shape), list(shape)
-    start[dim], extent[dim] = low, high - low
-    return Box(name=name, shape=shape, start=tuple(start), extent=tuple(extent))
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = low, high - low
+    return ParamChunk(name=name, shape=shape, offsets=tuple(offsets), sizes=tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedBox:
-    """A box and its offset in the flat buffer."""
+class PlacedChunk:
+    """A chunk and its offset in the flat buffer."""
 
-    box: Box
+    chunk: ParamChunk
     offset: int
 
     @property
     def stop(self) -> int:
-        return self.offset + self.box.numel
+        return self.offset + self.chunk.numel
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The elements [low, high) of a box in row-major order, stored at `offset` of the buffer."""
+class ChunkRange:
+    """The elements [low, high) of a chunk in row-major order, stored at `offset` of the buffer."""
 
-    box: Box
+    chunk: ParamChunk
     low: int
     high: int
     offset: int
@@ -92,12 +110,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """The flat order of one unit: weight-decayed boxes first, then the others, then padding.
+    """The flat order of one unit: weight-decayed chunks first, then the others, then padding.
 
     A unit that is laid out slice by slice has this order in each of its equal slices.
     """
 
-    boxes: tuple[PlacedBox, ...]
+    chunks: tuple[PlacedChunk, ...]
     decayed_stop: int  # weight decay applies to the elements of a slice before this one
     numel: int  # a multiple of ALIGN times the world size
     num_slices: int = 1
@@ -110,53 +128,55 @@ class UnitLayout:
         )
         return min(max(self.decayed_stop - start % length, 0), stop - start)
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces stored in the elements [start, stop) of the buffer, without padding."""
-        for placed in self.boxes:
+    def chunk_ranges(self, start: int, stop: int) -> Iterator[ChunkRange]:
+        """Yield the ranges of chunks stored in [start, stop) of the buffer, without padding."""
+        for placed in self.chunks:
             low, high = max(start, placed.offset), min(stop, placed.stop)
             if low < high:
-                yield Piece(placed.box, low - placed.offset, high - placed.offset, low)
+                yield ChunkRange(placed.chunk, low - placed.offset, high - placed.offset, low)
 
     def gaps(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield the ranges within [start, stop) of the buffer that are padding."""
         position, end = start, self.numel if stop is None else stop
-        for piece in self.pieces(start, end):
-            if position < piece.offset:
-                yield position, piece.offset
-            position = piece.offset + piece.high - piece.low
+        for part in self.chunk_ranges(start, end):
+            if position < part.offset:
+                yield position, part.offset
+            position = part.offset + part.high - part.low
         if position < end:
             yield position, end
 
 
-def make_layout(*slices: Sequence[Box], decayed: frozenset[str], world_size: int) -> UnitLayout:
-    """Return the layout of boxes, in one slice or several, for any degree that divides
+def make_layout(
+    *slices: Sequence[ParamChunk], decayed: frozenset[str], world_size: int
+) -> UnitLayout:
+    """Return the layout of chunks, in one slice or several, for any degree that divides
     `world_size`.
 
     Slices are padded to the longest one.
     """
     number = len(slices)
-    first = [[box for box in boxes if box.name in decayed] for boxes in slices]
-    others = [[box for box in boxes if box.name not in decayed] for boxes in slices]
+    first = [[chunk for chunk in chunks if chunk.name in decayed] for chunks in slices]
+    others = [[chunk for chunk in chunks if chunk.name not in decayed] for chunks in slices]
     decayed_stop, longest_of_others = (
-        max(sum(_round_up(box.numel, ALIGN) for box in boxes) for boxes in part)
+        max(sum(_round_up(chunk.numel, ALIGN) for chunk in chunks) for chunks in part)
         for part in (first, others)
     )
     assert world_size % number == 0, f"{number} slices on {world_size} ranks"
     length = _round_up(decayed_stop + longest_of_others, ALIGN * (world_size // number))
     placed = []
     for index in range(number):
-        for boxes, start in ((first[index], 0), (others[index], decayed_stop)):
+        for chunks, start in ((first[index], 0), (others[index], decayed_stop)):
             position = index * length + start
-            for box in boxes:
-                placed.append(PlacedBox(box, position))
-                position = _round_up(position + box.numel, ALIGN)
+            for chunk in chunks:
+                placed.append(PlacedChunk(chunk, position))
+                position = _round_up(position + chunk.numel, ALIGN)
     return UnitLayout(tuple(placed), decayed_stop, number * length, num_slices=number)
 
 
 def make_whole_layout(shapes: Mapping[str, Shape], *, world_size: int) -> UnitLayout:
     """Return the layout of whole parameters for any degree that divides `world_size`."""
-    boxes = [whole_box(name, shape) for name, shape in shapes.items()]
-    return make_layout(boxes, decayed=_decayed(shapes), world_size=world_size)
+    chunks = [whole_chunk(name, shape) for name, shape in shapes.items()]
+    return make_layout(chunks, decayed=_decayed(shapes), world_size=world_size)
 
 
 def make_sliced_layout(
@@ -176,7 +196,7 @@ def make_sliced_layout(
     parts = 1 if half is None else 2
     slices = [
         [
-            slice_box(
+            slice_chunk(
                 name,
                 shape,
                 dim=cuts[name],
@@ -206,49 +226,44 @@ def halves_of(
     return (0, 1) if may_be else (None,)
 
 
-@dataclass(frozen=True, slots=True)
-class Rectangle:
-    """A rectangle of a parameter; its elements are [low, high) of a box in row-major order."""
-
-    start: Shape  # its corner in the parameter
-    extent: Shape
-    low: int
-    high: int
-
-
 def chunk_numel(numel: int, element_bytes: int, *, device_type: str) -> int:
     """Return elements per message of an in-place exchange of a slice of `numel` elements."""
     quarter = max(1, -(-numel // _LEAST_CHUNKS))
     return quarter if device_type == "cuda" else min(quarter, _CHUNK_BYTES // element_bytes)
 
 
-def rectangles(box: Box, low: int, high: int) -> Iterator[Rectangle]:
-    """Split elements [low, high) of a box into rectangles: partial row, full rows, partial row."""
-    yield from _cut(box.start, box.extent, low, high, 0)
+def split_range(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, Chunk]]:
+    """Yield chunks that have the elements [low, high) of a chunk, each after its first element.
+
+    In row-major order: the part of a row, full rows, the part of a row.
+    """
+    yield from _cut(chunk.offsets, chunk.sizes, low, high, 0)
 
 
-def _cut(start: Shape, extent: Shape, low: int, high: int, base: int) -> Iterator[Rectangle]:
-    """Yield rectangles of the box (start, extent); `base` is the index of its first element."""
+def _cut(
+    offsets: Shape, sizes: Shape, low: int, high: int, base: int
+) -> Iterator[tuple[int, Chunk]]:
+    """Yield `split_range` of the chunk (offsets, sizes), whose first element has index `base`."""
     if low >= high:
         return
-    row = prod(extent[1:])
-    if (low % row == 0 and high % row == 0) or len(extent) <= 1:
+    row = prod(sizes[1:])
+    if (low % row == 0 and high % row == 0) or len(sizes) <= 1:
         first, last = low // row, high // row
-        corner = (start[0] + first, *start[1:]) if start else ()
-        size = (last - first, *extent[1:]) if extent else ()
-        yield Rectangle(corner, size, base + low, base + high)
+        corner = (offsets[0] + first, *offsets[1:]) if offsets else ()
+        size = (last - first, *sizes[1:]) if sizes else ()
+        yield base + low, Chunk(corner, size)
         return
     for begin, end in _split_at_rows(low, high, row):
         index = begin // row
         if begin % row == 0 and end % row == 0:
-            yield from _cut(start, extent, begin, end, base)
+            yield from _cut(offsets, sizes, begin, end, base)
         else:
             inner = _cut(
-                start[1:], extent[1:], begin - index * row, end - index * row, base + index * row
+                offsets[1:], sizes[1:], begin - index * row, end - index * row, base + index * row
             )
-            for part in inner:
-                corner = (start[0] + index, *part.start)
-                yield Rectangle(corner, (1, *part.extent), part.low, part.high)
+            for position, part in inner:
+                corner = (offsets[0] + index, *part.offsets)
+                yield position, Chunk(corner, (1, *part.sizes))
 
 
 def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
@@ -262,17 +277,16 @@ def _split_at_rows(low: int, high: int, row: int) -> Iterator[tuple[int, int]]:
             yield begin, end
 
 
-def parameter_runs(box: Box, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yield the elements [low, high) of a box as (begin, end) ranges of the flattened parameter."""
-    inner = [box.shape[dim + 1 :] for dim in range(len(box.shape))]
-    for part in rectangles(box, low, high):
-        start, extent = part.start, part.extent
+def parameter_runs(chunk: ParamChunk, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield elements [low, high) of a chunk as (begin, end) ranges of the flattened parameter."""
+    inner = [chunk.shape[dim + 1 :] for dim in range(len(chunk.shape))]
+    for _, (offsets, sizes) in split_range(chunk, low, high):
         # A run goes along the first dim behind which all are whole.
-        dim = next((dim for dim, whole in enumerate(inner) if extent[dim + 1 :] == whole), 0)
-        before = zip(start[:dim], extent[:dim], strict=True)
+        dim = next((dim for dim, whole in enumerate(inner) if sizes[dim + 1 :] == whole), 0)
+        before = zip(offsets[:dim], sizes[:dim], strict=True)
         for place in product(*(range(first, first + size) for first, size in before)):
-            begin = sum(map(mul, (*place, *start[dim:]), map(prod, inner)))
-            yield begin, begin + prod(extent[dim:])
+            begin = sum(map(mul, (*place, *offsets[dim:]), map(prod, inner)))
+            yield begin, begin + prod(sizes[dim:])
 
 
 def _round_up(value: int, multiple: int) -> int:

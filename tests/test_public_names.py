@@ -13,7 +13,7 @@ import torch
 
 from model.lora_config import LoraConfig, is_adapter
 from paro.arguments.parser import build_parser
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.distributed.comm_stream import stream_name
 from paro.distributed.exposed_time import Exposed
 from paro.distributed.profile_range import record_ranges
@@ -92,7 +92,7 @@ def streams() -> set[str]:
 
 
 def checkpoint_keys() -> set[str]:
-    return {key for rank in lone_ranks() for key in boxed_states(rank.optimizer.flat_shards())}
+    return {key for rank in lone_ranks() for key in chunked_states(rank.optimizer.flat_shards())}
 
 
 FOUND: dict[str, Callable[[], Iterable[str]]] = {

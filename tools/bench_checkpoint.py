@@ -27,7 +27,7 @@ import torch
 
 from paro.arguments.parser import parse_args
 from paro.checkpoint.agreement import with_one_folder
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.claim import Claim, ranks_by_folder
 from paro.checkpoint.load import load_checkpoint
 from paro.checkpoint.save import write_states
@@ -37,7 +37,7 @@ from paro.distributed.process_group import RuntimeConfig, distributed
 from paro.distributed.user_errors import run_script
 from paro.distributed.world import read_world
 from paro.errors import UserError, check_least
-from paro.layout import make_layout, whole_box
+from paro.layout import make_layout, whole_chunk
 from paro.report.log import Log
 from paro.spec.states import MOMENTS, PARAM, FlatShard
 from paro.topology import make_topology
@@ -65,8 +65,8 @@ def make_shards(num_params: int, hidden_size: int, control: Control) -> list[Fla
     per_unit = 12 * hidden_size * hidden_size
     shards = []
     for unit in range(max(1, num_params // per_unit)):
-        boxes = [whole_box(f"blocks.{unit}.w{i}", (hidden_size, hidden_size)) for i in range(12)]
-        layout = make_layout(boxes, decayed=frozenset(), world_size=world.size)
+        chunks = [whole_chunk(f"blocks.{unit}.w{i}", (hidden_size, hidden_size)) for i in range(12)]
+        layout = make_layout(chunks, decayed=frozenset(), world_size=world.size)
         numel = layout.numel // world.size
         start = topology.shard_start(world.rank, world.size, layout.numel)
         for number, state in enumerate((PARAM, *MOMENTS)):
@@ -132,7 +132,7 @@ def bandwidths(args: argparse.Namespace, control: Control) -> dict[str, object]:
     log = Log(rank=1, world_size=2).log0  # no output
 
     def save() -> None:
-        states = boxed_states(shards, writers=ranks.folder_ranks)
+        states = chunked_states(shards, writers=ranks.folder_ranks)
         write_states(folder, 1, states, {}, ranks=ranks, log=log)
 
     load = partial(load_checkpoint, folder, shards, control, log=log)

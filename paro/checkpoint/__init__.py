@@ -1,1 +1,1 @@
-"""Sharded checkpoints: saved as rectangles of named parameters, loaded under any sharding."""
+"""Sharded checkpoints: saved as chunks of named parameters, loaded under any sharding."""

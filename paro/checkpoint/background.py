@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paro.checkpoint.boxes import BoxedState, rectangles_of
+from paro.checkpoint.chunks import ChunkedState, chunks_of
 from paro.errors import RunError
 from paro.layout import Shape
 from paro.text import size_text
@@ -24,10 +24,10 @@ class HostCopy:
     def __init__(self) -> None:
         self._room: dict[tuple[str, Shape], Tensor] = {}
 
-    def take(self, states: dict[str, BoxedState]) -> dict[str, BoxedState]:
+    def take(self, states: dict[str, ChunkedState]) -> dict[str, ChunkedState]:
         """Return a copy of the states that training does not change; overwrites the
         previous copy."""
-        sources = rectangles_of(states)
+        sources = chunks_of(states)
         missing = {key: values for key, values in sources.items() if key not in self._room}
         block = torch.empty(starts_of(missing.values())[-1], dtype=torch.uint8)
         self._room |= zip(missing, cut_up(block, [*missing.values()]), strict=True)
@@ -38,7 +38,7 @@ class HostCopy:
             torch.cuda.current_stream().synchronize()
         return {
             name: replace(
-                state, rectangles={corner: self._room[name, corner] for corner in state.rectangles}
+                state, chunks={offsets: self._room[name, offsets] for offsets in state.chunks}
             )
             for name, state in states.items()
         }

@@ -19,8 +19,8 @@ from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 from paro.checkpoint.manifest import (
     FORMAT_VERSION,
+    ChunkSums,
     DamagedError,
-    Stretches,
     check_format,
     damaged,
     library_versions,
@@ -263,7 +263,7 @@ def finish_checkpoint(
     partial: Path,
     iteration: int,
     common: Mapping[str, Any],
-    files: Mapping[str, Stretches] | None = None,
+    files: Mapping[str, ChunkSums] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Turn a written folder into the latest checkpoint; until the last rename the old one is.

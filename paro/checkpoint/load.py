@@ -13,10 +13,10 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from model.lora_config import LoraConfig, is_adapter
 from paro.checkpoint.agreement import Ranks, with_one_folder
 from paro.checkpoint.base import has_adapters, open_base
-from paro.checkpoint.boxes import (
-    BoxedState,
+from paro.checkpoint.chunks import (
+    ChunkedState,
     begin_without,
-    boxed_states,
+    chunked_states,
     may_be_missing,
 )
 from paro.checkpoint.directory import candidates, common_of, find_checkpoint
@@ -61,7 +61,7 @@ def load_checkpoint(
     """
     ranks = with_one_folder(control)
     blame = f"--load {directory_root}"
-    states = boxed_states(shards)
+    states = chunked_states(shards)
     if not wanted.moments:
         states = _parameters(states)
     order, complaint = _order(directory_root, wanted.iteration, ranks, blame)
@@ -114,7 +114,7 @@ def _order(
 def _load_iteration(
     root: Path,
     iteration: int,
-    states: dict[str, BoxedState],
+    states: dict[str, ChunkedState],
     wanted: Loading,
     ranks: Ranks,
     log: Callable[[str], None],
@@ -168,7 +168,7 @@ def _load_iteration(
     return common
 
 
-def _conversions(states: Mapping[str, BoxedState], stored: Mapping[str, Any]) -> set[str]:
+def _conversions(states: Mapping[str, ChunkedState], stored: Mapping[str, Any]) -> set[str]:
     """Return a line for every kind of moments that the checkpoint has in another type."""
     kinds = {
         (name.partition(".")[0], stored[name].properties.dtype, state.dtype)
@@ -196,7 +196,7 @@ def _has_errors(names: Iterable[str]) -> bool:
     return any(name.startswith(f"{GRAD_ERRORS}.") for name in names)
 
 
-def _fits(state: BoxedState, saved: object) -> bool:
+def _fits(state: ChunkedState, saved: object) -> bool:
     return isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == state.shape
 
 

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: its files, their sizes and checksums, and library versions."""
 
 # Checksums are CRC-32 (zlib's), 4 GB/s a core: they detect damage by disks, networks and crashes,
-# and do not protect against forgery. A file has one for every stretch that is read in one piece, so
+# and do not protect against forgery. A file has one for every chunk, which is read at once, so
 # that a rank verifies data as it reads them, and no byte is read twice.
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Versions(TypedDict):
 
 
 class _File(TypedDict):
-    crc32: list[tuple[Count, Count]]  # length and checksum of every stretch
+    crc32: list[tuple[Count, Count]]  # length and checksum of every chunk
 
 
 class _Facts(TypedDict):
@@ -56,14 +56,14 @@ class _Facts(TypedDict):
     files: dict[str, _File]
 
 
-class Stretch(NamedTuple):
-    """Consecutive bytes of a file: how many, and their checksum."""
+class ChunkSum(NamedTuple):
+    """The length in bytes and the checksum of a chunk, consecutive bytes of a file."""
 
     length: int
     checksum: int
 
 
-Stretches = tuple[Stretch, ...]  # of a file, in order and without gaps
+ChunkSums = tuple[ChunkSum, ...]  # of a file, in order and without gaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,15 @@ class Manifest:
     iteration: int
     versions: Mapping[str, str]
     arguments: Mapping[str, Any]
-    files: Mapping[str, Stretches] = field(default_factory=dict)
+    files: Mapping[str, ChunkSums] = field(default_factory=dict)
     checksum: int = 0  # of the manifest, and so of all files
 
     @cached_property
-    def _by_place(self) -> dict[tuple[str, int], Stretch]:
+    def _by_place(self) -> dict[tuple[str, int], ChunkSum]:
         return {
-            (name, begin): stretch
-            for name, stretches in self.files.items()
-            for begin, stretch in _placed(stretches)
+            (name, begin): chunk
+            for name, sums in self.files.items()
+            for begin, chunk in _placed(sums)
         }
 
     def check_sizes(self, names: list[str] | None = None) -> None:
@@ -99,7 +99,7 @@ class Manifest:
                 raise DamagedError(f"{path} is {what}: {found} bytes of {num_bytes}")
 
     def check_sum(self, name: str, begin: int, length: int, checksum: int) -> None:
-        """Raise `DamagedError` unless this is a stretch of the file with this checksum."""
+        """Raise `DamagedError` unless this is a chunk of the file with this checksum."""
         if self._by_place.get((name, begin)) != (length, checksum):
             raise DamagedError(_wrong(self.directory / name, begin, begin + length))
 
@@ -113,17 +113,17 @@ class Manifest:
     def verify(self, advance: Callable[[int], None] = lambda _num_bytes: None) -> int:
         """Verify every file; return the bytes read. `DamagedError` names the first bad file."""
         self.check_sizes()
-        for name, stretches in self.files.items():
+        for name, sums in self.files.items():
             path = self.directory / name
             with reading(f"{path}"), path.open("rb") as opened:
-                for begin, stretch in _placed(stretches):
-                    checksum, left = 0, stretch.length
+                for begin, chunk in _placed(sums):
+                    checksum, left = 0, chunk.length
                     while block := opened.read(min(left, _BLOCK_BYTES)):
                         checksum = crc32(block, checksum)
                         left -= len(block)
                         advance(len(block))
-                    if checksum != stretch.checksum:
-                        raise DamagedError(_wrong(path, begin, begin + stretch.length))
+                    if checksum != chunk.checksum:
+                        raise DamagedError(_wrong(path, begin, begin + chunk.length))
         return sum(map(_num_bytes, self.files.values()))
 
 
@@ -138,21 +138,21 @@ def size_of(path: Path) -> int:
     return status.st_size
 
 
-def sum_of(content: bytes) -> Stretches:
-    """Return the checksum of a small file, which is one stretch."""
-    return (Stretch(len(content), crc32(content)),)
+def sum_of(content: bytes) -> ChunkSums:
+    """Return the checksum of a small file, which is one chunk."""
+    return (ChunkSum(len(content), crc32(content)),)
 
 
-def _placed(stretches: Stretches) -> Iterator[tuple[int, Stretch]]:
-    """Yield the stretches of a file, each with its first byte."""
+def _placed(sums: ChunkSums) -> Iterator[tuple[int, ChunkSum]]:
+    """Yield the sums of a file, each with its first byte."""
     begin = 0
-    for stretch in stretches:
-        yield begin, stretch
-        begin += stretch.length
+    for chunk in sums:
+        yield begin, chunk
+        begin += chunk.length
 
 
-def _num_bytes(stretches: Stretches) -> int:
-    return sum(stretch.length for stretch in stretches)
+def _num_bytes(sums: ChunkSums) -> int:
+    return sum(chunk.length for chunk in sums)
 
 
 @cache
@@ -168,7 +168,7 @@ def library_versions() -> Mapping[str, str]:
 
 
 def write_manifest(
-    directory: Path, iteration: int, files: Mapping[str, Stretches], arguments: Mapping[str, Any]
+    directory: Path, iteration: int, files: Mapping[str, ChunkSums], arguments: Mapping[str, Any]
 ) -> None:
     """Write the manifest, the last file: without one the folder counts as incomplete."""
     facts = {
@@ -177,8 +177,7 @@ def write_manifest(
         "versions": library_versions(),
         "arguments": dict(arguments),
         "files": {
-            name: {"bytes": _num_bytes(stretches), "crc32": stretches}
-            for name, stretches in sorted(files.items())
+            name: {"bytes": _num_bytes(sums), "crc32": sums} for name, sums in sorted(files.items())
         },
     }
     text = json.dumps({**facts, "crc32": crc32(_canonical(facts))}, default=str)
@@ -209,7 +208,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         versions=facts["versions"],
         arguments=facts["arguments"],
         files={
-            name: tuple(Stretch(*pair) for pair in file["crc32"])
+            name: tuple(ChunkSum(*pair) for pair in file["crc32"])
             for name, file in facts["files"].items()
         },
         checksum=checksum,
@@ -243,7 +242,7 @@ def check_format(directory: Path, facts: Mapping[str, Any]) -> None:
         )
 
 
-def write_durably(path: Path, text: str) -> Stretches:
+def write_durably(path: Path, text: str) -> ChunkSums:
     """Write and fsyncs a small file, so that it survives a crash of the machine."""
     content = text.encode()
     with path.open("wb") as file:

@@ -30,16 +30,16 @@ from paro.errors import describe, open_files_limit
 from paro.untrusted.pickled import CheckedUnpickler
 from paro.untrusted.regular_file import read_bytes
 
-MAX_BYTES = 2**30  # seven million rectangles: 405 billion parameters on ten thousand ranks
+MAX_BYTES = 2**30  # seven million chunks: 405 billion parameters on ten thousand ranks
 _MAX_NAME_CHARS = 1000
 _MAX_DIMENSIONS = 8
-_MAX_OVERHEAD_BYTES = 2**16  # of torch.save, in addition to a rectangle's values; it takes 2 KiB
+_MAX_OVERHEAD_BYTES = 2**16  # of torch.save, in addition to a chunk's values; it takes 2 KiB
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """DCP's metadata: which rectangles are stored where; `DamagedError` if it cannot be right."""
+    """DCP's metadata: which chunks are stored where; `DamagedError` if it cannot be right."""
     path = directory / METADATA
     try:
         metadata = _MetadataUnpickler(read_bytes(path, max_bytes=MAX_BYTES)).load()
@@ -114,14 +114,14 @@ class _MetadataUnpickler(CheckedUnpickler):
 
 
 def _fields(metadata: Metadata) -> tuple[dict[str, Any], Mapping[MetadataIndex, Any]]:
-    """Return the states and the places of their rectangles."""
+    """Return the states and the places of their chunks."""
     states = getattr(metadata, "state_dict_metadata", None)
     places = getattr(metadata, "storage_data", None)
     if not isinstance(states, dict) or not isinstance(places, dict):
         raise _WrongError("it lists no states or no places")
     for index, place in places.items():
         if not isinstance(index, MetadataIndex):
-            raise _WrongError("a place belongs to no rectangle")
+            raise _WrongError("a place belongs to no chunk")
         with_name = isinstance(getattr(place, "relative_path", None), str)
         if not isinstance(place, _StorageInfo) or not with_name:
             raise _WrongError(f"{index.fqn:.99} has no place")
@@ -159,20 +159,20 @@ def _check_state(name: object, state: object) -> None:
             or not len(offsets) == len(sizes) == len(size)
             or any(o + s > n for o, s, n in zip(offsets, sizes, size, strict=True))
         ):
-            raise _WrongError(f"a rectangle of {name:.99} is not inside it")
+            raise _WrongError(f"a chunk of {name:.99} is not inside it")
 
 
 def _check_places(
     name: str, state: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
 ) -> None:
-    """Every rectangle is stored, in no more bytes than it needs: a reader allocates them."""
+    """Every chunk is stored, in no more bytes than it needs: a reader allocates them."""
     for chunk in state.chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None:
-            raise _WrongError(f"a rectangle of {name:.99} is not stored")
+            raise _WrongError(f"a chunk of {name:.99} is not stored")
         num_bytes = prod(chunk.sizes) * state.properties.dtype.itemsize
         if place.length > num_bytes + _MAX_OVERHEAD_BYTES:
-            raise _WrongError(f"{name:.99} has {place.length} bytes for a rectangle of {num_bytes}")
+            raise _WrongError(f"{name:.99} has {place.length} bytes for a chunk of {num_bytes}")
 
 
 def _is_shape(value: object) -> TypeGuard[torch.Size]:

@@ -1,4 +1,4 @@
-"""Plans how DCP saves boxed states and what fills them, if a checkpoint has those of a model."""
+"""Plans how DCP saves chunked states and what fills them, if a checkpoint has those of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.manifest import DamagedError
 from paro.errors import UserError
 from paro.layout import Shape, shape_text
@@ -30,8 +30,8 @@ from paro.spec.states import PARAM
 MISMATCH = "the checkpoint does not match the model"
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Plans to write every rectangle of a dict of boxed states.
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Plans to write every chunk of a dict of chunked states.
 
     With `whole` the ranks that save together must hold every state completely.
     """
@@ -41,12 +41,12 @@ class BoxSavePlanner(DefaultSavePlanner):
         self.whole = whole
 
     def create_local_plan(self) -> SavePlan:
-        states: dict[str, BoxedState] = self.state_dict
+        states: dict[str, ChunkedState] = self.state_dict
         self.plan = SavePlan(
             [
-                _write_item(name, state.shape, corner, values)
+                _write_item(name, state.shape, offsets, values)
                 for name, state in states.items()
-                for corner, values in state.rectangles.items()
+                for offsets, values in state.chunks.items()
             ]
         )
         return self.plan
@@ -74,17 +74,17 @@ class BoxSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return rectangle(self.state_dict, write_item.index)
+        return values_at(self.state_dict, write_item.index)
 
 
-def items_to_read(name: str, state: BoxedState, metadata: Metadata) -> list[ReadItem]:
-    """What fills every rectangle of a state from any saved rectangles."""
+def items_to_read(name: str, state: ChunkedState, metadata: Metadata) -> list[ReadItem]:
+    """What fills every chunk of a state from any saved chunks."""
     saved = metadata.state_dict_metadata.get(name)
     assert isinstance(saved, TensorStorageMetadata), f"{name} is a {type(saved)}"
-    chunks = [_chunk(corner, values) for corner, values in state.rectangles.items()]
+    chunks = [_chunk(offsets, values) for offsets, values in state.chunks.items()]
     items = create_read_items_for_chunk_list(name, saved, chunks)
     found = sum(item.lengths.numel() for item in items)
-    wanted = sum(values.numel() for values in state.rectangles.values())
+    wanted = sum(values.numel() for values in state.chunks.values())
     if found != wanted:
         raise DamagedError(
             f"{name} has a hole: {found} of {wanted} elements found; nodes without a shared file "
@@ -94,7 +94,7 @@ def items_to_read(name: str, state: BoxedState, metadata: Metadata) -> list[Read
     return items
 
 
-def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> None:
+def check_states(states: dict[str, ChunkedState], saved: Mapping[str, object]) -> None:
     """Raise `UserError` unless a checkpoint has exactly our parameters, and these states."""
     for name, state in states.items():
         kind, _, parameter = name.partition(".")
@@ -119,23 +119,23 @@ def check_states(states: dict[str, BoxedState], saved: Mapping[str, object]) -> 
             raise UserError(f"{MISMATCH}: only the checkpoint has {parameter}")
 
 
-def _chunk(corner: Shape, values: Tensor) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(corner), sizes=values.shape)
+def _chunk(offsets: Shape, values: Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=values.shape)
 
 
-def _write_item(name: str, shape: Shape, corner: Shape, values: Tensor) -> WriteItem:
+def _write_item(name: str, shape: Shape, offsets: Shape, values: Tensor) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(name, corner),
+        index=MetadataIndex(name, offsets),
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk(corner, values),
+            chunk=_chunk(offsets, values),
             properties=TensorProperties(dtype=values.dtype),
             size=torch.Size(shape),
         ),
     )
 
 
-def rectangle(states: Mapping[str, BoxedState], index: MetadataIndex) -> Tensor:
-    """Return the values of the rectangle that DCP means by an index."""
-    assert index.offset is not None, f"{index.fqn} without a corner"
-    return states[index.fqn].rectangles[tuple(index.offset)]
+def values_at(states: Mapping[str, ChunkedState], index: MetadataIndex) -> Tensor:
+    """Return the values of the chunk that DCP means by an index."""
+    assert index.offset is not None, f"{index.fqn} without a offsets"
+    return states[index.fqn].chunks[tuple(index.offset)]

@@ -12,16 +12,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, SavePlanner
 
 from paro.checkpoint.agreement import Ranks
-from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.directory import (
     begin_checkpoint,
     discard_checkpoint,
     finish_checkpoint,
 )
 from paro.checkpoint.lease import LeaseLostError
-from paro.checkpoint.manifest import Stretches
+from paro.checkpoint.manifest import ChunkSums
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.planners import BoxSavePlanner
+from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.storage import BoundedWriter, check_files
 from paro.errors import StorageError, UserError
 
@@ -29,7 +29,7 @@ from paro.errors import StorageError, UserError
 def write_states(
     directory_root: str | Path,
     iteration: int,
-    states: dict[str, BoxedState],
+    states: dict[str, ChunkedState],
     common: Mapping[str, Any],
     *,
     ranks: Ranks,
@@ -52,7 +52,7 @@ def write_states(
     )
     try:
         # Each line raises on all ranks or on none, so no folder is completed if one rank failed.
-        planner = BoxSavePlanner(whole=ranks.share_one_folder)
+        planner = ChunkSavePlanner(whole=ranks.share_one_folder)
         files = write_files(folder, states, planner, ranks, blame)
         ranks.first_decides(lambda: _read_back(folder), blame)
         ranks.first_decides(
@@ -69,8 +69,8 @@ def write_states(
 
 
 def write_files(
-    folder: Path, states: dict[str, BoxedState], planner: SavePlanner, ranks: Ranks, blame: str
-) -> dict[str, Stretches]:
+    folder: Path, states: dict[str, ChunkedState], planner: SavePlanner, ranks: Ranks, blame: str
+) -> dict[str, ChunkSums]:
     """Write the tensor files; return the checksums of all files in this rank's folder.
 
     Collective; an error begins with `blame`, and is raised on all ranks.

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from paro.checkpoint.boxes import MAX_ITEM_BYTES, BoxedState
+from paro.checkpoint.chunks import MAX_ITEM_BYTES, ChunkedState
 from paro.checkpoint.directory import in_files
-from paro.checkpoint.manifest import DamagedError, Manifest, Stretch, Stretches, size_of
-from paro.checkpoint.planners import items_to_read, rectangle
+from paro.checkpoint.manifest import ChunkSum, ChunkSums, DamagedError, Manifest, size_of
+from paro.checkpoint.planners import items_to_read, values_at
 from paro.checkpoint.stored_tensor import RefusedError, tensor_in
 from paro.errors import describe, open_files_limit
 from paro.untrusted.checksum import crc32
@@ -41,18 +41,18 @@ MAX_FILE_BYTES = 2**31
 
 _SUFFIX = ".distcp"
 _BLOCK_BYTES = 2**20
-_READ_AHEAD = 4  # rectangles
+_READ_AHEAD = 4  # chunks
 
 
 class BoundedWriter(FileSystemWriter):
-    """Writes files of at most `MAX_FILE_BYTES`, rectangle by rectangle, with their checksums.
+    """Writes files of at most `MAX_FILE_BYTES`, chunk by chunk, with their checksums.
 
-    A rectangle on the CPU is written without a copy, one on a GPU through a host copy.
+    A chunk on the CPU is written without a copy, one on a GPU through a host copy.
     """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self.sums: dict[str, Stretches] = {}
+        self.sums: dict[str, ChunkSums] = {}
 
     def storage_meta(self) -> StorageMeta:
         """Without the folder's name, as the folder is renamed once the checkpoint is complete."""
@@ -70,7 +70,7 @@ class BoundedWriter(FileSystemWriter):
     def _write_file(
         self, name: str, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
-        results, stretches = [], []
+        results, sums = [], []
         stream = None
         try:
             # No reader compares torch's own checksums, and they cost as much as ours.
@@ -81,13 +81,13 @@ class BoundedWriter(FileSystemWriter):
                     values = planner.resolve_data(item)
                     assert isinstance(values, Tensor), f"{item.index} is no tensor"
                     torch.save(_alone_in_storage(values.detach().cpu()), stream)  # type: ignore[arg-type]
-                    begin, stretch = stream.end_stretch()
-                    stretches.append(stretch)
+                    begin, chunk = stream.end_chunk()
+                    sums.append(chunk)
                     results.append(
                         WriteResult(
                             index=item.index,
-                            size_in_bytes=stretch.length,
-                            storage_data=_StorageInfo(name, begin, stretch.length),
+                            size_in_bytes=chunk.length,
+                            storage_data=_StorageInfo(name, begin, chunk.length),
                         )
                     )
                 os.fsync(file.fileno())
@@ -96,7 +96,7 @@ class BoundedWriter(FileSystemWriter):
             if stream is not None and stream.failure is not None:
                 raise stream.failure from error
             raise
-        self.sums[name] = tuple(stretches)
+        self.sums[name] = tuple(sums)
         return results
 
 
@@ -105,7 +105,7 @@ class _SummingStream:
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-        self._begin = self._written = 0  # start of the current stretch; bytes so far
+        self._begin = self._written = 0  # start of the current chunk; bytes so far
         self._asked = 0  # up to here writeback was started
         self._checksum = 0
         self.failure: OSError | None = None
@@ -128,15 +128,15 @@ class _SummingStream:
     def flush(self) -> None:
         """A no-op: nothing is buffered."""
 
-    def end_stretch(self) -> tuple[int, Stretch]:
-        """End a stretch, the bytes written since the last one; its first byte, and it."""
+    def end_chunk(self) -> tuple[int, ChunkSum]:
+        """End a chunk, the bytes written since the last one; return its first byte and its sum."""
         begin, self._begin = self._begin, self._written
         checksum, self._checksum = self._checksum, 0
         if self._written - self._asked >= MAX_ITEM_BYTES:
             # Linux starts writing dirty pages that it cannot drop yet, without waiting for them.
             os.posix_fadvise(self._file.fileno(), self._asked, 0, os.POSIX_FADV_DONTNEED)
             self._asked = self._written
-        return begin, Stretch(self._written - begin, checksum)
+        return begin, ChunkSum(self._written - begin, checksum)
 
 
 def _alone_in_storage(values: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _alone_in_storage(values: Tensor) -> Tensor:
 
 
 class Read(NamedTuple):
-    """A part of a stored rectangle, and the memory that it fills."""
+    """A part of a stored chunk, and the memory that it fills."""
 
     place: Place
     item: ReadItem
@@ -173,7 +173,7 @@ class CheckedReader:
         self._metadata = metadata
         self._room = bytearray()
 
-    def plan(self, states: Mapping[str, BoxedState]) -> list[Read]:
+    def plan(self, states: Mapping[str, ChunkedState]) -> list[Read]:
         """What fills the states, in the order of files and offsets.
 
         `DamagedError` for a hole and for a file that is missing or truncated: before anything is
@@ -193,7 +193,7 @@ class CheckedReader:
                 (str(info.relative_path), info.offset, info.length),
                 item,
                 narrow_tensor_by_index(
-                    rectangle(states, item.dest_index), item.dest_offsets, item.lengths
+                    values_at(states, item.dest_index), item.dest_offsets, item.lengths
                 ),
             )
             for info, item in zip(stored, items, strict=True)
@@ -201,7 +201,7 @@ class CheckedReader:
         return sorted(reads, key=lambda read: read.place)
 
     def read(self, plan: Sequence[Read]) -> None:
-        """Carry out a plan; read each rectangle once even if several parts of it are used."""
+        """Carry out a plan; read each chunk once even if several parts of it are used."""
         for name, of_file in groupby(plan, key=lambda read: read.place[0]):
             path = self.directory / name
             by_place = [(p, list(of)) for p, of in groupby(of_file, key=lambda read: read.place)]
@@ -210,17 +210,17 @@ class CheckedReader:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                     asked = 0
                     for index, (place, reads) in enumerate(by_place):
-                        # The disk reads ahead while this rectangle is verified and copied.
+                        # The disk reads ahead while this chunk is verified and copied.
                         while asked < min(len(by_place), index + 1 + _READ_AHEAD):
                             _read_soon(file, by_place[asked][0])
                             asked += 1
-                        self._read_rectangle(file, place, reads)
+                        self._read_chunk(file, place, reads)
             except OSError as error:
                 if open_files_limit(error) is not None:
                     raise
                 raise DamagedError(f"{path} is damaged ({describe(error)})") from error
 
-    def _read_rectangle(self, file: FileIO, place: Place, reads: Sequence[Read]) -> None:
+    def _read_chunk(self, file: FileIO, place: Place, reads: Sequence[Read]) -> None:
         name, begin, length = place
         if len(self._room) < length:
             self._room = bytearray(length)

@@ -40,11 +40,11 @@ def _first_not_finite(shards: Iterable[FlatShard]) -> str | None:
     """Return the first state that is not finite, under the name that it has in a checkpoint."""
     for shard in shards:
         stop = shard.start + shard.values.numel()
-        for piece in shard.layout.pieces(shard.start, stop):
-            begin = piece.offset - shard.start
-            values = shard.values[begin : begin + piece.high - piece.low]
+        for part in shard.layout.chunk_ranges(shard.start, stop):
+            begin = part.offset - shard.start
+            values = shard.values[begin : begin + part.high - part.low]
             if not values.isfinite().all():
-                return f"{shard.state}.{piece.box.name}"
+                return f"{shard.state}.{part.chunk.name}"
     return None
 
 

@@ -122,8 +122,8 @@ class MuonStep:
         part = _part(held.unit, matrix, low, high)
         kept, start, rounding = held.momentum[part], held.unit.optim_start, None
         if kept.dtype != torch.float32:
-            (piece,) = held.unit.layout.pieces(start + part.start, start + part.stop)
-            rounding = Rounding.of(piece, held.seed)
+            (chunk_range,) = held.unit.layout.chunk_ranges(start + part.start, start + part.stop)
+            rounding = Rounding.of(chunk_range, held.seed)
         update = MomentumUpdate(self._config, factor, self._wire, rounding, step)
         return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 

@@ -27,7 +27,7 @@ from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
-from paro.spec.deal import muon_boxes
+from paro.spec.deal import muon_chunks
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
@@ -48,7 +48,7 @@ class UnitOptimizer:
         grad, spec = unit.optim_grad, unit.spec
         numel = grad.numel()
         self.master_is_param = spec.master_is_param
-        self.muon_boxes = muon_boxes(unit.layout) if spec.muon_stop else ()
+        self.muon_chunks = muon_chunks(unit.layout) if spec.muon_stop else ()
         self.states = {
             state.name: torch.zeros(length, dtype=TORCH_TYPES[state.dtype], device=grad.device)
             for state, length in spec.optimizer_numels(numel).items()
@@ -83,17 +83,17 @@ class UnitOptimizer:
         With a `seed`, moments are rounded: a part for every parameter.
         """
         layout, start, numel = self.unit.layout, self.unit.optim_start, self.master.numel()
-        # The range is in one slice, which has decayed boxes first: at most two parts.
+        # The range is in one slice, which has decayed chunks first: at most two parts.
         first, cut = self.num_muon, layout.num_decayed(start, start + numel)
         if seed is None:
             for part, decays in ((slice(first, cut), True), (slice(cut, numel), False)):
                 if part.start < part.stop:
                     yield part, decays, None
             return
-        for piece in layout.pieces(start + first, start + numel):
-            begin = piece.offset - start
-            part = slice(begin, begin + piece.high - piece.low)
-            yield part, begin < cut, Rounding.of(piece, seed)
+        for chunk_range in layout.chunk_ranges(start + first, start + numel):
+            begin = chunk_range.offset - start
+            part = slice(begin, begin + chunk_range.high - chunk_range.low)
+            yield part, begin < cut, Rounding.of(chunk_range, seed)
 
     def update(self, *, lr: float, weight_decay: float, factor: float) -> None:
         """One AdamW step on the gradients times `factor`; the result is to be all-gathered.
@@ -133,17 +133,17 @@ class UnitOptimizer:
         return MuonRange(self.unit, self.master.detach()[: self.num_muon], momentum, self.seed)
 
     def shards(self) -> Iterator[tuple[str, UnitLayout, int, Tensor]]:
-        """Yield the states, each with the boxes that have it, where it begins, and its values."""
+        """Yield the states, each with the chunks that have it, where it begins, and its values."""
         unit, start, first = self.unit, self.unit.optim_start, self.num_muon
         yield PARAM, unit.layout, start, self.master
-        of_muon = self.muon_boxes
-        others = tuple(placed for placed in unit.layout.boxes if placed not in of_muon)
+        of_muon = self.muon_chunks
+        others = tuple(placed for placed in unit.layout.chunks if placed not in of_muon)
         for name in MOMENTS if others else ():
-            layout = replace(unit.layout, boxes=others)
+            layout = replace(unit.layout, chunks=others)
             values = self.states[name][: self.master.numel() - first]
             yield name, layout, start + first, values
         if of_muon:
-            layout = replace(unit.layout, boxes=of_muon)
+            layout = replace(unit.layout, chunks=of_muon)
             yield MOMENTUM, layout, start, self.states[MOMENTUM][:first]
 
     @property
@@ -179,7 +179,7 @@ class ParoOptimizer:
                 {
                     number: part.muon_range
                     for number, part in enumerate(self._parts)
-                    if part.muon_boxes and part.unit.optim_degree == degree and part.master.numel()
+                    if part.muon_chunks and part.unit.optim_degree == degree and part.master.numel()
                 },
                 exchange,
                 degree,
@@ -229,8 +229,8 @@ class ParoOptimizer:
             return zeros
         for unit in self.model.trainable_units:
             grad, start = unit.optim_grad, unit.optim_start
-            pieces = unit.layout.pieces(start, start + grad.numel())
-            zeros += sum(piece.high - piece.low for piece in pieces) - torch.count_nonzero(grad)
+            ranges = unit.layout.chunk_ranges(start, start + grad.numel())
+            zeros += sum(part.high - part.low for part in ranges) - torch.count_nonzero(grad)
         return zeros
 
     def local_params_square_sum(self) -> float:
@@ -263,7 +263,7 @@ class ParoOptimizer:
     ) -> Iterator[UnitOptimizer]:
         """Yield the units, each bucket of them after Muon has updated this rank's matrices
         in it."""
-        yield from (part for part in self._parts if not part.muon_boxes)
+        yield from (part for part in self._parts if not part.muon_chunks)
         of_unit = {part.unit: part for part in self._parts}
         for muon in self.muons:
             for number in muon.update(
@@ -343,9 +343,9 @@ def _initial_values(
     layout: UnitLayout, start: int, shard: Tensor, initializer: Initializer
 ) -> Tensor:
     values = torch.zeros(shard.numel(), dtype=torch.float32)
-    for piece in layout.pieces(start, start + shard.numel()):
-        position = piece.offset - start
-        for begin, end in parameter_runs(piece.box, piece.low, piece.high):
-            values[position : position + end - begin] = initializer(piece.box.name, begin, end)
+    for part in layout.chunk_ranges(start, start + shard.numel()):
+        position = part.offset - start
+        for begin, end in parameter_runs(part.chunk, part.low, part.high):
+            values[position : position + end - begin] = initializer(part.chunk.name, begin, end)
             position += end - begin
     return values

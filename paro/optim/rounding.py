@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from paro.layout import Piece
+from paro.layout import ChunkRange
 
 _HALF = 0xFFFF
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of lowbias32, a permutation of 32 bits
@@ -24,9 +24,9 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # of lowbias32, a permutation of 32 bit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """Where the elements of a piece are in their parameter, and what else decides their bits.
+    """Where the elements of a range are in their parameter, and what else decides their bits.
 
-    Element i of the piece has index `start + j // width * stride + j % width`, where j is
+    Element i of the range has index `start + j // width * stride + j % width`, where j is
     `low + i`.
     """
 
@@ -38,17 +38,17 @@ class Rounding:
     start: int
 
     @classmethod
-    def of(cls, piece: Piece, seed: int) -> Rounding:
-        box = piece.box
-        strides = [prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
-        assert box.extent[2:] == box.shape[2:], f"{box} is cut in its third dim"
+    def of(cls, part: ChunkRange, seed: int) -> Rounding:
+        chunk = part.chunk
+        strides = [prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
+        assert chunk.sizes[2:] == chunk.shape[2:], f"{chunk} is cut in its third dim"
         return cls(
             seed=seed,
-            name=box.name,
-            low=piece.low,
-            width=prod(box.extent[1:]),
-            stride=prod(box.shape[1:]),
-            start=sum(at * stride for at, stride in zip(box.start, strides, strict=True)),
+            name=chunk.name,
+            low=part.low,
+            width=prod(chunk.sizes[1:]),
+            stride=prod(chunk.shape[1:]),
+            start=sum(at * stride for at, stride in zip(chunk.offsets, strides, strict=True)),
         )
 
     def keys(self, step: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Rounding:
         return _signed(first), _signed(second)
 
     def bits(self, begin: int, end: int, step: int, device: torch.device) -> Tensor:
-        """Return 32 random bits for each of the elements [begin, end) of the piece."""
+        """Return 32 random bits for each of the elements [begin, end) of the range."""
         first, second = self.keys(step)
         at = torch.arange(self.low + begin, self.low + end, device=device)
         if self.width != self.stride:

@@ -102,7 +102,7 @@ class RotatingPart:
         return out
 
     def _use_slice(self, at: RingStep) -> None:
-        """Put the boxes of a slice in the place of the module's weights."""
+        """Put the views of a slice in the place of the module's weights."""
         starts: dict[str, int] = self.module.starts  # type: ignore[assignment]
         for buffer in self._policy.shape.halves(at.part)[at.half]:
             unit, slot = self._unit(buffer), self._policy.slot(buffer, at.step)
@@ -123,14 +123,14 @@ class RotatingPart:
         self, buffer: int, step: int, slot: Slot
     ) -> Iterator[tuple[str, nn.Parameter]]:
         unit, grad_slot = self._unit(buffer), self._policy.grad_slot(buffer, step)
-        boxes = unit.boxes(step, slot)
-        for name, box in boxes.items():
+        views = unit.views(step, slot)
+        for name, view in views.items():
             # `data`: the slot is overwritten while autograd holds the leaf, on purpose.
-            leaf = nn.Parameter(box.data, requires_grad=unit.trainable)
+            leaf = nn.Parameter(view.data, requires_grad=unit.trainable)
             if unit.trainable:
-                grad_box = partial(unit.grad_box, step, grad_slot, name)
+                grad_view = partial(unit.grad_view, step, grad_slot, name)
                 sink = UnitGradSink(
-                    model=self._model, number=buffer, total=len(boxes), box=grad_box
+                    model=self._model, number=buffer, total=len(views), view=grad_view
                 )
                 leaf.grad_sink = sink  # type: ignore[attr-defined]
                 leaf.register_post_accumulate_grad_hook(sink.take)

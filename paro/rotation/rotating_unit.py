@@ -22,7 +22,7 @@ class RotatingUnit(UnitShards):
     """One slice of either the trainable or the frozen matrices of a part of the model.
 
     Its shard is the slice that this rank owns. `SLICE_ACTIONS` are done in the order that the
-    policy says; `boxes` of a slot are the matrices to compute with.
+    policy says; `views` of a slot are the matrices to compute with.
     """
 
     def __init__(self, spec: ShardingSpec, context: ShardingContext, ring: Ring) -> None:
@@ -30,7 +30,7 @@ class RotatingUnit(UnitShards):
         self._ring = ring
         layout, numel = spec.layout, spec.layout.numel // ring.size
         ranges = [(index * numel, (index + 1) * numel) for index in range(ring.size)]
-        self._pieces = [tuple(layout.pieces(*of_slice)) for of_slice in ranges]
+        self._ranges = [tuple(layout.chunk_ranges(*of_slice)) for of_slice in ranges]
         self._gaps = [
             [(low - begin, high - begin) for low, high in layout.gaps(begin, end)]
             for begin, end in ranges
@@ -46,33 +46,33 @@ class RotatingUnit(UnitShards):
         }
         self._slots = {slot: spare.values for slot, spare in self._spares.items()}
         self._slots[Slot.SHARD] = self.param_shard
-        self._boxes: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # by step
+        self._views: dict[tuple[int, Slot], dict[str, Tensor]] = {}  # by step
         self._arrived: dict[WaitKind, Event] = {}  # weights and gradients that are under way
 
     # Slices #
 
-    def boxes(self, step: int, slot: Slot) -> dict[str, Tensor]:
+    def views(self, step: int, slot: Slot) -> dict[str, Tensor]:
         """Return views of a step's slice, by parameter name; valid while the slot is allocated."""
-        if (step, slot) not in self._boxes:
+        if (step, slot) not in self._views:
             values, index = self._slots[slot], self._ring.owner_of(step)
             begin = index * values.numel()
-            self._boxes[step, slot] = {
-                piece.box.name: values[piece.offset - begin :][: piece.high - piece.low].view(
-                    piece.box.extent
+            self._views[step, slot] = {
+                part.chunk.name: values[part.offset - begin :][: part.high - part.low].view(
+                    part.chunk.sizes
                 )
-                for piece in self._pieces[index]
+                for part in self._ranges[index]
             }
-        return self._boxes[step, slot]
+        return self._views[step, slot]
 
     def starts(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Where the boxes of a step's slice begin in their whole parameters, by name."""
-        pieces = self._pieces[self._ring.owner_of(step)]
-        return {piece.box.name: piece.box.start for piece in pieces}
+        """Where the parameters of a step's slice begin in their whole parameters, by name."""
+        parts = self._ranges[self._ring.owner_of(step)]
+        return {part.chunk.name: part.chunk.offsets for part in parts}
 
-    def grad_box(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
-        """Return the box of the sum that rotates with a slice, and whether to add to what
+    def grad_view(self, step: int, slot: Slot, name: str) -> tuple[Tensor, bool]:
+        """Return the view of the sum that rotates with a slice, and whether to add to what
         it holds."""
-        return self.boxes(step, slot)[name], step + 1 < self._ring.size
+        return self.views(step, slot)[name], step + 1 < self._ring.size
 
     # Actions #
 

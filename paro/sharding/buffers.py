@@ -64,7 +64,7 @@ class ElasticBuffer:
     ) -> None:
         self.values = torch.empty(numel, dtype=dtype, device=device)
         # Created while the storage exists: a view cannot be created without it.
-        self.boxes = {} if layout is None else box_views(self.values, layout)
+        self.views = {} if layout is None else param_views(self.values, layout)
         self._num_bytes = self.values.untyped_storage().nbytes()
         self._tally = tally
         self._resize = resize
@@ -87,9 +87,9 @@ class ElasticBuffer:
         self._tally.change(-1, -self._num_bytes)
 
 
-def box_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
-    """Return the boxes of a unit as views of its whole flat buffer, keyed by parameter name."""
+def param_views(whole: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
+    """Return views of a unit's whole flat buffer, one for each parameter, by name."""
     return {
-        placed.box.name: whole[placed.offset : placed.stop].view(placed.box.extent)
-        for placed in layout.boxes
+        placed.chunk.name: whole[placed.offset : placed.stop].view(placed.chunk.sizes)
+        for placed in layout.chunks
     }

@@ -153,10 +153,10 @@ class DistributedModel:
 
         Not the gradients of parameters that two units read: they have two parts.
         """
-        number, boxes = self._numbers[unit], unit.layout.boxes
-        for name in (placed.box.name for placed in boxes):
-            box, parameter = partial(unit.grad_box, name), parameters[name]
-            sink = UnitGradSink(model=self, number=number, total=len(boxes), box=box)
+        number, chunks = self._numbers[unit], unit.layout.chunks
+        for name in (placed.chunk.name for placed in chunks):
+            view, parameter = partial(unit.grad_view, name), parameters[name]
+            sink = UnitGradSink(model=self, number=number, total=len(chunks), view=view)
             hook = parameter.register_post_accumulate_grad_hook(sink.take)
             self._removals.append(hook.remove)
             if by_matmuls:
@@ -175,14 +175,14 @@ class UnitGradSink(GradSink):
     model: DistributedModel
     number: int  # of the unit
     total: int  # gradients of the unit that arrive together
-    box: Callable[[], tuple[Tensor, bool]]  # in the unit's buffer, and whether to add to it
+    view: Callable[[], tuple[Tensor, bool]]  # in the unit's buffer, and whether to add to it
 
     def open(self) -> tuple[Tensor, bool]:
         """Return the buffer for the gradient, and whether to add to what it holds."""
         model = self.model
         if not model.num_arrived[self.number]:
             model.carry_out(model.policy.first_gradient(self.number))
-        return self.box()
+        return self.view()
 
     def close(self) -> None:
         """Say that the gradient is in the buffer."""

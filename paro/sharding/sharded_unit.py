@@ -25,7 +25,7 @@ from model.fp8 import Casts
 from model.matmul import store_grad
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import WaitKind
-from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, box_views
+from paro.sharding.buffers import TORCH_TYPES, ElasticBuffer, param_views
 from paro.sharding.shards import ShardingContext, UnitShards
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
@@ -43,7 +43,7 @@ class ShardedUnit(UnitShards):
     """The flat buffers of either the trainable or the frozen parameters of a unit.
 
     The parameters passed to `bind` stay views of `param_U`; they may be read between `use` and
-    `release`. Put each gradient into its `grad_box`; when all are there, `reduce` queues their
+    `release`. Put each gradient into its `grad_view`; when all are there, `reduce` queues their
     reduction into this rank's shard, and after the last micro-batch `step_reduce` that over all
     ranks, which `wait_reduced` waits for. After an exception the unit is unusable.
     """
@@ -61,8 +61,8 @@ class ShardedUnit(UnitShards):
         self._grad_U: ElasticBuffer | None = None
         for one in spec.collectives.get(Verb.REDUCE, ()):
             self._grad_U = self._whole(one, tally=ledger.whole_grads)
-        self._casts = [Casts() for _ in spec.layout.boxes]
-        self._grad_boxes: dict[str, Tensor] = {}
+        self._casts = [Casts() for _ in spec.layout.chunks]
+        self._grad_views: dict[str, Tensor] = {}
 
     def _whole(self, one: Collective, **settings: Any) -> ElasticBuffer:
         """Return the buffer that a collective fills, or empties."""
@@ -73,17 +73,17 @@ class ShardedUnit(UnitShards):
 
     def bind(self, parameters: dict[str, nn.Parameter]) -> None:
         """Make each parameter, and its gradient, a permanent view; it has its `Casts`."""
-        boxes = self._boxes(self.param_shard, self._param_U)
-        for (name, box), casts in zip(boxes.items(), self._casts, strict=True):
+        views = self._views(self.param_shard, self._param_U)
+        for (name, view), casts in zip(views.items(), self._casts, strict=True):
             parameters[name].casts = casts  # type: ignore[attr-defined]
-            # Not nn.Parameter(box): that shares the buffer's version counter, so autograd would
+            # Not nn.Parameter(view): that shares the buffer's version counter, so autograd would
             # treat a later gather as an in-place change of a saved tensor.
-            parameters[name].data = box
+            parameters[name].data = view
         if self.trainable:
-            self._grad_boxes = self._boxes(self.grad_shard, self._grad_U)
+            self._grad_views = self._views(self.grad_shard, self._grad_U)
 
-    def _boxes(self, shard: Tensor, buffer_U: ElasticBuffer | None) -> dict[str, Tensor]:
-        return box_views(shard, self.layout) if buffer_U is None else buffer_U.boxes
+    def _views(self, shard: Tensor, buffer_U: ElasticBuffer | None) -> dict[str, Tensor]:
+        return param_views(shard, self.layout) if buffer_U is None else buffer_U.views
 
     # Parameters #
 
@@ -139,9 +139,9 @@ class ShardedUnit(UnitShards):
         for begin, end in self.layout.gaps():
             self._grad_U.values[begin:end].zero_()
 
-    def grad_box(self, name: str) -> tuple[Tensor, bool]:
+    def grad_view(self, name: str) -> tuple[Tensor, bool]:
         """Return the buffer for one parameter's gradient, and whether to add to what it holds."""
-        return self._grad_boxes[name], self._grad_U is None and not self._fresh
+        return self._grad_views[name], self._grad_U is None and not self._fresh
 
     def reduce(self) -> None:
         """Queue the reduction of this micro-batch's gradients, and their accumulation."""

@@ -16,7 +16,7 @@ from paro.collectives.matrices import MatrixExchange
 from paro.collectives.schedule import Op
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.exposed_time import Exposure, WaitKind
-from paro.layout import PlacedBox, UnitLayout, whole_box
+from paro.layout import PlacedChunk, UnitLayout, whole_chunk
 from paro.quantization.blocks import decode, encode, split_encoded
 from paro.quantization.ranges import RangeCodes
 from paro.sharding.buffers import TORCH_TYPES, Ledger
@@ -87,9 +87,9 @@ class UnitShards:
         world_size, group_size = context.topology.world_size, context.topology.group_size
         degrees = "-".join(map(str, self.spec.strategy.degrees))
         name = f"{self.name}@{world_size}x{group_size}@{degrees}"
-        rows = whole_box(name, (world_size * num_pieces, length))
+        rows = whole_chunk(name, (world_size * num_pieces, length))
         return FlatShard(
-            layout=UnitLayout((PlacedBox(rows, 0),), decayed_stop=0, numel=rows.numel),
+            layout=UnitLayout((PlacedChunk(rows, 0),), decayed_stop=0, numel=rows.numel),
             start=context.rank * self.grad_errors.numel(),
             values=self.grad_errors.view(-1),
             state=GRAD_ERRORS,

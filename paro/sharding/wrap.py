@@ -36,12 +36,12 @@ def bind_empty(
     model: nn.Module, specs: Sequence[ShardingSpec], context: ShardingContext
 ) -> dict[str, nn.Parameter]:
     """Replace every parameter by an empty one that units can bind; returns these by name."""
-    placed = [(one.box, spec) for spec in specs for one in spec.layout.boxes]
-    described = {box.name: (box.shape, spec.buffer.trains) for box, spec in placed}
+    placed = [(one.chunk, spec) for spec in specs for one in spec.layout.chunks]
+    described = {chunk.name: (chunk.shape, spec.buffer.trains) for chunk, spec in placed}
     built = {name: (tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()}
     assert built == described, f"not as described: {built.items() ^ described.items()}"
     bound: dict[str, nn.Parameter] = {}
-    for name, spec in {box.name: spec for box, spec in placed}.items():
+    for name, spec in {chunk.name: spec for chunk, spec in placed}.items():
         empty = torch.empty(0, dtype=TORCH_TYPES[spec.param_dtype], device=context.device)
         bound[name] = nn.Parameter(empty, requires_grad=spec.buffer.trains)
         path, _, leaf = name.rpartition(".")

@@ -25,7 +25,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from paro.layout import PlacedBox, UnitLayout
+from paro.layout import PlacedChunk, UnitLayout
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
@@ -96,16 +96,16 @@ class Dealt:
 Round = tuple[Dealt, ...]  # owners are different places
 
 
-def muon_boxes(layout: UnitLayout) -> tuple[PlacedBox, ...]:
-    """Return the boxes of a unit that Muon updates."""
-    return tuple(one for one in layout.boxes if is_for_muon(one.box.name, one.box.shape))
+def muon_chunks(layout: UnitLayout) -> tuple[PlacedChunk, ...]:
+    """Return the chunks of a unit that Muon updates."""
+    return tuple(one for one in layout.chunks if is_for_muon(one.chunk.name, one.chunk.shape))
 
 
 def muon_places(layout: UnitLayout) -> tuple[tuple[int, int, int], ...]:
     """Return the offset, rows and columns of these."""
     found = []
-    for placed in muon_boxes(layout):
-        rows, columns = placed.box.extent
+    for placed in muon_chunks(layout):
+        rows, columns = placed.chunk.sizes
         found.append((placed.offset, rows, columns))
     return tuple(found)
 

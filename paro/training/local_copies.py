@@ -22,7 +22,7 @@ from torch import Tensor
 from data.tokenizer_config import unpadded_vocab_size
 from paro.arguments.parser import names_in
 from paro.checkpoint.background import Background
-from paro.checkpoint.boxes import boxed_states, rectangles_of
+from paro.checkpoint.chunks import chunked_states, chunks_of
 from paro.checkpoint.config import CheckpointConfig
 from paro.checkpoint.directory import common_of, newest_whole
 from paro.checkpoint.local.folder import LocalFolder, check_room, local_folder
@@ -69,7 +69,7 @@ class LocalCopies:
         newest = control.gather(_newest_saved(self._config.checkpoint))[0]
         found = recover(
             self._folder,
-            boxed_states(training.optimizer.flat_shards()),
+            chunked_states(training.optimizer.flat_shards()),
             _flags(self._config.given),
             newer_than=newest,
             log=self._log.log0,
@@ -96,7 +96,7 @@ class LocalCopies:
         """Prepare the files; raise `UserError` on all ranks unless their nodes have room."""
         control, near = self._folder.control, self._folder.folder_ranks
         optimizer = training.optimizer
-        states = boxed_states(optimizer.flat_shards(), writers=near)
+        states = chunked_states(optimizer.flat_shards(), writers=near)
         rank = control.world.rank
         self._writer = GenerationWriter(
             self._folder.path,
@@ -104,7 +104,7 @@ class LocalCopies:
             rank=rank,
             states=states,
             flags=_flags(self._config.given),
-            constant=states.keys() - boxed_states(optimizer.flat_shards(frozen=False)).keys(),
+            constant=states.keys() - chunked_states(optimizer.flat_shards(frozen=False)).keys(),
         )
         everywhere = control.gather(NUM_SLOTS * self._writer.num_bytes)
         num_bytes = sum(everywhere[each] for each in near)
@@ -154,8 +154,8 @@ def local_copies_bytes(ranks_per_node: int, training: Training) -> int:
     """Return the memory of a node that local copies take if each of its ranks copies as much as
     this."""
     near = range(ranks_per_node)
-    states = boxed_states(training.optimizer.flat_shards(), writers=near)
-    of_rank = sum(values.nbytes for values in rectangles_of(states).values())
+    states = chunked_states(training.optimizer.flat_shards(), writers=near)
+    of_rank = sum(values.nbytes for values in chunks_of(states).values())
     return NUM_SLOTS * len(near) * of_rank
 
 

@@ -76,7 +76,7 @@ def _held(training: Training) -> Iterator[_Held]:
             yield _Held(f"the parameters of {unit.name}", key, hash_of(unit.param_shard))
     for shard in training.optimizer.flat_shards():
         if len(shard.replicas) > 1:
-            name = f"{shard.state} of {shard.layout.boxes[0].box.name}"
+            name = f"{shard.state} of {shard.layout.chunks[0].chunk.name}"
             key = shard.replicas[0], len(shard.replicas)
             yield _Held(name, key, hash_of(shard.values))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paro.checkpoint.agreement import with_claim
 from paro.checkpoint.background import Background, HostCopy
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.claim import Claim, claimed
 from paro.checkpoint.directory import newest_good, retire_checkpoint, set_aside
 from paro.checkpoint.lease import LeaseLostError
@@ -135,7 +135,7 @@ class Saver:
         shards = training.optimizer.flat_shards(frozen=self._resumed.base is None)
         if config.checkpoint.no_save_optim:
             shards = (shard for shard in shards if shard.state == PARAM)
-        states = boxed_states(shards, writers=self._ranks.folder_ranks)
+        states = chunked_states(shards, writers=self._ranks.folder_ranks)
         if config.checkpoint.async_save:
             states = self._copy.take(states)
         write = partial(

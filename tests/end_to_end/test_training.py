@@ -243,7 +243,7 @@ def test_a_bug_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for place in (
         "config.run.decide",
         "checkpoint.load._check_model",
-        "checkpoint.storage.CheckedReader._read_rectangle",
+        "checkpoint.storage.CheckedReader._read_chunk",
         "checkpoint.load.common_of",
     ):
         with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from paro.checkpoint.agreement import one_process
-from paro.checkpoint.boxes import PARAM, BoxedState
+from paro.checkpoint.chunks import PARAM, ChunkedState
 from paro.checkpoint.directory import find_checkpoint
 from paro.checkpoint.manifest import read_manifest
 from paro.checkpoint.metadata import read_metadata
@@ -30,7 +30,7 @@ def load_parameters(root: Path, iteration: int | None = None) -> dict[str, Tenso
             if isinstance(state, TensorStorageMetadata) and name.startswith(f"{PARAM}.")
         }
         states = {
-            name: BoxedState(shape=tensor.shape, rectangles={(0,) * tensor.dim(): tensor})
+            name: ChunkedState(shape=tensor.shape, chunks={(0,) * tensor.dim(): tensor})
             for name, tensor in tensors.items()
         }
         reader = CheckedReader(directory, read_manifest(directory), metadata)

@@ -20,7 +20,7 @@ from paro.distributed.control import Control
 from paro.distributed.process_group import device_for
 from paro.distributed.world import World
 from paro.launch.placement import check_placement
-from paro.layout import rectangles
+from paro.layout import split_range
 from paro.report.log import Log
 from paro.sharding.buffers import Ledger
 from paro.sharding.shards import UnitShards
@@ -147,13 +147,13 @@ def whole_states(training: Training, *, replicas: bool = False) -> dict[str, Ten
     """
     training.model.wait_for_updated_params()
     mine = [
-        (f"{shard.state}.{piece.box.name}", piece.box.shape, part.start, values.view(part.extent))
+        (f"{shard.state}.{part.chunk.name}", part.chunk.shape, chunk.offsets, values)
         for shard in training.optimizer.flat_shards()
         if shard.is_primary_replica or replicas
-        for piece in shard.layout.pieces(shard.start, shard.start + shard.values.numel())
-        for part in rectangles(piece.box, piece.low, piece.high)
-        for begin in [piece.offset - shard.start + part.low - piece.low]
-        for values in [shard.values[begin : begin + part.high - part.low].clone()]
+        for part in shard.layout.chunk_ranges(shard.start, shard.start + shard.values.numel())
+        for low, chunk in split_range(part.chunk, part.low, part.high)
+        for begin in [part.offset - shard.start + low - part.low]
+        for values in [shard.values[begin : begin + chunk.numel].clone().view(chunk.sizes)]
     ]
     whole: dict[str, Tensor] = {}
     for pieces in training.control.gather(mine):

@@ -1,4 +1,4 @@
-"""Flat order, padding, pieces, and the rectangles that a checkpoint stores."""
+"""Flat order, padding, ranges of chunks, and the chunks that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from hypothesis import strategies as st
 
 from paro.layout import (
     ALIGN,
-    Box,
+    ParamChunk,
     UnitLayout,
     make_layout,
     make_sliced_layout,
     parameter_runs,
-    rectangles,
-    whole_box,
+    split_range,
+    whole_chunk,
 )
 
 NEEDS_PADDING = {"norm": (5,), "weight": (3, 7), "scalar": ()}
 
 
 def _layout(world_size: int = 6) -> UnitLayout:
-    boxes = [whole_box(name, shape) for name, shape in NEEDS_PADDING.items()]
-    return make_layout(boxes, decayed=frozenset({"weight"}), world_size=world_size)
+    chunks = [whole_chunk(name, shape) for name, shape in NEEDS_PADDING.items()]
+    return make_layout(chunks, decayed=frozenset({"weight"}), world_size=world_size)
 
 
 def test_decayed_first_aligned_and_padded_for_the_world() -> None:
     layout = _layout()
-    assert [placed.box.name for placed in layout.boxes] == ["weight", "norm", "scalar"]
-    assert all(placed.offset % ALIGN == 0 for placed in layout.boxes)
+    assert [placed.chunk.name for placed in layout.chunks] == ["weight", "norm", "scalar"]
+    assert all(placed.offset % ALIGN == 0 for placed in layout.chunks)
     assert layout.decayed_stop == 24
     assert layout.numel == 48
 
@@ -39,48 +39,48 @@ def test_gaps_and_pieces_cover_the_buffer_once() -> None:
     for begin, end in layout.gaps():
         covered[begin:end] += 1
     for start in range(0, layout.numel, layout.numel // 6):
-        for piece in layout.pieces(start, start + layout.numel // 6):
-            covered[piece.offset : piece.offset + piece.high - piece.low] += 1
+        for part in layout.chunk_ranges(start, start + layout.numel // 6):
+            covered[part.offset : part.offset + part.high - part.low] += 1
     assert (covered == 1).all()
 
 
 @st.composite
-def boxes_and_ranges(draw: st.DrawFn) -> tuple[Box, int, int]:
+def chunks_and_ranges(draw: st.DrawFn) -> tuple[ParamChunk, int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     start = tuple(draw(st.integers(0, size - 1)) for size in shape)
     extent = tuple(
         draw(st.integers(1, size - first)) for size, first in zip(shape, start, strict=True)
     )
-    box = Box(name="p", shape=shape, start=start, extent=extent)
-    low = draw(st.integers(0, box.numel))
-    return box, low, draw(st.integers(low, box.numel))
+    chunk = ParamChunk(name="p", shape=shape, offsets=start, sizes=extent)
+    low = draw(st.integers(0, chunk.numel))
+    return chunk, low, draw(st.integers(low, chunk.numel))
 
 
-@given(boxes_and_ranges())
-def test_rectangles_and_runs_name_the_elements_of_a_range_in_order(
-    case: tuple[Box, int, int],
+@given(chunks_and_ranges())
+def test_chunks_and_runs_name_the_elements_of_a_range_in_order(
+    case: tuple[ParamChunk, int, int],
 ) -> None:
-    box, low, high = case
-    parameter = np.arange(int(np.prod(box.shape))).reshape(box.shape)
-    cut = tuple(slice(a, a + e) for a, e in zip(box.start, box.extent, strict=True))
+    chunk, low, high = case
+    parameter = np.arange(int(np.prod(chunk.shape))).reshape(chunk.shape)
+    cut = tuple(slice(a, a + e) for a, e in zip(chunk.offsets, chunk.sizes, strict=True))
     flat = parameter[cut].reshape(-1)
 
-    runs = [list(range(begin, end)) for begin, end in parameter_runs(box, low, high)]
+    runs = [list(range(begin, end)) for begin, end in parameter_runs(chunk, low, high)]
     assert [index for run in runs for index in run] == list(flat[low:high])
 
     position = low
-    for part in rectangles(box, low, high):
-        assert part.low == position
-        corner = tuple(slice(a, a + e) for a, e in zip(part.start, part.extent, strict=True))
-        assert list(parameter[corner].reshape(-1)) == list(flat[part.low : part.high])
-        position = part.high
+    for begin, part in split_range(chunk, low, high):
+        assert begin == position
+        position += part.numel
+        corner = tuple(slice(a, a + e) for a, e in zip(*part, strict=True))
+        assert list(parameter[corner].reshape(-1)) == list(flat[begin:position])
     assert position == high
 
 
-@given(boxes_and_ranges())
-def test_a_range_takes_few_rectangles(case: tuple[Box, int, int]) -> None:
-    box, low, high = case
-    assert len(list(rectangles(box, low, high))) <= max(1, 2 * len(box.shape) - 1)
+@given(chunks_and_ranges())
+def test_a_range_takes_few_chunks(case: tuple[ParamChunk, int, int]) -> None:
+    chunk, low, high = case
+    assert len(list(split_range(chunk, low, high))) <= max(1, 2 * len(chunk.shape) - 1)
 
 
 def test_a_sliced_layout_holds_every_element_once() -> None:
@@ -91,10 +91,10 @@ def test_a_sliced_layout_holds_every_element_once() -> None:
     seen = {name: np.zeros(shape) for name, shape in shapes.items()}
     for start in range(0, layout.numel, layout.numel // 4):
         stop = start + layout.numel // 4
-        for piece in layout.pieces(start, stop):
-            box = piece.box
-            assert (piece.offset - start < layout.num_decayed(start, stop)) == (box.name != "bq")
-            assert (piece.low, piece.high) == (0, box.numel), "cut by the end of its slice"
-            where = tuple(slice(a, a + b) for a, b in zip(box.start, box.extent, strict=True))
-            seen[box.name][where] += 1
+        for part in layout.chunk_ranges(start, stop):
+            chunk = part.chunk
+            assert (part.offset - start < layout.num_decayed(start, stop)) == (chunk.name != "bq")
+            assert (part.low, part.high) == (0, chunk.numel), "cut by the end of its slice"
+            where = tuple(slice(a, a + b) for a, b in zip(chunk.offsets, chunk.sizes, strict=True))
+            seen[chunk.name][where] += 1
     assert all((counts == 1).all() for counts in seen.values())

@@ -35,14 +35,14 @@ def _spoil_gradients(training: Training, unit: int, spoil: Callable[[ShardedUnit
 
 def lose_a_micro_batch(training: Training) -> None:
     def spoil(unit: ShardedUnit) -> None:
-        for placed in unit.layout.boxes:
-            unit.grad_box(placed.box.name)[0].zero_()
+        for placed in unit.layout.chunks:
+            unit.grad_view(placed.chunk.name)[0].zero_()
 
     _spoil_gradients(training, 2, spoil)
 
 
 def drop_a_gradient_of_a_bias(training: Training) -> None:
-    _spoil_gradients(training, 1, lambda unit: unit.grad_box("blocks.0.bq")[0].zero_())
+    _spoil_gradients(training, 1, lambda unit: unit.grad_view("blocks.0.bq")[0].zero_())
 
 
 def weigh_a_token_otherwise(training: Training) -> None:

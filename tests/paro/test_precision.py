@@ -77,7 +77,7 @@ def train_with_a_bad_rank(bad_rank: int) -> tuple[Trained, Trained]:
         def last_gradient(number: int) -> list[Move]:
             is_first = model.units[number] is unit and next(backwards) == 0
             if is_first and training.control.world.rank == bad_rank:
-                gradient, _ = unit.grad_box(unit.layout.boxes[0].box.name)
+                gradient, _ = unit.grad_view(unit.layout.chunks[0].chunk.name)
                 gradient.view(-1)[0] = torch.inf
             return original(number)
 

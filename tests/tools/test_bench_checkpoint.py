@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paro.checkpoint.boxes import MAX_ITEM_BYTES
+from paro.checkpoint.chunks import MAX_ITEM_BYTES
 from paro.errors import UserError
 from tests.helpers.scripts import run_script
 from tools.bench_checkpoint import main

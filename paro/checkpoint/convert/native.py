@@ -20,7 +20,7 @@ from model.lora_config import adapted_weight, is_adapter
 from model.units import BY_VOCABULARY
 from paro.checkpoint.agreement import one_process
 from paro.checkpoint.base import adapters_of, as_base, open_base
-from paro.checkpoint.boxes import BoxedState
+from paro.checkpoint.chunks import ChunkedState
 from paro.checkpoint.config import saved_fields
 from paro.checkpoint.convert.hugging_face import (
     COMPANIONS,
@@ -48,7 +48,7 @@ from paro.checkpoint.directory import (
 )
 from paro.checkpoint.manifest import Manifest, read_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.checkpoint.planners import BoxSavePlanner
+from paro.checkpoint.planners import ChunkSavePlanner
 from paro.checkpoint.save import write_files
 from paro.checkpoint.storage import CheckedReader, check_files
 from paro.errors import UserError
@@ -156,7 +156,7 @@ def write_adapters(
 
 
 def _write(
-    lazy_states: tuple[dict[str, BoxedState], dict[str, LazyTensor]],
+    lazy_states: tuple[dict[str, ChunkedState], dict[str, LazyTensor]],
     root: Path,
     final: Path,
     advance: Callable[[int], None],
@@ -170,8 +170,8 @@ def _write(
     finish_checkpoint(directory, 0, {**common, "parameters_only": True}, sums)
 
 
-class LazySavePlanner(BoxSavePlanner):
-    """Plans with shapes only; the values of a rectangle are read when they are written."""
+class LazySavePlanner(ChunkSavePlanner):
+    """Plans with shapes only; the values of a chunk are read when they are written."""
 
     def __init__(self, sources: Mapping[str, LazyTensor], advance: Callable[[int], None]) -> None:
         super().__init__()
@@ -190,9 +190,9 @@ class LazySavePlanner(BoxSavePlanner):
 
 def _lazy_states(
     tensors: Mapping[str, LazyTensor], vocab_rows: int
-) -> tuple[dict[str, BoxedState], dict[str, LazyTensor]]:
+) -> tuple[dict[str, ChunkedState], dict[str, LazyTensor]]:
     """Return every parameter as ranges of rows, which are meta tensors, and what reads them."""
-    states: dict[str, BoxedState] = {}
+    states: dict[str, ChunkedState] = {}
     sources: dict[str, LazyTensor] = {}
     for parameter, tensor in tensors.items():
         source, (num_rows, *others) = tensor, tensor.shape
@@ -202,10 +202,10 @@ def _lazy_states(
             source = joined([tensor, lazy(zeros)], 0)
             ranges.append((num_rows, vocab_rows))
         name = f"{PARAM}.{parameter}"
-        sources[name], states[name] = source, BoxedState(shape=source.shape)
+        sources[name], states[name] = source, ChunkedState(shape=source.shape)
         for start, stop in ranges:
             rows = torch.empty((stop - start, *others), dtype=tensor.dtype, device="meta")
-            states[name].rectangles[start, *(0 for _ in others)] = rows
+            states[name].chunks[start, *(0 for _ in others)] = rows
     return states, sources
 
 
@@ -215,7 +215,7 @@ def _read_rows(
     columns = stored.size[1:]
     rows = torch.empty((stop - start, *columns), dtype=stored.properties.dtype)
     corner = (start, *(0 for _ in columns))
-    states = {name: BoxedState(shape=tuple(stored.size), rectangles={corner: rows})}
+    states = {name: ChunkedState(shape=tuple(stored.size), chunks={corner: rows})}
     with one_process().raise_on_all_ranks(f"{reader.directory}"):
         reader.read(reader.plan(states))
     return rows

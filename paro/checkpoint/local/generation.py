@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from paro.checkpoint.background import cut_up, starts_of
-from paro.checkpoint.boxes import BoxedState, rectangles_of
-from paro.checkpoint.local.regions import Region
+from paro.checkpoint.chunks import ChunkedState, chunks_of
 from paro.errors import UserError
+from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
 from paro.untrusted.regular_file import RegularFile, read_bytes
 from paro.untrusted.schema import Count, conform, parse_json
@@ -37,8 +37,8 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRegion:
-    """A region of a state and where its values begin in the data file."""
+class StoredChunk:
+    """A chunk of a state and where its values begin in the data file."""
 
     state: str  # as in checkpoints: exp_avg.<parameter>
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -47,8 +47,8 @@ class StoredRegion:
     offset: Count  # bytes
 
     @property
-    def region(self) -> Region:
-        return Region(self.corner, self.extent)
+    def chunk(self) -> Chunk:
+        return Chunk(self.corner, self.extent)
 
     @property
     def num_bytes(self) -> int:
@@ -63,8 +63,8 @@ class Record:
     iteration: Count
     rank: Count
     flags: dict[str, str]  # of the run, to recognize another run's
-    regions: list[StoredRegion]
-    checksums: list[Count]  # of the regions
+    regions: list[StoredChunk]
+    checksums: list[Count]  # of the chunks
     common: dict[str, Any]  # what a checkpoint has in common.json
 
 
@@ -98,7 +98,7 @@ class Generation:
             self._read(file, index)
 
     def values(self, index: int) -> Tensor:
-        """Return the values of region `index`, verified."""
+        """Return the values of chunk `index`, verified."""
         stored = self.record.regions[index]
         content = self._read(RegularFile(self.path), index)
         flat = torch.frombuffer(bytearray(content), dtype=_TYPES[stored.dtype])
@@ -134,17 +134,17 @@ class GenerationWriter:
         *,
         name: str,
         rank: int,
-        states: Mapping[str, BoxedState],
+        states: Mapping[str, ChunkedState],
         flags: Mapping[str, str],
         constant: Collection[str] = (),
     ) -> None:
         self._stem = folder / name
-        sources = rectangles_of(states)
+        sources = chunks_of(states)
         self._sources = [*sources.values()]
         self._constant = [name in constant for name, _ in sources]
         *starts, self.num_bytes = starts_of(self._sources)
-        regions = [
-            StoredRegion(
+        chunks = [
+            StoredChunk(
                 state=name,
                 dtype=_NAMES[values.dtype],  # type: ignore[arg-type]
                 corner=corner,
@@ -159,7 +159,7 @@ class GenerationWriter:
                 "format": _FORMAT,
                 "rank": rank,
                 "flags": dict(flags),
-                "regions": [asdict(region) for region in regions],
+                "regions": [asdict(chunk) for chunk in chunks],
             }
         )[:-1]
         self._slots: dict[int, _Slot] = {}
@@ -190,7 +190,7 @@ class GenerationWriter:
         self.num_written += 1
 
     def _allocate(self, path: Path) -> list[Tensor]:
-        """Return a mapped file for one generation; its regions as tensors, pinned where CUDA is
+        """Return a mapped file for one generation; its chunks as tensors, pinned where CUDA is
         used."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

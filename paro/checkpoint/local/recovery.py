@@ -1,9 +1,9 @@
 """Recovers the states of all ranks from the local copies of all nodes."""
 
-# Ranks agree on the newest iteration of which every region that any rank needs is held by somebody,
+# Ranks agree on the newest iteration of which every chunk that any rank needs is held by somebody,
 # parameters as sent apart, which the run that wrote may not have had.
 # A rank takes what its own node holds; the rest comes point to point from the ranks of other nodes,
-# each from the holder that sends least. Holders are found by region: strategy, number of ranks and
+# each from the holder that sends least. Holders are found by chunk: strategy, number of ranks and
 # nodes may differ from those of the run that wrote. Only what one start of the run wrote is put
 # together: a node that was away may hold the same iteration as it was computed on other ranks.
 
@@ -18,22 +18,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.checkpoint.boxes import BoxedState, begin_without, may_be_missing, rectangles_of
+from paro.checkpoint.chunks import ChunkedState, begin_without, chunks_of, may_be_missing
 from paro.checkpoint.local.folder import LocalFolder
 from paro.checkpoint.local.generation import Generation
-from paro.checkpoint.local.regions import Region, overlap, remainder
+from paro.checkpoint.local.overlap import overlap, remainder
 from paro.errors import RunError, UserError
+from paro.layout import Chunk
 from paro.untrusted.checksum import crc32
 
-_IN_FLIGHT = 4  # messages of a rank, each at most one region of about 16 MiB
+_IN_FLIGHT = 4  # messages of a rank, each at most one chunk of about 16 MiB
 _SUM_BYTES = 8
 
 
 class Want(NamedTuple):
-    """A region of a state that a rank needs and its own node does not hold."""
+    """A chunk of a state that a rank needs and its own node does not hold."""
 
     state: str
-    region: Region
+    chunk: Chunk
 
 
 class Offer(NamedTuple):
@@ -41,29 +42,29 @@ class Offer(NamedTuple):
 
     wanted_by: int
     number: int  # in the wants of that rank
-    region: Region
+    chunk: Chunk
 
 
 class Held(NamedTuple):
-    """A part of a want that a generation holds, in the region of this number."""
+    """A part of a want that a generation holds, in the chunk of this number."""
 
-    region: Region
+    chunk: Chunk
     generation: Generation
     number: int
 
     def values(self) -> Tensor:
         """Its values, verified."""
-        whole = self.generation.record.regions[self.number].region
-        return self.generation.values(self.number)[self.region.within(whole)]
+        whole = self.generation.record.regions[self.number].chunk
+        return self.generation.values(self.number)[self.chunk.index_in(whole)]
 
 
 class Message(NamedTuple):
-    """A region of a state on its way from one rank to another."""
+    """A chunk of a state on its way from one rank to another."""
 
     source: int
     target: int
     state: str
-    region: Region
+    chunk: Chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Recovered:
 
 def recover(
     folder: LocalFolder,
-    states: Mapping[str, BoxedState],
+    states: Mapping[str, ChunkedState],
     flags: Mapping[str, str],
     *,
     newer_than: int,
@@ -115,13 +116,13 @@ def recover(
         if needed is not None:
             log(
                 f"  passing over iteration {iteration} of the local copies: no node that is left "
-                f"holds {needed.state} at {list(needed.region.corner)}"
+                f"holds {needed.state} at {list(needed.chunk.offsets)}"
             )
             continue
         mine = copies.of_node[0].record.common if copies.of_node else None
         common = next(filter(None, folder.control.gather(mine)))
         own, other = copies.fill_from_node(), copies.exchange(messages)
-        # On all ranks alike: a file that is lost or damaged had the masters of these regions too.
+        # On all ranks alike: a file that is lost or damaged had the masters of these chunks too.
         begin_without(states, {want.state for want in lost})
         own_bytes, other_bytes = folder.control.sum([float(own), float(other)])
         _keep_only(folder, copies.of_node)
@@ -182,7 +183,7 @@ class _Copies:
     def __init__(
         self,
         folder: LocalFolder,
-        states: Mapping[str, BoxedState],
+        states: Mapping[str, ChunkedState],
         found: Sequence[Generation],
         log: Callable[[str], None],
     ) -> None:
@@ -203,24 +204,24 @@ class _Copies:
         self._folder = folder
         self._on_node = _by_state(self.of_node)
         self._of_this_rank = _by_state(mine)  # what it sends from
-        # Every region that this rank needs, and the tensor to fill.
+        # Every chunk that this rank needs, and the tensor to fill.
         self._wants = [
-            (Want(name, Region(corner, tuple(values.shape))), values)
-            for (name, corner), values in rectangles_of(states).items()
+            (Want(name, Chunk(offsets, tuple(values.shape))), values)
+            for (name, offsets), values in chunks_of(states).items()
         ]
 
     def plan(self) -> tuple[list[Message], list[Want]]:
         """Return the messages of all ranks, and what nobody holds; the same on all ranks."""
         control = self._folder.control
         missing = [
-            Want(want.state, region)
+            Want(want.state, chunk)
             for want, _ in self._wants
-            for region in remainder(want.region, [p.region for p in _parts(self._on_node, want)])
+            for chunk in remainder(want.chunk, [p.chunk for p in _parts(self._on_node, want)])
         ]
         wants: list[list[Want]] = control.gather(missing)
         offers: list[list[Offer]] = control.gather(
             [
-                Offer(rank, index, part.region)
+                Offer(rank, index, part.chunk)
                 for rank, of_rank in enumerate(wants)
                 if rank not in self._folder.folder_ranks
                 for index, want in enumerate(of_rank)
@@ -235,7 +236,7 @@ class _Copies:
         for want, values in self._wants:
             for part in _parts(self._on_node, want):
                 source = part.values()
-                values[part.region.within(want.region)].copy_(source)
+                values[part.chunk.index_in(want.chunk)].copy_(source)
                 num_bytes += source.nbytes
         return num_bytes
 
@@ -263,8 +264,8 @@ class _Copies:
         return received + sum(end() for end in open_ends)
 
     def _send(self, message: Message) -> Callable[[], int]:
-        part, *_ = _parts(self._of_this_rank, Want(message.state, message.region))
-        assert part.region == message.region, f"{message} is {part.region} here"
+        part, *_ = _parts(self._of_this_rank, Want(message.state, message.chunk))
+        assert part.chunk == message.chunk, f"{message} is {part.chunk} here"
         values = part.values().contiguous().view(-1).view(torch.uint8)
         checksum = crc32(values.numpy()).to_bytes(_SUM_BYTES, "little")
         content = torch.cat([values, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
@@ -284,9 +285,9 @@ class _Copies:
         want, values = next(
             (want, values)
             for want, values in targets
-            if overlap(want.region, message.region) == message.region
+            if overlap(want.chunk, message.chunk) == message.chunk
         )
-        num_bytes = message.region.numel * values.element_size()
+        num_bytes = message.chunk.numel * values.element_size()
         content = torch.empty(num_bytes + _SUM_BYTES, dtype=torch.uint8)
         work = dist.irecv(content, message.source, group=self._folder.control.group)
         assert work is not None, "this rank is in the group"
@@ -296,8 +297,8 @@ class _Copies:
             checksum = int.from_bytes(content[-_SUM_BYTES:].numpy().tobytes(), "little")
             if crc32(content[:-_SUM_BYTES].numpy()) != checksum:
                 raise RunError(f"{message.state} from rank {message.source} was changed on its way")
-            part = content[:-_SUM_BYTES].view(values.dtype).view(message.region.extent)
-            values[message.region.within(want.region)].copy_(part)
+            part = content[:-_SUM_BYTES].view(values.dtype).view(message.chunk.sizes)
+            values[message.chunk.index_in(want.chunk)].copy_(part)
             return num_bytes
 
         return end
@@ -315,18 +316,18 @@ def _by_state(generations: Sequence[Generation]) -> _ByState:
 
 
 def _parts(held: _ByState, want: Want) -> Iterator[Held]:
-    """Yield disjoint parts of a want; each region that is held twice counts once."""
-    left = [want.region]
+    """Yield disjoint parts of a want; each chunk that is held twice counts once."""
+    left = [want.chunk]
     for generation, index in held.get(want.state, ()):
-        stored = generation.record.regions[index].region
-        if len(stored.corner) != len(want.region.corner):
+        stored = generation.record.regions[index].chunk
+        if len(stored.offsets) != len(want.chunk.offsets):
             continue
         rest = []
-        for region in left:
-            part = overlap(region, stored)
+        for chunk in left:
+            part = overlap(chunk, stored)
             if part is not None:
                 yield Held(part, generation, index)
-            rest += [region] if part is None else remainder(region, [part])
+            rest += [chunk] if part is None else remainder(chunk, [part])
         left = rest
 
 
@@ -334,22 +335,22 @@ def assign(
     wants: Sequence[Sequence[Want]], offers: Sequence[Sequence[Offer]]
 ) -> tuple[list[Message], list[Want]]:
     """Who sends what, each part of a want by whom sends least so far; and what nobody holds."""
-    by_want: dict[tuple[int, int], list[tuple[int, Region]]] = defaultdict(list)
+    by_want: dict[tuple[int, int], list[tuple[int, Chunk]]] = defaultdict(list)
     for source, of_source in enumerate(offers):
         for offer in of_source:
-            by_want[offer.wanted_by, offer.number].append((source, offer.region))
+            by_want[offer.wanted_by, offer.number].append((source, offer.chunk))
     load = [0] * len(offers)
     messages, lost = [], []
     for target, of_target in enumerate(wants):
         for index, want in enumerate(of_target):
-            left = [want.region]
-            for source, region in sorted(
+            left = [want.chunk]
+            for source, chunk in sorted(
                 by_want[target, index], key=lambda offer: (load[offer[0]], offer[0])
             ):
-                parts = [part for one in left if (part := overlap(one, region)) is not None]
+                parts = [part for one in left if (part := overlap(one, chunk)) is not None]
                 left = [rest for one in left for rest in remainder(one, parts)]
                 for part in parts:
                     messages.append(Message(source, target, want.state, part))
                     load[source] += part.numel
-            lost += [Want(want.state, region) for region in left]
+            lost += [Want(want.state, chunk) for chunk in left]
     return messages, lost

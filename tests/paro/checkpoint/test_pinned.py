@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paro.checkpoint.background import HostCopy, pin
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.errors import RunError
 from paro.training.local_copies import _Copier
 from tests.paro.checkpoint.toy_run import NNN, make_shards
@@ -42,7 +42,7 @@ def test_a_block_is_locked_from_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
-    states = boxed_states(make_shards(NNN, 1, filled=True), writers=range(4))
+    states = chunked_states(make_shards(NNN, 1, filled=True), writers=range(4))
     some = dict(list(states.items())[::2])
     copy = HostCopy()
     copy.take(some)
@@ -51,8 +51,8 @@ def test_copies_share_one_block_and_later_ones_reuse_it() -> None:
     blocks = {room.untyped_storage().data_ptr() for room in copy._room.values()}
     assert len(blocks) == 2  # of the first save, and of what the second has in addition
     assert first <= {id(room) for room in copy._room.values()}
-    values = [v for state in states.values() for v in state.rectangles.values()]
-    copies = [v for state in taken.values() for v in state.rectangles.values()]
+    values = [v for state in states.values() for v in state.chunks.values()]
+    copies = [v for state in taken.values() for v in state.chunks.values()]
     assert len(values) > 10
     assert copy.num_bytes == sum(value.nbytes for value in values)
     for value, copied in zip(values, copies, strict=True):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from paro.checkpoint.agreement import Ranks, one_process
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.load import Loading
 from paro.checkpoint.save import write_states
 from paro.errors import UserError
@@ -125,7 +125,7 @@ class OtherNodeFails(Ranks):
 
 def test_the_one_before_stays_where_the_next_is_not_whole_on_every_node(tmp_path: Path) -> None:
     def save(iteration: int, ranks: Ranks) -> None:
-        states = boxed_states(make_shards(ONE, 0, filled=True), writers={0})
+        states = chunked_states(make_shards(ONE, 0, filled=True), writers={0})
         write_states(tmp_path, iteration, states, {}, ranks=ranks, log=lambda _: None)
 
     alone = one_process()
@@ -197,7 +197,7 @@ def test_another_shape_is_told(
 
 def test_parameters_on_one_side_only_are_told(one: Path, tmp_path: Path) -> None:
     some = make_shards(ONE, 0, filled=False)
-    without_norm = [s for s in some if s.layout.boxes[0].box.name != "norm.weight"]
+    without_norm = [s for s in some if s.layout.chunks[0].chunk.name != "norm.weight"]
     refused(lambda: load_checkpoint(one, without_norm), "only the checkpoint has norm.weight")
     save_checkpoint(tmp_path / "without", 100, without_norm, {})
     refused(lambda: load_checkpoint(tmp_path / "without", some), "only the model has norm.weight")

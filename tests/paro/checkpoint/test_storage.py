@@ -18,7 +18,7 @@ import paro.checkpoint.storage as storage
 from paro.checkpoint.directory import latest_iteration
 from paro.checkpoint.manifest import read_manifest, sum_of, write_manifest
 from paro.checkpoint.metadata import read_metadata
-from paro.layout import make_layout, whole_box
+from paro.layout import make_layout, whole_chunk
 from paro.spec.states import FlatShard
 from tests.helpers.parameters import load_parameters
 from tests.helpers.refusals import refused
@@ -126,8 +126,8 @@ def test_a_hole_is_found_before_anything_is_read(saved: Path) -> None:
 
 @pytest.mark.parametrize("numel", [100, 10_000], ids=["in a header", "in the data"])
 def test_a_full_disk_is_called_by_its_name_and_leaves_nothing(tmp_path: Path, numel: int) -> None:
-    boxes = [whole_box(f"p{number}", (numel,)) for number in range(10)]
-    layout = make_layout(boxes, decayed=frozenset(), world_size=1)
+    chunks = [whole_chunk(f"p{number}", (numel,)) for number in range(10)]
+    layout = make_layout(chunks, decayed=frozenset(), world_size=1)
     values = torch.zeros(layout.numel)
     shard = FlatShard(layout=layout, start=0, values=values, state="param")
     with small_files():

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from paro.checkpoint import load
 from paro.checkpoint.agreement import with_one_folder
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.save import write_states
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.layout import Box, Shape, UnitLayout, make_layout, whole_box
+from paro.layout import ParamChunk, Shape, UnitLayout, make_layout, slice_chunk, whole_chunk
 from paro.spec.states import FlatShard
 from paro.topology import make_topology
 
@@ -62,24 +62,24 @@ DEGREES_ON_EIGHT = Cut(world_size=8, group_size=4, degrees=(2, 4, 8))
 ON_TWO = Cut(world_size=2, group_size=2, degrees=(2, 2, 2))
 
 
-def rotating_boxes() -> list[Box]:
+def rotating_chunks() -> list[ParamChunk]:
     """Slice by slice: three rows of one parameter, three columns of the other."""
-    boxes = []
-    for low in (0, 3, 6):
-        boxes.append(Box(name="rotating.up", shape=(9, 4), start=(low, 0), extent=(3, 4)))
-        boxes.append(Box(name="rotating.down", shape=(4, 9), start=(0, low), extent=(4, 3)))
-    return boxes
+    chunks = []
+    for index in range(3):
+        chunks.append(slice_chunk("rotating.up", (9, 4), dim=0, index=index, number=3))
+        chunks.append(slice_chunk("rotating.down", (4, 9), dim=1, index=index, number=3))
+    return chunks
 
 
 def layouts(world_size: int, shapes: dict[str, Shape] = SHAPES) -> list[UnitLayout]:
     """One layout per unit; the frozen one is the last."""
     units = [
-        [whole_box(name, shapes[name]) for name in unit]
+        [whole_chunk(name, shapes[name]) for name in unit]
         for unit in (EMBEDDING, BLOCK, SMALLER_THAN_WORLD, FROZEN)
     ]
-    units.insert(2, rotating_boxes())
+    units.insert(2, rotating_chunks())
     decayed = frozenset(name for name, shape in shapes.items() if len(shape) > 1)
-    return [make_layout(boxes, decayed=decayed, world_size=world_size) for boxes in units]
+    return [make_layout(chunks, decayed=decayed, world_size=world_size) for chunks in units]
 
 
 def true_state(state: str, name: str) -> Tensor:
@@ -91,17 +91,19 @@ def true_state(state: str, name: str) -> Tensor:
 
 def zeros(layout: UnitLayout, numel: int) -> Tensor:
     """An uninitialized buffer for elements of a unit, in the type of its states."""
-    frozen = layout.boxes[0].box.name in FROZEN
+    frozen = layout.chunks[0].chunk.name in FROZEN
     return torch.zeros(numel, dtype=torch.bfloat16 if frozen else torch.float32)
 
 
 def true_range(layout: UnitLayout, state: str, start: int, stop: int) -> Tensor:
     """The elements [start, stop) of a unit in its flat order; padding is zero."""
     whole = zeros(layout, layout.numel)
-    for placed in layout.boxes:
-        box = placed.box
-        ranges = (slice(a, a + n) for a, n in zip(box.start, box.extent, strict=True))
-        whole[placed.offset : placed.stop] = true_state(state, box.name)[tuple(ranges)].reshape(-1)
+    for placed in layout.chunks:
+        chunk = placed.chunk
+        ranges = (slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[placed.offset : placed.stop] = true_state(state, chunk.name)[tuple(ranges)].reshape(
+            -1
+        )
     return whole[start:stop]
 
 
@@ -151,7 +153,7 @@ def assert_true(shards: Sequence[FlatShard]) -> None:
     for shard in shards:
         stop = shard.start + shard.values.numel()
         expected = true_range(shard.layout, shard.state, shard.start, stop)
-        name = shard.layout.boxes[0].box.name
+        name = shard.layout.chunks[0].chunk.name
         assert torch.equal(shard.values.cpu(), expected), f"{shard.state} of the unit of {name}"
 
 
@@ -173,7 +175,7 @@ def save_checkpoint(
 ) -> None:
     """Saves shards as a run does, from ranks that all see the folder."""
     ranks = with_one_folder(control_here())
-    states = boxed_states(shards, writers=range(8))  # one process may hold the shards of many
+    states = chunked_states(shards, writers=range(8))  # one process may hold the shards of many
     first = log if log is not None and ranks.everyone.world.rank == 0 else lambda _line: None
     write_states(root, iteration, states, common, ranks=ranks, log=first)
 

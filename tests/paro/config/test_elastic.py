@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from paro.checkpoint.boxes import BoxedState, boxed_states, may_be_missing
-from paro.checkpoint.local.regions import Region, remainder
+from paro.checkpoint.chunks import ChunkedState, chunked_states, may_be_missing
+from paro.checkpoint.local.overlap import remainder
 from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.distributed.control import PlannedControl
 from paro.distributed.world import World
 from paro.errors import UserError
+from paro.layout import Chunk
 from paro.machine.files import machine_to_json
 from paro.machine.machine import Measured
 from paro.planning.survival import survival
@@ -110,29 +111,31 @@ def allowed_nodes(config: RunConfig) -> set[int]:
     return set(range(1, NODES + 1))
 
 
-def states_of(case: Case, config: RunConfig, rank: int, *, to_write: bool) -> dict[str, BoxedState]:
+def states_of(
+    case: Case, config: RunConfig, rank: int, *, to_write: bool
+) -> dict[str, ChunkedState]:
     """What a rank holds, or which of it the rank copies."""
     size = int(config.given["world_size"])
     world = World(rank=rank, size=size, ranks_per_node=case.per_node)
     training = build_training(config, PlannedControl(world, torch.device("meta")))
     first = rank // case.per_node * case.per_node
     near = range(first, first + case.per_node) if to_write else ()
-    return boxed_states(training.optimizer.flat_shards(), writers=near)
+    return chunked_states(training.optimizer.flat_shards(), writers=near)
 
 
-def regions(states: dict[str, BoxedState]) -> Iterator[tuple[str, Region]]:
+def chunks(states: dict[str, ChunkedState]) -> Iterator[tuple[str, Chunk]]:
     for name, state in states.items():
-        for corner, values in state.rectangles.items():
-            yield name, Region(corner, tuple(values.shape))
+        for offsets, values in state.chunks.items():
+            yield name, Chunk(offsets, tuple(values.shape))
 
 
-def copies_of(case: Case, config: RunConfig, nodes: Sequence[int]) -> dict[str, list[Region]]:
+def copies_of(case: Case, config: RunConfig, nodes: Sequence[int]) -> dict[str, list[Chunk]]:
     """What the local copies of these nodes hold."""
-    held: dict[str, list[Region]] = {}
+    held: dict[str, list[Chunk]] = {}
     for node in nodes:
         for rank in range(node * case.per_node, (node + 1) * case.per_node):
-            for name, region in regions(states_of(case, config, rank, to_write=True)):
-                held.setdefault(name, []).append(region)
+            for name, chunk in chunks(states_of(case, config, rank, to_write=True)):
+                held.setdefault(name, []).append(chunk)
     return held
 
 
@@ -185,7 +188,7 @@ def test_the_copies_of_the_nodes_that_are_left_hold_all(seed: int, tmp_path: Pat
     check_held(case, copies_of(case, second, range(fewer)), case.on(NODES))
 
 
-def check_held(case: Case, copies: dict[str, list[Region]], config: RunConfig) -> None:
+def check_held(case: Case, copies: dict[str, list[Chunk]], config: RunConfig) -> None:
     for rank in range(int(config.given["world_size"])):
-        for name, region in regions(states_of(case, config, rank, to_write=False)):
-            assert may_be_missing(name) or not remainder(region, copies.get(name, [])), name
+        for name, chunk in chunks(states_of(case, config, rank, to_write=False)):
+            assert may_be_missing(name) or not remainder(chunk, copies.get(name, [])), name

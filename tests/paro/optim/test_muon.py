@@ -59,10 +59,12 @@ def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
 def parameters(training: Training) -> dict[str, Tensor]:
     """The masters of one process, as views."""
     return {
-        placed.box.name: shard.values.detach()[placed.offset : placed.stop].view(placed.box.shape)
+        placed.chunk.name: shard.values.detach()[placed.offset : placed.stop].view(
+            placed.chunk.shape
+        )
         for shard in training.optimizer.flat_shards()
         if shard.state == "param"
-        for placed in shard.layout.boxes
+        for placed in shard.layout.chunks
     }
 
 
@@ -72,9 +74,9 @@ def trained(flags: str, num_steps: int = 20) -> tuple[dict[str, Tensor], dict[st
     before = {name: values.clone() for name, values in parameters(training).items()}
     for step in range(num_steps):
         for unit in training.model.trainable_units:
-            for placed in unit.layout.boxes:
+            for placed in unit.layout.chunks:
                 into = unit.optim_grad[placed.offset : placed.stop]
-                into.copy_(gradient(placed.box.name, placed.box.shape, step).view(-1))
+                into.copy_(gradient(placed.chunk.name, placed.chunk.shape, step).view(-1))
         training.optimizer.step(lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
     return before, parameters(training)
 

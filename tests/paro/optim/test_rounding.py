@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paro.layout import Piece, make_sliced_layout, make_whole_layout, parameter_runs, whole_box
+from paro.layout import (
+    ChunkRange,
+    make_sliced_layout,
+    make_whole_layout,
+    parameter_runs,
+    whole_chunk,
+)
 from paro.optim.adamw import _CHUNK, choose_adamw
 from paro.optim.adamw import Update as AdamUpdate
 from paro.optim.rounding import Rounding, round_into, upper_half
@@ -19,7 +25,7 @@ pytestmark = pytest.mark.bits
 CPU = torch.device("cpu")
 SHAPES = {"wq": (12, 7), "w_down": (7, 24), "norm": (7,)}
 CUTS = {"wq": 0, "w_down": 1, "norm": 0}
-WHOLE = Piece(whole_box("w", (1000, 100)), 0, 10**5, 0)
+WHOLE = ChunkRange(whole_chunk("w", (1000, 100)), 0, 10**5, 0)
 
 
 def bits_by_parameter(world_size: int, *, slices: bool) -> dict[str, Tensor]:
@@ -30,10 +36,10 @@ def bits_by_parameter(world_size: int, *, slices: bool) -> dict[str, Tensor]:
     found = {name: torch.zeros(prod(shape), dtype=torch.int32) for name, shape in SHAPES.items()}
     size = layout.numel // world_size
     for start in range(0, layout.numel, size):
-        for piece in layout.pieces(start, start + size):
-            bits = Rounding.of(piece, seed=3).bits(0, piece.high - piece.low, 5, CPU)
-            for begin, end in parameter_runs(piece.box, piece.low, piece.high):
-                found[piece.box.name][begin:end], bits = bits[: end - begin], bits[end - begin :]
+        for part in layout.chunk_ranges(start, start + size):
+            bits = Rounding.of(part, seed=3).bits(0, part.high - part.low, 5, CPU)
+            for begin, end in parameter_runs(part.chunk, part.low, part.high):
+                found[part.chunk.name][begin:end], bits = bits[: end - begin], bits[end - begin :]
     return found
 
 
@@ -55,7 +61,9 @@ def test_a_part_of_a_piece_has_the_bits_of_the_whole() -> None:
     [
         Rounding.of(WHOLE, seed=2).bits(0, 10**5, 1, CPU),
         Rounding.of(WHOLE, seed=1).bits(0, 10**5, 2, CPU),
-        Rounding.of(Piece(whole_box("v", (1000, 100)), 0, 10**5, 0), 1).bits(0, 10**5, 1, CPU),
+        Rounding.of(ChunkRange(whole_chunk("v", (1000, 100)), 0, 10**5, 0), 1).bits(
+            0, 10**5, 1, CPU
+        ),
         upper_half(Rounding.of(WHOLE, seed=1).bits(0, 10**5, 1, CPU)),
     ],
     ids=["seed", "step", "parameter", "half"],

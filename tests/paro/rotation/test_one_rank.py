@@ -79,7 +79,9 @@ def test_no_rank_ever_holds_a_whole_block(
     assert held.peak_bytes <= bound
     # In addition, one gradient before it is added to its slice, and little else.
     matrix = max(
-        placed.box.numel * 4 for unit in rank.model.trainable_units for placed in unit.layout.boxes
+        placed.chunk.numel * 4
+        for unit in rank.model.trainable_units
+        for placed in unit.layout.chunks
     )
     assert peak < bound + 2.5 * matrix
 

@@ -37,16 +37,16 @@ def test_adapters_begin_on_a_model_without_them(base: Path) -> None:
     _, plain, _ = started(f"--load {base} --finetune")
     _, training, resumed = started(f"{LORA} --load {base}")
     assert resumed.state is None
-    ours = {s.layout.boxes[0].box.name: s for s in training.optimizer.flat_shards(frozen=True)}
+    ours = {s.layout.chunks[0].chunk.name: s for s in training.optimizer.flat_shards(frozen=True)}
     _, fresh, _ = started(LORA)
     assert training.optimizer.num_steps == 0
     for there, here in zip(
         fresh.optimizer.flat_shards(), training.optimizer.flat_shards(), strict=True
     ):
-        if is_adapter(here.layout.boxes[0].box.name):
+        if is_adapter(here.layout.chunks[0].chunk.name):
             assert torch.equal(there.values, here.values)
     for shard in plain.optimizer.flat_shards():
-        name = shard.layout.boxes[0].box.name
+        name = shard.layout.chunks[0].chunk.name
         if shard.state == "param":
             assert torch.equal(ours[name].values, shard.values)
 

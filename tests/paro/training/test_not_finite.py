@@ -49,7 +49,7 @@ def test_which_state_of_which_rank_is_not_finite() -> None:
     assert not_finite(shards(at=3, value=3e38), OfTwo(None)) is None
     for value in (math.inf, -math.inf, math.nan):
         wrong = shards(at=3, value=value)
-        name = next(iter(wrong[3].layout.boxes)).box.name
+        name = next(iter(wrong[3].layout.chunks)).chunk.name
         assert not_finite(wrong, OfTwo(None)) == f"exp_avg.{name} on rank 0"
     assert not_finite(shards(), OfTwo("param.x")) == "param.x on rank 1"
     both = not_finite(shards("param", at=3, value=math.nan), OfTwo("param.x"))

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from torch import Tensor
 
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.local.generation import DATA, RECORD, Generation, GenerationWriter
 from paro.untrusted.checksum import crc32
 from tests.helpers.refusals import refused
@@ -20,7 +20,7 @@ FLAGS = {"seed": "1"}
 
 
 def make_writer(folder: Path) -> GenerationWriter:
-    states = boxed_states(make_shards(NNN, 1, filled=True), writers=range(4))
+    states = chunked_states(make_shards(NNN, 1, filled=True), writers=range(4))
     return GenerationWriter(folder, name="rank-00001-a", rank=1, states=states, flags=FLAGS)
 
 
@@ -36,7 +36,7 @@ def test_two_generations_are_kept_and_files_reused(tmp_path: Path) -> None:
 
 
 def test_what_is_constant_is_copied_once_into_each(tmp_path: Path) -> None:
-    states = boxed_states(make_shards(NNN, 1, filled=True), writers=range(4))
+    states = chunked_states(make_shards(NNN, 1, filled=True), writers=range(4))
     constant = {name for name in states if name.startswith("param.")}
     writer = GenerationWriter(
         tmp_path, name="rank-00001-a", rank=1, states=states, flags=FLAGS, constant=constant
@@ -49,7 +49,7 @@ def test_what_is_constant_is_copied_once_into_each(tmp_path: Path) -> None:
         target.copy_(source)
 
     num_constant, num_all = (
-        sum(values.nbytes for name in names for values in states[name].rectangles.values())
+        sum(values.nbytes for name in names for values in states[name].chunks.values())
         for names in (constant, states)
     )
     for iteration in range(1, 5):

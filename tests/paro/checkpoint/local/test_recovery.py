@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from paro.checkpoint.boxes import boxed_states
+from paro.checkpoint.chunks import chunked_states
 from paro.checkpoint.local.folder import LocalFolder
 from paro.checkpoint.local.generation import DATA, RECORD, GenerationWriter
+from paro.checkpoint.local.overlap import overlap, remainder
 from paro.checkpoint.local.recovery import Message, Offer, Recovered, Want, assign, recover
-from paro.checkpoint.local.regions import Region, overlap, remainder
+from paro.layout import Chunk
 from tests.helpers.ranks import run_ranks
 from tests.paro.checkpoint.toy_run import Cut, assert_true, control_here, make_shards
 
@@ -44,7 +45,7 @@ def write_nodes(
         folder = root / f"node{node}"
         folder.mkdir(parents=True, exist_ok=True)
         near = range(node * per_node, (node + 1) * per_node)
-        states = boxed_states(make_shards(cut, rank, filled=is_true), writers=near)
+        states = chunked_states(make_shards(cut, rank, filled=is_true), writers=near)
         name = f"rank-{rank:05d}-{start}"
         writer = GenerationWriter(folder, name=name, rank=rank, states=states, flags=FLAGS)
         for iteration in iterations:
@@ -71,7 +72,7 @@ def recover_on(
     path.mkdir(exist_ok=True)
     shards = make_shards(cut, rank, filled=False)
     lines: list[str] = []
-    states = boxed_states(shards)
+    states = chunked_states(shards)
     found = recover(
         LocalFolder(path, control_here(), near),
         states,
@@ -84,7 +85,7 @@ def recover_on(
     else:
         assert_true(shards)
     dist.barrier()
-    own = sum(v.nbytes for state in states.values() for v in state.rectangles.values())
+    own = sum(v.nbytes for state in states.values() for v in state.chunks.values())
     left = sorted(each.name for each in path.iterdir())
     return Outcome(found, lines, own, left)
 
@@ -118,7 +119,7 @@ def test_a_lost_node_gets_its_states_from_the_other(tmp_path: Path, lost: int) -
         (GGG, III, (0, 1, 1, 0)),
     ],
 )
-def test_states_are_found_by_region(
+def test_states_are_found_by_chunk(
     tmp_path: Path, before: Cut, after: Cut, nodes: tuple[int, ...]
 ) -> None:
     write_nodes(tmp_path, before)
@@ -203,8 +204,8 @@ def test_nothing_there_is_no_line(tmp_path: Path) -> None:
 
 
 def test_each_part_comes_from_the_holder_that_sends_least() -> None:
-    row = [Region((first,), (2,)) for first in (0, 2, 4)]
-    whole = Region((0,), (6,))
+    row = [Chunk((first,), (2,)) for first in (0, 2, 4)]
+    whole = Chunk((0,), (6,))
     wants = [[Want("a", whole), Want("b", row[0])], [], []]
     offers = [
         [],
@@ -216,22 +217,22 @@ def test_each_part_comes_from_the_holder_that_sends_least() -> None:
 
 
 def test_parts_of_several_holders_make_a_whole_or_what_is_lost_is_returned() -> None:
-    wants = [[Want("a", Region((0, 0), (4, 4)))]]
-    halves = [[Offer(0, 0, Region((0, 0), (4, 3)))], [Offer(0, 0, Region((1, 1), (3, 3)))]]
+    wants = [[Want("a", Chunk((0, 0), (4, 4)))]]
+    halves = [[Offer(0, 0, Chunk((0, 0), (4, 3)))], [Offer(0, 0, Chunk((1, 1), (3, 3)))]]
     _, lost = assign(wants, halves)
-    assert lost == [Want("a", Region((0, 3), (1, 1)))]
-    halves[1].append(Offer(0, 0, Region((0, 3), (1, 1))))
+    assert lost == [Want("a", Chunk((0, 3), (1, 1)))]
+    halves[1].append(Offer(0, 0, Chunk((0, 3), (1, 1))))
     messages, lost = assign(wants, halves)
-    assert (sum(message.region.numel for message in messages), lost) == (16, [])
+    assert (sum(message.chunk.numel for message in messages), lost) == (16, [])
 
 
-def elements(region: Region) -> set[tuple[int, ...]]:
-    ranges = (range(a, a + n) for a, n in zip(region.corner, region.extent, strict=True))
+def elements(chunk: Chunk) -> set[tuple[int, ...]]:
+    ranges = (range(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
     return set(product(*ranges))
 
 
-def any_region(random: Random, num_dims: int) -> Region:
-    return Region(
+def any_chunk(random: Random, num_dims: int) -> Chunk:
+    return Chunk(
         tuple(random.randrange(4) for _ in range(num_dims)),
         tuple(random.randrange(1, 5) for _ in range(num_dims)),
     )
@@ -240,7 +241,7 @@ def any_region(random: Random, num_dims: int) -> Region:
 def test_overlap_and_remainder_are_those_of_sets() -> None:
     random = Random(0)
     for number in range(600):
-        one, *others = (any_region(random, number % 4) for _ in range(4))
+        one, *others = (any_chunk(random, number % 4) for _ in range(4))
         common = overlap(one, others[0])
         assert (set() if common is None else elements(common)) == elements(one) & elements(
             others[0]

@@ -1,0 +1,102 @@
+"""Maps flat shards to chunks of named parameters, which a checkpoint stores.
+
+A state is one tensor of one parameter, named `param.<name>`, `exp_avg.<name>` or
+`exp_avg_sq.<name>`, with the parameter's shape; where updates are sent as codes also `sent.<name>`,
+the parameter as all ranks compute with it, in the compute dtype. A checkpoint stores states and
+chunks of them; it has no units, ranks or buffer offsets, so that any strategy and world size
+can load it. Only `grad_errors.<unit>@<ranks>x<ranks of a group>@<degrees>` belongs to certain ranks
+and a strategy: others begin without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paro.layout import Shape, split_range
+from paro.spec.states import GRAD_ERRORS, PARAM, SENT, FlatShard
+
+# Writing or reading needs twice this much memory in addition to a rank's shards.
+MAX_ITEM_BYTES = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedState:
+    """A state and this rank's chunks of it, by offsets (its first index); views of its shards."""
+
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+    chunks: dict[Shape, Tensor] = field(default_factory=dict)
+
+
+def chunked_states(
+    shards: Iterable[FlatShard], *, writers: Collection[int] = ()
+) -> dict[str, ChunkedState]:
+    """Return every state of the shards' units, with the chunks this rank holds or must write.
+
+    With `writers`, which include this rank, the replicas of a shard among them each write a part of
+    it, in chunks of at most `MAX_ITEM_BYTES`, because each is written and read at once.
+    """
+    states: dict[str, ChunkedState] = {}
+    for shard in shards:
+        assert shard.values.dim() == 1, f"a {shard.state} shard has shape {shard.values.shape}"
+        for placed in shard.layout.chunks:
+            name = f"{shard.state}.{placed.chunk.name}"
+            state = states.setdefault(
+                name, ChunkedState(shape=placed.chunk.shape, dtype=shard.values.dtype)
+            )
+            assert state.shape == placed.chunk.shape, (
+                f"{name}: {state.shape} and {placed.chunk.shape}"
+            )
+        low, high = shard.own_part(writers) if writers else (0, shard.values.numel())
+        for part in shard.layout.chunk_ranges(shard.start + low, shard.start + high):
+            mine = states[f"{shard.state}.{part.chunk.name}"].chunks
+            base = part.offset - shard.start - part.low
+            for begin, chunk in split_range(part.chunk, part.low, part.high):
+                flat = shard.values.detach()[base + begin : base + begin + chunk.numel]
+                for offsets, values in _items(chunk.offsets, flat.view(chunk.sizes), bool(writers)):
+                    assert offsets not in mine, f"{part.chunk.name} is held twice at {offsets}"
+                    mine[offsets] = values
+    return states
+
+
+def chunks_of(states: Mapping[str, ChunkedState]) -> dict[tuple[str, Shape], Tensor]:
+    """Return the chunks of all states, by the name of the state and the offsets."""
+    return {
+        (name, offsets): values
+        for name, state in states.items()
+        for offsets, values in state.chunks.items()
+    }
+
+
+def may_be_missing(name: str) -> bool:
+    """Return whether runs with other flags, ranks or strategies hold no state of this name."""
+    return name.startswith((f"{SENT}.", f"{GRAD_ERRORS}."))
+
+
+def begin_without(states: Mapping[str, ChunkedState], missing: Collection[str]) -> None:
+    """Fill states that were read nowhere, from those that were; parameters stay as they are.
+
+    A run that held no parameters as sent computed with the rounded masters. All else begins at 0.
+    """
+    for name in missing:
+        kind, _, parameter = name.partition(".")
+        for offsets, values in states[name].chunks.items():
+            if kind == SENT:
+                values.copy_(states[f"{PARAM}.{parameter}"].chunks[offsets])
+            elif kind != PARAM:  # maybe filled from a damaged checkpoint
+                values.zero_()
+
+
+def _items(offsets: Shape, values: Tensor, to_write: bool) -> Iterator[tuple[Shape, Tensor]]:
+    """Yield a chunk, cut by rows into items of about `MAX_ITEM_BYTES` if it is to
+    be written."""
+    if not to_write or values.nbytes <= MAX_ITEM_BYTES or not offsets:
+        yield offsets, values
+        return
+    num_rows = max(1, MAX_ITEM_BYTES // (values.nbytes // values.shape[0]))
+    for index, rows in enumerate(values.split(num_rows)):
+        yield (offsets[0] + index * num_rows, *offsets[1:]), rows
