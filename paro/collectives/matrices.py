@@ -1,4 +1,4 @@
-"""Moves parts of matrices between the ranks that hold an optimizer shard together."""
+"""Exchanges shards of matrices among the ranks of a shard group, for Muon."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from paro.topology import AxisSpan, Use
 
 
 class MatrixExchange(Endpoint):
-    """All-to-alls of parts of any size between the places of a span (Note: places and rounds).
+    """All-to-alls of shards of any size along the span of a shard group (Note: Muon's rounds).
 
-    The span is that of an optimizer shard.
+    Ranks are numbered inside the group, in the order of their optimizer shards.
     """
 
     def __init__(self, span: AxisSpan, groups: Groups, links: Links) -> None:
         super().__init__(groups, links)
         self._span = span
         self._ranks = groups.topology.in_order_of_shards(span, groups.rank)
-        self.place = self._ranks.index(groups.rank)
-        self.num_places = len(self._ranks)
+        self.group_rank = self._ranks.index(groups.rank)
 
-    def trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Event:
-        """Queue an all-to-all of parts by place; both ends know how many elements each part has.
+    def all_to_all(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Event:
+        """Queue an all-to-all of shards by group rank; both ends know the size of each shard.
 
         The tensors must stay until the event is done.
         """
-
-        if self.place in received:
-            received[self.place].copy_(sent[self.place])
+        own = self.group_rank
+        if own in received:
+            received[own].copy_(sent[own])
         if not self._span:
             return DONE
 
         def job() -> None:
             out, into = (
-                {self._ranks[place]: part for place, part in parts.items() if place != self.place}
-                for parts in (sent, received)
+                {self._ranks[rank]: shard for rank, shard in shards.items() if rank != own}
+                for shards in (sent, received)
             )
             self._wire.trade(Use.EXCHANGE, self._span, out, into)
 

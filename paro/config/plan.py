@@ -28,7 +28,7 @@ from paro.planning.search_space import Workload, legal_strategies
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
-from paro.spec.deal import in_buckets
+from paro.spec.muon_rounds import in_buckets
 from paro.spec.optim_config import MuonConfig
 from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import specs_of, state_bytes
@@ -221,9 +221,9 @@ def nearest_surviving(
             rotated_over=degree,
             in_place=in_place,
         )
-        dealt = in_buckets(units, strategy, precision, world.group_size)
+        bucketed = in_buckets(units, strategy, precision, world.group_size)
         topology = world.topology(*strategy.degrees)
-        return state_bytes(specs_of(dealt, strategy, topology, precision)).total
+        return state_bytes(specs_of(bucketed, strategy, topology, precision)).total
 
     def distance(other: Strategy) -> tuple[float, int]:
         ratios = (other.params / strategy.params, other.grads / strategy.grads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
@@ -11,7 +12,6 @@ from paro.errors import count_text
 from paro.launch.prediction import workload_of
 from paro.planning.survival import Survival, survival
 from paro.sharding.shards import UnitShards
-from paro.spec.deal import newton_schulz_flops
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
 from paro.strategy import FLAG, Strategy, effective_letters
 from paro.text import align, ranks_text, size_text
@@ -101,23 +101,22 @@ def _sharing(config: RunConfig, device_type: str) -> list[str]:
 
 
 def _muon(config: RunConfig, training: Training) -> list[str]:
-    """How Muon's matrices are dealt."""
-    exchanges = training.model.context.matrix_exchanges
+    """Return lines about the owner ranks of Muon's matrices, one for each kind of shard group."""
     steps, lines = config.muon.muon_num_ns_steps, []
-    for (degree, exchange), muon in zip(exchanges.items(), training.optimizer.muons, strict=True):
-        rounds, others = muon.rounds, config.strategy.optim // degree - 1
-        places, how = exchange.num_places, "made whole on" if degree > 1 else "dealt to"
-        longest, total = newton_schulz_flops(rounds, steps)
-        blocks = len({dealt.matrix.unit for one in rounds for dealt in one})
-        each = "group" if degree == config.world.group_size else "such set"
+    for assigned in (muon.rounds for muon in training.optimizer.muons):
+        rounds, others = assigned.rounds, config.strategy.optim // assigned.degree - 1
+        num_ranks, how = assigned.num_ranks, "made whole on" if assigned.is_sharded else "dealt to"
+        longest, total = assigned.newton_schulz_flops(steps)
+        blocks = len({one.matrix.buffer for one in chain.from_iterable(rounds)})
+        each = "group" if assigned.degree == config.world.group_size else "such set"
         elsewhere = f", as many of other blocks in {count_text(others, f'other {each}')}"
         elsewhere = elsewhere if others else ""
         lines.append(
             f"> Muon: {sum(map(len, rounds))} matrices of {count_text(blocks, 'block')} are "
-            f"{how} {count_text(places, 'rank')} in {count_text(len(rounds), 'round')}"
-            f"{elsewhere}; Newton-Schulz takes {total * (others + 1):.4e} FLOPs a "
-            f"step, and the longest of every round together {longest * places / total:.2f} times "
-            "what a rank has on average"
+            f"{how} {count_text(num_ranks, 'rank')} in {count_text(len(rounds), 'round')}"
+            f"{elsewhere}; Newton-Schulz takes {total * (others + 1):.4e} FLOPs a step, and the "
+            f"longest of every round together {longest * num_ranks / total:.2f} times what a rank "
+            "has on average"
         )
     return lines
 

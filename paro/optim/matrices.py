@@ -1,10 +1,13 @@
-"""Muon's step: momentum, matrices made whole in rounds, Newton-Schulz, and the update."""
+"""Muon's step: momentum, matrices sent to owner ranks in rounds, Newton-Schulz, the update."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +18,7 @@ from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.optim.muon_kernels import MomentumUpdate, MuonKernels, Square, square_by_torch
 from paro.optim.rounding import Rounding
 from paro.sharding.shards import UnitShards
-from paro.spec.deal import Dealt, Matrix, Places, Round, deal
+from paro.spec.muon_rounds import Assignment, MuonMatrix, MuonRound, MuonRounds
 from paro.spec.optim_config import Coefficients, MuonConfig
 
 _EPS = 1e-7  # of the norm by which a matrix is divided
@@ -30,95 +33,90 @@ class MuonRange:
     momentum: Tensor
     seed: int  # of the rounding of its momentum
 
-    def matrices(self, number: int) -> Iterator[Matrix]:
-        """Those of the unit, which is given this number."""
-        for place in self.unit.spec.unit.matrices:
-            yield Matrix(number, self.unit.layout.numel, *place)
 
+class _AllToAll(NamedTuple):
+    """An all-to-all of a round under way, with the tensors that it reads and writes.
 
-@dataclass(slots=True)
-class _Moving:
-    """A round under way: what is sent and received, and the matrix that this place gets whole."""
+    `received` is by group rank of the sender; `whole` is the matrix of which these are shards, if
+    this rank is the owner of one.
+    """
 
-    dealt: Round
-    sent: dict[int, Tensor] = field(default_factory=dict)
-    received: dict[int, Tensor] = field(default_factory=dict)
-    own: Dealt | None = None
+    muon_round: MuonRound
+    sent: dict[int, Tensor]
+    received: dict[int, Tensor]
+    event: Event
     whole: Tensor | None = None
-    event: Event | None = None
 
 
 class MuonStep:
-    """Updates the matrices of numbered units; the exchange's ranks must take the same steps.
+    """Muon's update of all matrices of a shard group; its ranks must take the same steps.
 
-    `degree`: over how many ranks a matrix is spread, all of the exchange or 1.
-
-    Matrices travel in `wire` there and back. While one round computes, the next one arrives.
+    `ranges` has this rank's range of each buffer, or bucket, with matrices. Momentum and updates
+    are sent in `wire`. While one round computes, the next one arrives.
     """
 
     def __init__(
         self,
+        rounds: MuonRounds,
         ranges: Mapping[int, MuonRange],
         exchange: MatrixExchange,
-        degree: int,
         config: MuonConfig,
         exposure: Exposure,
         *,
         wire: torch.dtype,
         kernels: MuonKernels,
     ) -> None:
+        self.rounds = rounds
         self._ranges = ranges
         self._exchange = exchange
-        self._places = places = Places(exchange.num_places, degree)
         self._config = config
         self._exposure = exposure
         self._wire = wire
         self._kernels = kernels
-        matrices = (matrix for i, part in ranges.items() for matrix in part.matrices(i))
-        self.rounds = deal(tuple(matrices), places.number)
 
     def update(self, *, lr: float, weight_decay: float, factor: float, step: int) -> Iterator[int]:
-        """Yield the number of each unit as soon as all its matrices are updated.
+        """Yield the number of each buffer as soon as all its matrices are updated.
 
         Gradients, times `factor`, are undefined afterwards.
         """
-        left = dict.fromkeys(self._ranges, 0)
-        for dealt in (each for one in self.rounds for each in one):
-            left[dealt.matrix.unit] += 1
-        arriving = self._gather(self.rounds[0], factor, step) if self.rounds else None
-        returning: list[_Moving] = []
-        for index in range(len(self.rounds)):
-            current = arriving
-            assert current is not None, f"round {index} was not begun"
-            if index + 1 < len(self.rounds):
-                arriving = self._gather(self.rounds[index + 1], factor, step)
-            returning.append(self._scatter(current))
-            if len(returning) > 1:
-                yield from self._apply(returning.pop(0), lr, weight_decay, left)
-        for last in returning:
-            yield from self._apply(last, lr, weight_decay, left)
+        rounds = self.rounds.rounds
+        to_update = Counter(one.matrix.buffer for one in chain.from_iterable(rounds))
+        momentum: _AllToAll | None = None
+        update: _AllToAll | None = None
+        for muon_round in (*rounds, None, None):  # two more turns, in which the last ones arrive
+            next_momentum = self._send_momentum(muon_round, factor, step) if muon_round else None
+            next_update = self._send_update(momentum) if momentum else None
+            if update:
+                self._apply(update, lr, weight_decay)
+                for assignment in update.muon_round:
+                    to_update[assignment.matrix.buffer] -= 1
+                    if not to_update[assignment.matrix.buffer]:
+                        yield assignment.matrix.buffer
+            momentum, update = next_momentum, next_update
 
-    def _gather(self, dealt: Round, factor: float, step: int) -> _Moving:
-        """Update the momentum of a round's matrices, and queues the all-to-all of the result."""
-        moving, place = _Moving(dealt), self._exchange.place
-        for each, low, high in self._held(dealt):
-            read = self._momentum(each.matrix, low, high, factor, step)
-            if self._places.spread or each.owner == place:
-                moving.sent[each.owner] = read
-        moving.own = next((each for each in dealt if each.owner == place), None)
-        if moving.own is not None:
-            matrix = moving.own.matrix
-            momentum = self._ranges[matrix.unit].momentum
-            moving.whole = momentum.new_empty(matrix.numel, dtype=self._wire)
-            for holder, low, high in self._places.parts(matrix):
-                if self._places.spread or holder == place:
-                    moving.received[holder] = moving.whole[low:high]
-        moving.event = self._trade(moving)
-        return moving
+    def _send_momentum(self, muon_round: MuonRound, factor: float, step: int) -> _AllToAll:
+        """Update the momentum of a round, and queue its all-to-all to the owners."""
+        rank, is_sharded = self._exchange.group_rank, self.rounds.is_sharded
+        sent: dict[int, Tensor] = {}
+        for assignment, low, high in self._held(muon_round):
+            read = self._momentum(assignment.matrix, low, high, factor, step)
+            if is_sharded or assignment.owner == rank:
+                sent[assignment.owner] = read
+        received: dict[int, Tensor] = {}
+        owned, whole = self._owned(muon_round), None
+        if owned is not None:
+            whole = self._ranges[owned.buffer].momentum.new_empty(owned.numel, dtype=self._wire)
+            for holder, low, high in self.rounds.shards(owned):
+                if is_sharded or holder == rank:
+                    received[holder] = whole[low:high]
+        event = self._all_to_all(sent, received)
+        return _AllToAll(muon_round, sent, received, event, whole)
 
-    def _momentum(self, matrix: Matrix, low: int, high: int, factor: float, step: int) -> Tensor:
-        """What Newton-Schulz reads of a part of a matrix, after the momentum was updated."""
-        held = self._ranges[matrix.unit]
+    def _momentum(
+        self, matrix: MuonMatrix, low: int, high: int, factor: float, step: int
+    ) -> Tensor:
+        """Update the momentum of a matrix's shard; return what Newton-Schulz reads."""
+        held = self._ranges[matrix.buffer]
         part = _part(held.unit, matrix, low, high)
         kept, start, rounding = held.momentum[part], held.unit.optim_start, None
         if kept.dtype != torch.float32:
@@ -127,64 +125,65 @@ class MuonStep:
         update = MomentumUpdate(self._config, factor, self._wire, rounding, step)
         return self._kernels.momentum(kept, held.unit.optim_grad[part], update)
 
-    def _scatter(self, moving: _Moving) -> _Moving:
-        """Wait for a round's matrix, and queues the all-to-all of its update."""
-        assert moving.event is not None, "the all-to-all was not queued"
-        self._exposure.wait(WaitKind.REDUCE, moving.event)
-        back = _Moving(moving.dealt)
-        if moving.own is not None and moving.whole is not None:
-            matrix = moving.own.matrix
-            whole = moving.whole.view(matrix.rows, matrix.columns)
+    def _send_update(self, momentum: _AllToAll) -> _AllToAll:
+        """Compute the update of this rank's matrix of a round, and queue its all-to-all back."""
+        self._exposure.wait(WaitKind.REDUCE, momentum.event)
+        owned = self._owned(momentum.muon_round)
+        sent: dict[int, Tensor] = {}
+        if owned is not None and momentum.whole is not None:
+            whole = momentum.whole.view(owned.rows, owned.columns)
             update = (
                 orthogonal(whole, self._config, self._kernels.square).to(self._wire).reshape(-1)
             )
-            for holder, low, high in self._places.parts(matrix):
-                back.sent[holder] = update[low:high]
-        for each, low, high in self._held(moving.dealt):
-            master = self._ranges[each.matrix.unit].master
-            back.received[each.owner] = master.new_empty(high - low, dtype=self._wire)
-        back.event = self._trade(back)
-        return back
+            sent = {rank: update[low:high] for rank, low, high in self.rounds.shards(owned)}
+        received = {
+            assignment.owner: self._ranges[assignment.matrix.buffer].master.new_empty(
+                high - low, dtype=self._wire
+            )
+            for assignment, low, high in self._held(momentum.muon_round)
+        }
+        event = self._all_to_all(sent, received)
+        return _AllToAll(momentum.muon_round, sent, received, event)
 
-    def _apply(
-        self, back: _Moving, lr: float, weight_decay: float, left: dict[int, int]
-    ) -> Iterator[int]:
-        """Update the masters of a round's matrices."""
-        assert back.event is not None, "the all-to-all was not queued"
-        self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)
-        for each, low, high in self._held(back.dealt):
-            held = self._ranges[each.matrix.unit]
-            master = held.master[_part(held.unit, each.matrix, low, high)]
+    def _apply(self, update: _AllToAll, lr: float, weight_decay: float) -> None:
+        """Update the masters of a round's matrices, once the update has arrived."""
+        self._exposure.wait(WaitKind.GATHER_UPDATED, update.event)
+        for assignment, low, high in self._held(update.muon_round):
+            matrix = assignment.matrix
+            held = self._ranges[matrix.buffer]
+            master = held.master[_part(held.unit, matrix, low, high)]
             master.mul_(1.0 - lr * weight_decay)
-            scale = self._config.scale(each.matrix.rows, each.matrix.columns)
-            master.add_(back.received[each.owner].float(), alpha=-lr * scale)
-        for each in back.dealt:
-            left[each.matrix.unit] -= 1
-            if not left[each.matrix.unit]:
-                yield each.matrix.unit
+            scale = self._config.scale(matrix.rows, matrix.columns)
+            master.add_(update.received[assignment.owner].float(), alpha=-lr * scale)
 
-    def _held(self, dealt: Round) -> Iterator[tuple[Dealt, int, int]]:
-        """Yield a round's matrices of which this place holds elements [low, high), with these."""
-        for each in dealt:
-            for holder, low, high in self._places.parts(each.matrix):
-                if holder == self._exchange.place:
-                    yield each, low, high
+    def _owned(self, muon_round: MuonRound) -> MuonMatrix | None:
+        """Return the matrix of a round of which this rank is the owner, if any."""
+        rank = self._exchange.group_rank
+        return next((one.matrix for one in muon_round if one.owner == rank), None)
 
-    def _trade(self, moving: _Moving) -> Event:
+    def _held(self, muon_round: MuonRound) -> Iterator[tuple[Assignment, int, int]]:
+        """Yield the matrices of a round of which this rank holds elements [low, high), with
+        these."""
+        for assignment in muon_round:
+            for rank, low, high in self.rounds.shards(assignment.matrix):
+                if rank == self._exchange.group_rank:
+                    yield assignment, low, high
+
+    def _all_to_all(self, sent: dict[int, Tensor], received: dict[int, Tensor]) -> Event:
         with self._exposure.submitting(WaitKind.REDUCE):
-            return self._exchange.trade(moving.sent, moving.received)
+            return self._exchange.all_to_all(sent, received)
 
 
-def _part(unit: UnitShards, matrix: Matrix, low: int, high: int) -> slice:
+def _part(unit: UnitShards, matrix: MuonMatrix, low: int, high: int) -> slice:
     """Return elements [low, high) of a matrix in this rank's optimizer range."""
     begin = matrix.start - unit.optim_start
     return slice(begin + low, begin + high)
 
 
 def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_torch) -> Tensor:
-    """Nearly the matrix with all its singular values 1, in the type of the matmuls.
+    """Compute the matrix with its singular values nearly 1, in the type of the matmuls.
 
-    `square`: how products with its own transpose are computed, if they are in bf16.
+    `square` computes products of a bf16 matrix with its own transpose.
     """
     precision, dtype = config.muon_fp32_matmul_prec, torch.float32
     if precision in ("low", "medium"):
@@ -198,7 +197,7 @@ def orthogonal(matrix: Tensor, config: MuonConfig, square: Square = square_by_to
 
 
 def _has_bf16_matmuls(device: torch.device) -> bool:
-    """Return whether it multiplies bf16 by instructions of its own, not in fp32."""
+    """Return whether a device multiplies bf16 by instructions for it, not in fp32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -210,7 +209,7 @@ def newton_schulz(
     dtype: torch.dtype = torch.float32,
     square: Square = square_by_torch,
 ) -> Tensor:
-    """Return the matrix in `dtype` after one step for each coefficients."""
+    """Return the matrix in `dtype` after a step of Newton-Schulz for each of the coefficients."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix
     x = x.to(torch.promote_types(x.dtype, dtype))  # divided in the wider type, rounded once

@@ -27,7 +27,7 @@ from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
-from paro.spec.deal import muon_chunks
+from paro.spec.muon_rounds import muon_boxes, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
@@ -171,36 +171,39 @@ class ParoOptimizer:
         self.model = model
         self.config = config
         self.num_steps = 0
-        self._parts = [
-            UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
-        ]
+        self._parts = {
+            unit: UnitOptimizer(unit, config, precision, seed) for unit in model.trainable_units
+        }
+        # Of a bucket, by its first unit, the range of the one unit that this rank updates.
+        ranges = {
+            number: self._parts[member].muon_range
+            for number, unit in enumerate(model.units)
+            if unit.spec.muon_stop and unit.spec.unit.bucket_size
+            for member in unit.bucket
+            if member.optim_grad.numel()
+        }
         self.muons = [
             MuonStep(
-                {
-                    number: part.muon_range
-                    for number, part in enumerate(self._parts)
-                    if part.muon_chunks and part.unit.optim_degree == degree and part.master.numel()
-                },
-                exchange,
-                degree,
+                rounds,
+                ranges,
+                model.context.matrix_exchanges[rounds.degree],
                 muon,
                 model.context.exposure,
                 wire=TORCH_TYPES[precision.matrix_wire],
                 kernels=choose_muon_kernels(config.adam_implementation, model.context.device),
             )
-            for degree, exchange in model.context.matrix_exchanges.items()
+            for rounds in muon_rounds(model.specs)
         ]
 
     @torch.no_grad()
     def initialize(self, initializer: Initializer, *, frozen: bool = True) -> None:
         """Initialize parameters, `frozen` ones too; a rank makes only the values that it holds."""
-        masters = {part.unit: part for part in self._parts}
         for unit in self.model.units:
             if not (frozen or unit.trainable):
                 continue
             values = _initial_values(unit.layout, unit.param_start, unit.param_shard, initializer)
             unit.param_shard.copy_(values)
-            part = masters.get(unit)
+            part = self._parts.get(unit)
             if part is not None and not part.master_is_param:
                 offset = unit.optim_start - unit.param_start
                 part.master.copy_(values[offset : offset + part.master.numel()])
@@ -263,13 +266,12 @@ class ParoOptimizer:
     ) -> Iterator[UnitOptimizer]:
         """Yield the units, each bucket of them after Muon has updated this rank's matrices
         in it."""
-        yield from (part for part in self._parts if not part.muon_chunks)
-        of_unit = {part.unit: part for part in self._parts}
+        yield from (part for part in self._parts.values() if not part.muon_boxes)
         for muon in self.muons:
             for number in muon.update(
                 lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps
             ):
-                yield from (of_unit[unit] for unit in self._parts[number].unit.bucket)
+                yield from (self._parts[unit] for unit in self.model.units[number].bucket)
 
     # Saving and loading #
 
@@ -295,8 +297,7 @@ class ParoOptimizer:
                 replicas=topology.members(span, context.rank),
             )
 
-        for part in self._parts:
-            unit = part.unit
+        for unit, part in self._parts.items():
             degree = unit.spec.strategy.optim
             for state, layout, start, values in part.shards():
                 yield shard(layout, degree, start, values, state)
@@ -315,11 +316,11 @@ class ParoOptimizer:
     def loaded(self, *, num_steps: int) -> None:
         """Call after loading into `flat_shards`: sets the step count, all-gathers parameters."""
         self.num_steps = num_steps
-        for part in self._parts:
+        for unit, part in self._parts.items():
             part.set_num_steps(num_steps)
-            if part.unit.coded_update is None:  # else loaded, and not the rounded masters
+            if unit.coded_update is None:  # else loaded, and not the rounded masters
                 part.write_params()
-            self.model.updated(part.unit)
+            self.model.updated(unit)
         self.model.wait_for_updated_params()
 
     # Memory #
@@ -335,7 +336,7 @@ class ParoOptimizer:
         return {
             "parameters": sum(unit.param_shard.nbytes for unit in units),
             "gradients": sum(unit.grad_shard.nbytes for unit in units),
-            "optimizer": sum(part.num_bytes for part in self._parts),
+            "optimizer": sum(part.num_bytes for part in self._parts.values()),
         }
 
 

@@ -142,7 +142,9 @@ class CommCosts:
                 seconds = coding_seconds(self.device, codes[Verb.STEP_REDUCE])
                 finished = (self._beside("code", first, seconds), *finished)
             if wire != accumulate:  # before and after
-                converted = (grads + optim) * spec.unit.dealt * (wire + accumulate) / copy_rate
+                converted = (
+                    (grads + optim) * spec.unit.bucket_size * (wire + accumulate) / copy_rate
+                )
                 finished = (self._beside("convert", first, converted), *finished)
             queued[Verb.STEP_REDUCE] = finished
         if (gathered := queued.get(Verb.GATHER_UPDATED)) and spec.update_codes is not None:

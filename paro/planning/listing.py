@@ -116,7 +116,7 @@ def step_lines(
         yield "    before the updates, Muon's rounds send " + (
             f"{_megabytes(own.intra)} inside and {_megabytes(own.inter)} between groups on average"
         )
-    if any(unit.dealt > 1 for unit in units):
+    if any(unit.bucket_size > 1 for unit in units):
         yield "    of the blocks that it reduces in one step reduce-scatter it updates one"
     if not run.overlaps:
         yield "    nothing overlaps: every collective is waited for where it is queued"
@@ -192,8 +192,8 @@ class _Follower:
         if verb >= Verb.FORWARD:
             name, halves = self.tally.activations[number][0], len(self.step.shape.halves(number))
             return index, f"{name} {which[0] + 1}/2" if halves > 1 else name, True
-        if verb in _OF_BUCKET and unit.dealt > 1:
-            last = self._trained[self._trained.index(buffer) + unit.dealt - 1]
+        if verb in _OF_BUCKET and unit.bucket_size > 1:
+            last = self._trained[self._trained.index(buffer) + unit.bucket_size - 1]
             return index, f"{unit.name} to {last.unit.name}", trains
         return index, buffer.name, trains
 
@@ -274,7 +274,7 @@ class _Follower:
         buckets = {
             self._of((Verb.STEP_REDUCE, number))[1]
             for number, (unit, trains, _) in enumerate(self.step.buffers)
-            if trains and unit.dealt
+            if trains and unit.bucket_size
         }
         which = ("the first micro-batch", "each between the first and the last")
         for name, sent in zip(which, others, strict=False):

@@ -44,7 +44,7 @@ class RunMemory:
             plan.trained,
             plan.materialize.rotates and plan.strategy.params,
             plan.materialize,
-            plan.places,
+            plan.bucket_size,
         )
     )
     def units(self, plan: RunPlan) -> tuple[Unit, ...]:

@@ -22,10 +22,7 @@ from paro.collectives.schedule import Op
 from paro.collectives.spans import group_spans
 from paro.distributed.byte_counter import Sent
 from paro.precision import BYTES_OF
-from paro.spec.deal import (
-    muon_rounds,
-    sent_numels,
-)
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, Move
 from paro.topology import AxisSpan, Link, Use
@@ -118,13 +115,13 @@ def exchanged(specs: Sequence[ShardingSpec], rank: int | None = None) -> Sent:
     """
     total, topology = Sent(), specs[0].topology
     of_element = BYTES_OF[specs[0].precision.matrix_wire]
-    for places, rounds in muon_rounds(specs).items():
+    for rounds in muon_rounds(specs):
         sent = dict.fromkeys(Link, 0)
-        ranks = topology.in_order_of_shards(places.span(topology), rank or 0)
-        for (sender, receiver), numel in sent_numels(rounds, places).items():
+        ranks = topology.in_order_of_shards(rounds.span(topology), rank or 0)
+        for (sender, receiver), numel in rounds.sent_numels.items():
             inside = ranks[sender] // topology.group_size == ranks[receiver] // topology.group_size
             if rank in (None, ranks[sender]):
                 sent[Link.INTRA if inside else Link.INTER] += numel * of_element
-        share = places.number if rank is None else 1
+        share = rounds.num_ranks if rank is None else 1
         total += Sent(sent[Link.INTRA] // share, sent[Link.INTER] // share)
     return total

@@ -21,7 +21,7 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.passes import QUEUES, Counts, StepCounts
 from paro.planning.sending import exchanged
 from paro.planning.simulation import Compute, Program, Queue, Queued, Wait
-from paro.spec.deal import muon_rounds, newton_schulz_flops
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_plan import RunPlan
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.units import Unit
@@ -102,9 +102,8 @@ class StepCosts:
         For bytes as ranks send them on average.
         """
         run, specs = self.run, self.comm_costs.specs
-        dealt = muon_rounds(specs)
         steps = run.muon.muon_num_ns_steps
-        flops = sum(newton_schulz_flops(rounds, steps)[0] for rounds in dealt.values())
+        flops = sum(rounds.newton_schulz_flops(steps)[0] for rounds in muon_rounds(specs))
         computing = flops / self.device.sustained_flops
         sent = exchanged(specs)
         machine = self.machine

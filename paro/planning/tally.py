@@ -26,7 +26,7 @@ from typing import NamedTuple
 from paro.planning.activations import UnitActivations
 from paro.planning.passes import StepCounts
 from paro.precision import BYTES_OF
-from paro.spec.deal import most_bytes, muon_rounds
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import ShardingSpec, state_bytes
 from paro.spec.units import registered_room
@@ -58,7 +58,7 @@ class MemorySnapshot(NamedTuple):
     transient: int = 0
     # Elements of whole units, whose shard a reduction converts, or the update copies.
     converted: int = 0
-    dealt: int = 1  # units of the bucket that is reduced
+    bucket_size: int = 1  # units of the bucket that is reduced
     updated: int = 0
 
     @property
@@ -85,15 +85,14 @@ class MemorySnapshot(NamedTuple):
         of_converted = 0 if nothing_left or wire == accumulate else BYTES_OF[wire]
         of_updated = 0 if accumulate == "fp32" else 4
         copied = self.converted // strategy.grads * of_converted
-        if self.dealt > 1:  # units are reduced one by one, then the parts of all between groups
-            degree = strategy.optim // self.dealt
+        if self.bucket_size > 1:  # inside groups unit by unit, then between them all together
+            degree = strategy.optim // self.bucket_size
             of_part = of_converted if strategy.grads == degree else BYTES_OF[wire]
-            copied = max(copied, self.dealt * self.converted // degree * of_part)
+            copied = max(copied, self.bucket_size * self.converted // degree * of_part)
         copied += self.updated // strategy.optim * of_updated
         if self.updated and precision.optimizer == "muon":
             wire_bytes = BYTES_OF[precision.matrix_wire]
-            dealt = muon_rounds(specs).items()
-            sizes = (most_bytes(rounds, places, wire_bytes) for places, rounds in dealt)
+            sizes = (rounds.peak_bytes(wire_bytes) for rounds in muon_rounds(specs))
             copied += max(sizes, default=0)
         return self._replace(transient=self.transient + copied) if copied else self
 
@@ -132,7 +131,7 @@ class StepTally:
         found: dict[tuple[int, ...], MemorySnapshot] = {}
         counted = (move for move in self._actions() if move[0] in _COUNTED)
         for now in filter(None, map(self.carry_out, counted)):
-            copied = now.converted, now.dealt, now.updated
+            copied = now.converted, now.bucket_size, now.updated
             largest = found.setdefault(copied, now)
             if now.total > largest.total:
                 found[copied] = now
@@ -166,7 +165,7 @@ class StepTally:
         elif verb is Verb.UPDATE:
             return self.at("the update", updated=unit.trainable_numel)
         elif verb is Verb.STEP_REDUCE:
-            copied = {"converted": unit.trainable_numel, "dealt": unit.dealt}
+            copied = {"converted": unit.trainable_numel, "bucket_size": unit.bucket_size}
             return self.at(f"the reduction of {unit.name}", **copied)
         return None
 

@@ -37,7 +37,7 @@ class ShardingContext:
     collectives: Collectives
     device: torch.device
     coded_reduction: CodedReduction | None = None  # if gradients have codes
-    # If Muon updates matrices: by the number of ranks over which these are spread.
+    # If Muon updates matrices: by the number of ranks over which these are sharded.
     matrix_exchanges: Mapping[int, MatrixExchange] = field(default_factory=dict)
     ledger: Ledger
     exposure: Exposure
@@ -243,8 +243,8 @@ class UnitShards:
         self.context.exposure.wait(WaitKind.REDUCE, self._reduced)
         self._reduced = DONE
 
-    def lead(self, units: Sequence[UnitShards]) -> None:
-        """Make one bucket of this unit and those that follow it, which are laid out alike.
+    def form_bucket(self, units: Sequence[UnitShards]) -> None:
+        """Make one bucket of this unit and the units after it, whose layouts are equal.
 
         There are as many as positions along the outermost axis of the step reduce-scatter. The
         ranks at each position update one of them.

@@ -25,8 +25,8 @@ def make_sharded_units(
     sharded = [ShardedUnit(spec, context) for spec in specs]
     trained = [unit for unit in sharded if unit.trainable]
     for index, unit in enumerate(trained):
-        if unit.spec.unit.dealt > 1:
-            unit.lead(trained[index + 1 : index + unit.spec.unit.dealt])
+        if unit.spec.unit.bucket_size > 1:
+            unit.form_bucket(trained[index + 1 : index + unit.spec.unit.bucket_size])
     for unit in sharded:
         unit.bind(bound)
     return sharded

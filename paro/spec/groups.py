@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.collectives.spans import needed_groups
-from paro.spec.deal import muon_rounds
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF
@@ -56,7 +56,7 @@ def _of_states(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmCho
     for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):
         by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
         spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
-    spans[Use.EXCHANGE].update(places.span(run.topology) for places in muon_rounds(specs))
+    spans[Use.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
     along = {use: frozenset(filter(None, of_use)) for use, of_use in spans.items()}
     by_algorithms = {use: along.pop(use, frozenset()) for use in COLLECTIVE_USES}
     return {**along, **needed_groups(choice, by_algorithms)}

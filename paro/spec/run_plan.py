@@ -9,7 +9,7 @@ from enum import Enum
 from model.config import LlamaConfig, RecomputeConfig, loss_chunk
 from paro.precision import BYTES_OF, PrecisionConfig
 from paro.spec.context_layout import ALONE, ContextLayout
-from paro.spec.deal import places_to_deal_to
+from paro.spec.muon_rounds import muon_bucket_size
 from paro.spec.optim_config import MuonConfig
 from paro.spec.sharding_spec import ShardingSpec, specs_of
 from paro.step.units import Unit
@@ -105,12 +105,12 @@ class RunPlan(RunFlags):
         """Plans of equal kind have the same actions in a step."""
         params, grads, _ = self.strategy.degrees
         degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
-        return self.trained, self.recompute, self.materialize, degrees, self.places
+        return self.trained, self.recompute, self.materialize, degrees, self.bucket_size
 
     @property
-    def places(self) -> int:
-        """How many units with Muon's matrices form a bucket."""
-        return places_to_deal_to(self.strategy, self.precision, self.group_size)
+    def bucket_size(self) -> int:
+        """The number of units that form a bucket if Muon updates them, else 1."""
+        return muon_bucket_size(self.strategy, self.precision, self.group_size)
 
     @property
     def overlaps(self) -> bool:

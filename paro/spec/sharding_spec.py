@@ -114,7 +114,7 @@ class ShardingSpec:
     @property
     def optim_degree(self) -> int:
         """Over how many ranks the optimizer state of each unit of its bucket is spread."""
-        return self.strategy.optim // self.unit.dealt
+        return self.strategy.optim // self.unit.bucket_size
 
     @property
     def muon_stop(self) -> int:
@@ -146,7 +146,7 @@ class ShardingSpec:
 
         The optimizer's range of a bucket, which is of one unit, counts for the first.
         """
-        range_numel = self.layout.numel * self.unit.dealt // self.strategy.optim
+        range_numel = self.layout.numel * self.unit.bucket_size // self.strategy.optim
         kept = self.optimizer_numels(range_numel) if self.buffer.trains else {}
         return ModelStateBytes(
             self.param_numel * BYTES_OF[self.param_dtype],
@@ -229,7 +229,7 @@ class ShardingSpec:
         }
         if self.buffer.trains:
             found[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
-        if self.buffer.trains and self.unit.dealt:
+        if self.buffer.trains and self.unit.bucket_size:
             found[Verb.STEP_REDUCE] = self._summed()
             found[Verb.GATHER_UPDATED] = (self._updated(),)
         return {verb: tuple(one for one in sent if one.span) for verb, sent in found.items()}
@@ -242,7 +242,7 @@ class ShardingSpec:
     def _summed(self) -> tuple[Collective, ...]:
         """Return the sum of a step's gradients over the ranks, inside groups first if they are
         encoded."""
-        wire, units, size = self.precision.wire, self.unit.dealt, self.topology.world_size
+        wire, units, size = self.precision.wire, self.unit.bucket_size, self.topology.world_size
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
         reduce, replicas = (Use.REDUCE, Op.REDUCE_SCATTER), self.topology.axes_between(optim, size)
         if self.grad_codes is None:
@@ -265,7 +265,7 @@ class ShardingSpec:
         gather = Use.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
         if self.update_codes is not None:
             return Collective(*gather, self.update_codes.range_bytes * optim // params, UINT8)
-        units = self.unit.dealt
+        units = self.unit.bucket_size
         return Collective(*gather, self.layout.numel * units // params, self.param_dtype, units)
 
 

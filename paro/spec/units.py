@@ -17,7 +17,7 @@ from itertools import accumulate
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_whole_layout
-from paro.spec.deal import in_buckets, muon_places
+from paro.spec.muon_rounds import in_buckets, muon_boxes
 from paro.spec.run_plan import RunPlan
 from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.plan import LISTED_MICRO_BATCHES, step_plan
@@ -36,7 +36,8 @@ def make_unit(
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
     trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
-    return Unit(name=name, trainable=trainable, frozen=frozen, matrices=muon_places(trainable))
+    matrices = tuple((one.offset, *one.box.extent) for one in muon_boxes(trainable))
+    return Unit(name=name, trainable=trainable, frozen=frozen, matrices=matrices)
 
 
 def rotating_units_of(
@@ -165,7 +166,7 @@ def shape_of(
 
 
 def units_of_run(run: RunPlan) -> tuple[Unit, ...]:
-    """Return the units of a run, in the buckets in which Muon's matrices are dealt."""
+    """Return the units of a run, in buckets where Muon updates whole units."""
     units = units_of(
         run.model,
         world_size=run.world_size,

@@ -70,7 +70,7 @@ class StepUnit:
     frozen: tuple[int, ...]
     borrowed: tuple[int, ...]
     backward_needs_weight: bool
-    dealt: int
+    bucket_size: int
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -88,24 +88,23 @@ def number_buffers(units: Sequence[Unit]) -> tuple[StepUnit, ...]:
             frozen=tuple(buffer for buffer, trains in own[unit.name] if not trains),
             borrowed=tuple(buffer for name in unit.borrows for buffer, _ in own[name]),
             backward_needs_weight=unit.backward_needs_weight,
-            dealt=unit.dealt,
+            bucket_size=unit.bucket_size,
         )
         for unit in units
     )
 
 
 class Buckets:
-    """Buffers that train, in buckets: the collectives of a step's end are one for a whole bucket.
+    """Buffers that train, in buckets with one step reduce-scatter and one all-gather of updates.
 
-    A unit's `dealt` is 1 if its buffer is a bucket, the number of buffers if its own is the first
-    of several, which follow it, and 0 if it is another one of these.
+    A unit's `bucket_size` is the number of buffers of the bucket that begins with it, 0 for others.
     """
 
     def __init__(self, units: Iterable[StepUnit] = ()) -> None:
-        trained = [(unit.dealt, buffer) for unit in units for buffer in unit.trainable]
+        trained = [(unit.bucket_size, buffer) for unit in units for buffer in unit.trainable]
         self.buckets = [
-            tuple(buffer for _, buffer in trained[index : index + dealt])
-            for index, (dealt, _) in enumerate(trained)
+            tuple(buffer for _, buffer in trained[index : index + size])
+            for index, (size, _) in enumerate(trained)
         ]
         self._bucket_of = {buffer: bucket for bucket in self.buckets for buffer in bucket}
         self._ready: set[int] = set()

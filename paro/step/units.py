@@ -25,8 +25,8 @@ class Unit:
     borrows: tuple[str, ...] = ()  # other units whose parameters it also reads (a tied head)
     backward_needs_weight: bool = True
     replicated: bool = False  # params and grads are whole on every rank, under any strategy
-    matrices: tuple[tuple[int, int, int], ...] = ()  # that Muon would update: offset, rows, columns
-    dealt: int = 1  # of a bucket: its number of units if it is the first of them, else 0
+    matrices: tuple[tuple[int, ...], ...] = ()  # that Muon would update: offset, rows, columns
+    bucket_size: int = 1  # units of the bucket that begins with this one; 0 in its others
 
     @property
     def trainable_numel(self) -> int:
@@ -41,7 +41,7 @@ class Unit:
     def traffic_kind(self) -> tuple[int, ...]:
         """The same collectives of units of equal kind send the same."""
         numels = self.trainable.numel, self.frozen.numel, self.trainable.decayed_stop
-        return *numels, self.replicated, self.dealt
+        return *numels, self.replicated, self.bucket_size
 
     @property
     def trains(self) -> tuple[bool, ...]:

@@ -39,8 +39,8 @@ from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
-from paro.spec.deal import muon_rounds
 from paro.spec.groups import groups_of
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_plan import Materialize, RunPlan
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
@@ -186,8 +186,8 @@ def _sharding_context(
         device=control.device,
         coded_reduction=coded,
         matrix_exchanges={
-            places.degree: MatrixExchange(places.span(topology), groups, links)
-            for places in muon_rounds(specs)
+            rounds.degree: MatrixExchange(rounds.span(topology), groups, links)
+            for rounds in muon_rounds(specs)
         },
         ledger=Ledger(),
         exposure=links.exposure,

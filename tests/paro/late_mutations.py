@@ -119,11 +119,11 @@ CAUGHT = {
     "collectives.wire Pending.wait: self._work.wait()": ("NNI", ""),
     "collectives.wire _carry_out: Pending(work, operation.tensor, what).wait()": ("NIG", MUON),
     "distributed.exposed_time Exposure.wait: event.wait()": ("IIG", ""),
-    "optim.matrices MuonStep._scatter: self._exposure.wait(WaitKind.REDUCE, moving.event)": (
+    "optim.matrices MuonStep._send_update: self._exposure.wait(WaitKind.REDUCE, momentum.event)": (
         "IIG",
         MUON,
     ),
-    "optim.matrices MuonStep._apply: self._exposure.wait(WaitKind.GATHER_UPDATED, back.event)": (
+    "optim.matrices MuonStep._apply: self._exposure.wait(WaitKind.GATHER_UPDATED, update.event)": (
         "IIG",
         MUON,
     ),

@@ -24,7 +24,7 @@ from paro.errors import UserError, check_least
 from paro.optim.matrices import orthogonal
 from paro.optim.muon_kernels import choose_muon_kernels
 from paro.report.log import print_line
-from paro.spec.deal import Dealt, Matrix, newton_schulz_flops
+from paro.spec.muon_rounds import MuonMatrix
 from paro.spec.optim_config import MuonConfig
 from tools.bench.shared.turns import median_ratio
 from tools.shared.command_line import Parser
@@ -67,9 +67,8 @@ def shapes_of(text: str) -> list[tuple[int, int]]:
 
 
 def flops_of(rows: int, columns: int) -> int:
-    matrix = Matrix(unit=0, unit_numel=rows * columns, start=0, rows=rows, columns=columns)
-    _, total = newton_schulz_flops([(Dealt(matrix, 0),)], CONFIG.muon_num_ns_steps)
-    return total
+    matrix = MuonMatrix(0, rows * columns, start=0, rows=rows, columns=columns)
+    return matrix.newton_schulz_flops(CONFIG.muon_num_ns_steps)
 
 
 def measure(shape: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Row:

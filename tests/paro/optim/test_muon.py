@@ -1,4 +1,4 @@
-"""Muon: arithmetic against torch's class and Megatron's formulas, and how matrices are dealt."""
+"""Muon: arithmetic against torch's class and Megatron's formulas, and matrices' owner ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,7 @@ from paro.optim.muon_kernels import (
 from paro.optim.rounding import Rounding
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.spec.deal import (
-    Matrix,
-    Places,
-    deal,
-    first_of_buckets,
-    in_buckets,
-    most_bytes,
-    muon_rounds,
-    newton_schulz_flops,
-    sent_numels,
-)
+from paro.spec.muon_rounds import MuonMatrix, assign, bucket_sizes, in_buckets, muon_rounds
 from paro.spec.optim_config import COEFFICIENT_TYPES, MuonConfig
 from paro.spec.sharding_spec import specs_of
 from paro.spec.units import units_of
@@ -281,43 +271,44 @@ def run_on_gpu() -> None:
 
 
 SMALL = tuple(
-    Matrix(unit, 1056, start, *shape)
+    MuonMatrix(unit, 1056, start, *shape)
     for unit in range(3)
     for start, shape in ((0, (20, 20)), (400, (20, 20)), (800, (5, 40)))
 )
 
 
 @pytest.mark.parametrize(
-    "places", [*(Places(n, n) for n in (1, 2, 3, 4, 6, 8, 12)), Places(2, 1), Places(5, 1)]
+    ("num_ranks", "degree"), [*((n, n) for n in (1, 2, 3, 4, 6, 8, 12)), (2, 1), (5, 1)]
 )
-def test_every_matrix_is_whole_once_and_returns(places: Places) -> None:
-    rounds = deal(SMALL, places.number)
-    assert sorted((d.matrix.unit, d.matrix.start) for one in rounds for d in one) == sorted(
-        (matrix.unit, matrix.start) for matrix in SMALL
+def test_every_matrix_is_whole_once_and_returns(num_ranks: int, degree: int) -> None:
+    assigned = assign(SMALL, num_ranks, degree)
+    rounds = assigned.rounds
+    assert sorted((d.matrix.buffer, d.matrix.start) for one in rounds for d in one) == sorted(
+        (matrix.buffer, matrix.start) for matrix in SMALL
     )
     for one in rounds:
-        assert len({dealt.owner for dealt in one}) == len(one)
+        assert len({assignment.owner for assignment in one}) == len(one)
     numel = sum(matrix.numel for matrix in SMALL)
-    sent = sum(sent_numels(rounds, places).values())
-    if not places.spread:
-        assert sent == (places.number - 1) * numel
+    sent = sum(assigned.sent_numels.values())
+    if not assigned.is_sharded:
+        assert sent == (num_ranks - 1) * numel
         return
     stays = sum(
         high - low
-        for dealt in (each for one in rounds for each in one)
-        for place, low, high in places.parts(dealt.matrix)
-        if place == dealt.owner
+        for assignment in (each for one in rounds for each in one)
+        for rank, low, high in assigned.shards(assignment.matrix)
+        if rank == assignment.owner
     )
     assert sent == 2 * (numel - stays)
     for matrix in SMALL:
-        parts = [*places.parts(matrix)]
+        parts = [*assigned.shards(matrix)]
         assert parts[0][1] == 0
         assert parts[-1][2] == matrix.numel
         assert all(before[2] == after[1] for before, after in pairwise(parts))
 
 
 @pytest.mark.parametrize(
-    ("kinds", "places", "found"),
+    ("kinds", "bucket_size", "sizes"),
     [
         ([None, "a", "a", "a", "a", None], 2, [1, 2, 0, 2, 0, 1]),
         (["a", "a", "a", "a", "a"], 2, [1, 2, 0, 2, 0]),
@@ -326,26 +317,26 @@ def test_every_matrix_is_whole_once_and_returns(places: Places) -> None:
         (["a", "a"], 1, [1, 1]),
     ],
 )
-def test_as_many_units_alike_as_places_are_a_bucket(
-    kinds: list[str | None], places: int, found: list[int]
+def test_neighbouring_units_of_one_kind_are_a_bucket(
+    kinds: list[str | None], bucket_size: int, sizes: list[int]
 ) -> None:
-    assert first_of_buckets(kinds, places) == found
+    assert bucket_sizes(kinds, bucket_size) == sizes
 
 
 @pytest.mark.parametrize(("preset", "world_size"), [("7B", 32), ("65B", 128)])
 @pytest.mark.parametrize("letters", ["IIG", "IGG", "III", "NNN"])
-def test_places_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
+def test_owner_ranks_have_nearly_equal_work(preset: str, world_size: int, letters: str) -> None:
     strategy, topology = on_ranks(letters, world_size=world_size, group_size=8)
     units = units_of(LLAMA_PRESETS[preset], world_size=world_size)
     precision = PrecisionConfig(compute="bf16", optimizer="muon")
     of_rank = in_buckets(units, strategy, precision, 8)
     specs = specs_of(of_rank, strategy, topology, precision)
-    ((places, rounds),) = muon_rounds(specs).items()
-    assert places.number == (world_size if letters == "IGG" else 8)
-    owned = Counter(dealt.owner for one in rounds for dealt in one)
-    assert max(owned.values()) <= len(rounds)
-    longest, total = newton_schulz_flops(rounds, 5)
-    assert longest * places.number / total <= 1.15
+    (assigned,) = muon_rounds(specs)
+    assert assigned.num_ranks == (world_size if letters == "IGG" else 8)
+    owned = Counter(assignment.owner for one in assigned.rounds for assignment in one)
+    assert max(owned.values()) <= len(assigned.rounds)
+    longest, total = assigned.newton_schulz_flops(5)
+    assert longest * assigned.num_ranks / total <= 1.15
 
 
 @pytest.mark.parametrize(
@@ -377,5 +368,5 @@ def test_memory_of_rounds_is_what_a_step_allocates() -> None:
     (muon,) = training.optimizer.muons
     step = partial(training.optimizer.step, lr=LR, weight_decay=DECAY, grad_norm=1.0, unscale=1.0)
     step()
-    predicted = most_bytes(muon.rounds, Places(1, 1), 4)
+    predicted = muon.rounds.peak_bytes(4)
     assert 0.6 * predicted < allocated_at_most(step) <= predicted

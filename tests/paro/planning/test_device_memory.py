@@ -188,7 +188,7 @@ def test_parts_that_native_gathers_for_several_units_are_predicted(
     silence(monkeypatch)
     rank.step(2)
     assert max(gathered) == communication(text, ("native",), precision=precision).buffer_bytes
-    # Where parameters are at I only groups gather, whole units; with gradients at G none is dealt.
+    # Where parameters are at I only groups gather, whole units; gradients at G have no buckets.
     assert (max(gathered) > 0) is (text not in ("ING", "IIG", "NGG"))
 
 

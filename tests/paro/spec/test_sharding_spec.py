@@ -17,7 +17,7 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
-from paro.spec import deal, sharding_spec
+from paro.spec import muon_rounds, sharding_spec
 from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
 from paro.step.actions import Verb
@@ -195,8 +195,8 @@ def keeps_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets have other sizes than there are groups."""
-    of = deal.places_to_deal_to
-    monkeypatch.setattr(deal, "places_to_deal_to", lambda *given: 2 * of(*given))
+    of = muon_rounds.muon_bucket_size
+    monkeypatch.setattr(muon_rounds, "muon_bucket_size", lambda *given: 2 * of(*given))
 
 
 def constant(name: str, value: object) -> Patch:

@@ -39,9 +39,9 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
 
 
 def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
-    dealt = (1, 3, 0, 0, 3, 0, 0, 1)
+    sizes = (1, 3, 0, 0, 3, 0, 0, 1)
     units = number_buffers(
-        [Unit(name=str(n), trainable=FLAT, dealt=each) for n, each in enumerate(dealt)]
+        [Unit(name=str(n), trainable=FLAT, bucket_size=each) for n, each in enumerate(sizes)]
     )
     policy = UpdatingPolicy([unit.needed for unit in units], 2, Buckets(units))
     at_once = [move for buffer in range(8) for move in policy.updated(buffer)]

@@ -1,0 +1,248 @@
+"""Assigns Muon's matrices to owner ranks in rounds, and units to the buckets that groups update."""
+
+# [Note: Muon's rounds]
+# Newton-Schulz needs a whole matrix, but optimizer state is sharded in flat buffers, where a matrix
+# may cross shards. A shard group is the ranks that hold one copy of an optimizer state together.
+# Each matrix has an owner rank there, which computes the update of the whole matrix, as in
+# Moonlight's distributed Muon and in Dion. A round has at most one matrix for each rank:
+#
+#     all-to-all       every rank sends its shards of the round's momentum to the owner ranks
+#     Newton-Schulz    every owner rank has one whole matrix
+#     all-to-all       every owner rank sends back the shards of the update
+#
+# A round ends with its largest matrix, so matrices of equal cost share rounds; the few that remain
+# are assigned by falling cost. All ranks compute the same assignment, and exchange nothing for it.
+# A shard group of 4 ranks and two blocks of matrices Q O (square) and U D (up, down):
+#
+#     round    rank 0    rank 1    rank 2    rank 3
+#     0        0.Q       0.O       1.Q       1.O
+#     1        0.U       0.D       1.U       1.D
+#
+# Where optimizer state is replicated on all ranks, the ranks of a group take the shard group's
+# part: every rank has the whole momentum, so only the second all-to-all of a round is needed.
+
+# [Note: buckets]
+# Where optimizer state is sharded over several groups, and parameters and gradients less finely, a
+# matrix need not be sharded over all these ranks: a group is enough, or the degree of parameters or
+# gradients if that is larger. The optimizer's degree divided by this one is the number of
+# consecutive units with equal layouts that form a bucket, whose buffer has one unit after another.
+# Its step reduce-scatter and its all-gather of updated parameters send as many bytes as those of
+# its units would. But each rank's optimizer shard of the bucket is part of a single unit, so a
+# group updates whole units, and exchanges their matrices inside. Units that fit no bucket stay
+# sharded over all ranks of the optimizer's degree, and so do their exchanges.
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain
+
+from paro.layout import PlacedBox, UnitLayout
+from paro.precision import PrecisionConfig
+from paro.spec.sharding_spec import ShardingSpec
+from paro.spec.states import is_for_muon
+from paro.step.units import Unit
+from paro.strategy import Strategy
+from paro.topology import AxisSpan, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class MuonMatrix:
+    """A matrix that Muon updates, and its position in the flat buffer of its unit."""
+
+    buffer: int  # the number of the flat buffer
+    buffer_numel: int
+    start: int  # offset in the buffer, in elements
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def short_side(self) -> int:
+        return min(self.rows, self.columns)
+
+    def newton_schulz_flops(self, steps: int) -> int:
+        """Count FLOPs of `steps` steps of Newton-Schulz."""
+        return steps * (4 * self.short_side * self.numel + 2 * self.short_side**3)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A matrix and its owner, by rank in the shard group: the rank that has it whole in a round."""
+
+    matrix: MuonMatrix
+    owner: int
+
+
+MuonRound = tuple[Assignment, ...]  # every owner another rank
+
+
+@dataclass(frozen=True)
+class MuonRounds:
+    """The rounds of a shard group (Note: Muon's rounds); ranks are numbered inside the group."""
+
+    num_ranks: int
+    degree: int  # over how many ranks a matrix is sharded: all of the group, or 1
+    rounds: tuple[MuonRound, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.degree > 1
+
+    def span(self, topology: Topology) -> AxisSpan:
+        """Return the axes along which the ranks of the shard group differ."""
+        return topology.axes_between(1, self.num_ranks)
+
+    def shards(self, matrix: MuonMatrix) -> Iterator[tuple[int, int, int]]:
+        """Yield every rank that holds elements [low, high) of a matrix, with low and high."""
+        if not self.is_sharded:
+            yield from ((rank, 0, matrix.numel) for rank in range(self.num_ranks))
+            return
+        size = matrix.buffer_numel // self.degree
+        stop = matrix.start + matrix.numel
+        for rank in range(matrix.start // size, (stop - 1) // size + 1):
+            low, high = max(matrix.start, rank * size), min(stop, (rank + 1) * size)
+            yield rank, low - matrix.start, high - matrix.start
+
+    @cached_property
+    def sent_numels(self) -> Counter[tuple[int, int]]:
+        """Count elements that a step sends, by the ranks of sender and receiver."""
+        sent: Counter[tuple[int, int]] = Counter()
+        for assignment in chain.from_iterable(self.rounds):
+            owner = assignment.owner
+            for rank, low, high in self.shards(assignment.matrix):
+                if rank != owner:
+                    sent[owner, rank] += high - low
+                    if self.is_sharded:
+                        sent[rank, owner] += high - low
+        return sent
+
+    def newton_schulz_flops(self, steps: int) -> tuple[int, int]:
+        """Count FLOPs of the busiest ranks, summed over rounds, and of all ranks together."""
+        flops = [[one.matrix.newton_schulz_flops(steps) for one in each] for each in self.rounds]
+        return sum(map(max, flops)), sum(map(sum, flops))
+
+    def peak_bytes(self, wire_bytes: int) -> int:
+        """Count bytes that the busiest rank allocates at most, with fp32 products."""
+        return max(wire_bytes * moved + 4 * computed for moved, computed in self._allocated)
+
+    @cached_property
+    def _allocated(self) -> list[tuple[int, int]]:
+        """The elements of every round that are sent or received, and that Newton-Schulz makes.
+
+        While a rank computes a round, the shards and the matrix of the next one arrive, and the
+        update of the one before is sent.
+        """
+        matrices = [[assignment.matrix for assignment in each] for each in self.rounds]
+        whole = [max(matrix.numel for matrix in each) for each in matrices]
+        short = [max(matrix.short_side for matrix in each) for each in matrices]
+        update = [self._most_held(each) for each in matrices]
+        momentum = update if self.is_sharded else [0] * len(matrices)
+        allocated = []
+        for index in range(len(matrices)):
+            moved = 2 * whole[index]  # as it came, and the update
+            for other, shards in ((index - 1, update), (index + 1, momentum)):
+                if 0 <= other < len(matrices):
+                    moved += whole[other] + shards[other]
+            allocated.append((moved, 3 * whole[index] + 2 * short[index] ** 2))
+        return allocated
+
+    def _most_held(self, matrices: Iterable[MuonMatrix]) -> int:
+        """Count the most elements of some matrices that a rank holds."""
+        held: Counter[int] = Counter()
+        for rank, low, high in chain.from_iterable(map(self.shards, matrices)):
+            held[rank] += high - low
+        return max(held.values())
+
+
+def muon_rounds(specs: Iterable[ShardingSpec]) -> list[MuonRounds]:
+    """Assign the matrices of all buffers, for each of the shard groups that a rank is in.
+
+    A bucket counts as its first unit: every group has the rounds of the one unit that it updates.
+    """
+    matrices: defaultdict[tuple[int, int], list[MuonMatrix]] = defaultdict(list)
+    for number, spec in enumerate(specs):
+        if spec.muon_stop and spec.unit.bucket_size:
+            degree = spec.optim_degree
+            num_ranks = degree if degree > 1 else spec.topology.group_size
+            matrices[num_ranks, degree].extend(
+                MuonMatrix(number, spec.layout.numel, *matrix) for matrix in spec.unit.matrices
+            )
+    return [
+        assign(tuple(of_group), num_ranks, degree)
+        for (num_ranks, degree), of_group in matrices.items()
+    ]
+
+
+@lru_cache(maxsize=64)
+def assign(matrices: tuple[MuonMatrix, ...], num_ranks: int, degree: int) -> MuonRounds:
+    """Assign matrices to the ranks of a shard group; the next forward's first come first."""
+    waiting: defaultdict[tuple[int, int], list[MuonMatrix]] = defaultdict(list)
+    rounds = []
+    for matrix in matrices:
+        of_equal_cost = waiting[matrix.short_side, matrix.numel]
+        of_equal_cost.append(matrix)
+        if len(of_equal_cost) == num_ranks:
+            rounds.append(tuple(of_equal_cost))
+            of_equal_cost.clear()
+    rest = sorted(
+        chain.from_iterable(waiting.values()),
+        key=lambda matrix: -matrix.numel * matrix.short_side,  # nearly proportional to FLOPs
+    )
+    rounds += (tuple(rest[low : low + num_ranks]) for low in range(0, len(rest), num_ranks))
+    return MuonRounds(num_ranks, degree, tuple(_assign_round(each, num_ranks) for each in rounds))
+
+
+def _assign_round(matrices: Sequence[MuonMatrix], num_ranks: int) -> MuonRound:
+    """Spread the owners of at most one matrix for each rank evenly over ranks, so over nodes."""
+    number = len(matrices)
+    return tuple(
+        Assignment(matrix, index * num_ranks // number) for index, matrix in enumerate(matrices)
+    )
+
+
+def muon_boxes(layout: UnitLayout) -> tuple[PlacedBox, ...]:
+    """Return the boxes of a unit that Muon updates."""
+    return tuple(one for one in layout.boxes if is_for_muon(one.box.name, one.box.shape))
+
+
+def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size: int) -> int:
+    """Return how many units form a bucket under Muon (Note: buckets), and 1 without it."""
+    may_be = precision.optimizer == "muon" and not precision.has_codes
+    degree = max(strategy.params, strategy.grads, group_size)
+    return max(1, strategy.optim // degree) if may_be else 1
+
+
+def bucket_sizes(kinds: Sequence[Hashable], bucket_size: int) -> list[int]:
+    """Return the `Unit.bucket_size` of every unit that trains, from the kinds of the units.
+
+    A bucket has consecutive units of equal kind; those of kind None are in none. The first units of
+    a kind are left over: the next forward waits less for them, and the last reduction is short.
+    """
+    sizes, end = [1] * len(kinds), len(kinds)
+    while bucket_size > 1 and end >= bucket_size:
+        bucket = slice(end - bucket_size, end)
+        if kinds[end - 1] is None or len({*kinds[bucket]}) > 1:
+            end -= 1
+            continue
+        sizes[bucket] = bucket_size, *[0] * (bucket_size - 1)
+        end -= bucket_size
+    return sizes
+
+
+def in_buckets(
+    units: Sequence[Unit], strategy: Strategy, precision: PrecisionConfig, group_size: int
+) -> tuple[Unit, ...]:
+    """Return the units, each with the size of the bucket that it begins."""
+    bucket_size = muon_bucket_size(strategy, precision, group_size)
+    trained = [unit for unit in units if unit.trainable_numel]
+    kinds = [(unit.trainable_numel, unit.matrices) if unit.matrices else None for unit in trained]
+    sizes = iter(bucket_sizes(kinds, bucket_size))
+    return tuple(
+        replace(unit, bucket_size=next(sizes)) if unit.trainable_numel else unit for unit in units
+    )
