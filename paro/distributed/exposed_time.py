@@ -30,7 +30,7 @@ class WaitKind(Enum):
 
     GATHER = "gather"  # parameters, before a unit runs
     REDUCE = "reduce"  # gradients, before the update and before their buffers are reused
-    GATHER_UPDATED = "publish"  # updated parameters, before they are read
+    PARAM_ALL_GATHER = "publish"  # updated parameters, before they are read
     CONTEXT = "context"  # what attention needs of the ranks that share its sample
 
 

@@ -147,7 +147,7 @@ class MuonStep:
 
     def _apply(self, update: _AllToAll, lr: float, weight_decay: float) -> None:
         """Update the masters of a round's matrices, once the update has arrived."""
-        self._exposure.wait(WaitKind.GATHER_UPDATED, update.event)
+        self._exposure.wait(WaitKind.PARAM_ALL_GATHER, update.event)
         for assignment, low, high in self._held(update.muon_round):
             matrix = assignment.matrix
             held = self._ranges[matrix.buffer]

@@ -33,7 +33,7 @@ _KINDS = {
     Verb.GATHER: ("gather", "gather"),
     Verb.REDUCE: ("reduce", "reduce"),
     Verb.STEP_REDUCE: ("finish", "reduce"),
-    Verb.GATHER_UPDATED: ("publish", "gather"),
+    Verb.PARAM_ALL_GATHER: ("publish", "gather"),
     Verb.SHIFT: ("gather", "rotate"),
     Verb.SHIFT_BACK: ("gather", "rotate"),
     Verb.SHIFT_GRADS: ("reduce", "rotate"),
@@ -147,12 +147,12 @@ class CommCosts:
                 )
                 finished = (self._beside("convert", first, converted), *finished)
             queued[Verb.STEP_REDUCE] = finished
-        if (gathered := queued.get(Verb.GATHER_UPDATED)) and spec.update_codes is not None:
+        if (gathered := queued.get(Verb.PARAM_ALL_GATHER)) and spec.update_codes is not None:
             codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
-            codes[Verb.GATHER_UPDATED] = (params - optim) * _DECODED_BYTES
-            seconds = coding_seconds(self.device, codes[Verb.GATHER_UPDATED])
+            codes[Verb.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES
+            seconds = coding_seconds(self.device, codes[Verb.PARAM_ALL_GATHER])
             code = self._beside("decode", gathered[0].phases[0][0], seconds)
-            queued[Verb.GATHER_UPDATED] = (*gathered, code)
+            queued[Verb.PARAM_ALL_GATHER] = (*gathered, code)
         return codes
 
     def _beside(self, name: str, other: TimedJob, seconds: float) -> Queued:

@@ -184,7 +184,7 @@ def _code_bytes(specs: Iterable[ShardingSpec]) -> int:
     updates = gradients = errors = 0
     for spec in specs:
         updates += sum(
-            one.num_bytes for one in spec.collectives.get(Verb.GATHER_UPDATED, ()) if one.is_coded
+            one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()) if one.is_coded
         )
         errors += prod(spec.grad_error_bytes)
         if spec.grad_codes is not None:

@@ -51,13 +51,13 @@ _SENT = {
     (Verb.STEP_REDUCE, Op.ALL_REDUCE, False): "replica all-reduce of {}",
     (Verb.STEP_REDUCE, Op.REDUCE_SCATTER, True): "step all-to-all of codes of {}",
     (Verb.STEP_REDUCE, Op.ALL_GATHER, True): "replica all-gather of codes of {}",
-    (Verb.GATHER_UPDATED, Op.ALL_GATHER, False): "all-gather updated {}",
-    (Verb.GATHER_UPDATED, Op.ALL_GATHER, True): "all-gather codes of updated {}",
+    (Verb.PARAM_ALL_GATHER, Op.ALL_GATHER, False): "all-gather updated {}",
+    (Verb.PARAM_ALL_GATHER, Op.ALL_GATHER, True): "all-gather codes of updated {}",
     (Verb.SHIFT, Op.ALL_GATHER, False): "send the slice of {} on",
     (Verb.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
     (Verb.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
 }
-_OF_BUCKET = (Verb.STEP_REDUCE, Verb.GATHER_UPDATED)
+_OF_BUCKET = (Verb.STEP_REDUCE, Verb.PARAM_ALL_GATHER)
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before what is alive
 _WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)

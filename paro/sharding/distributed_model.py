@@ -55,7 +55,7 @@ class DistributedModel:
         self._carried_out: dict[Verb, Callable[..., None]] = {
             Verb.STEP_REDUCE: lambda unit: unit.step_reduce(),
             Verb.WAIT_REDUCED: UnitShards.wait_reduced,
-            Verb.GATHER_UPDATED: lambda unit: unit.gather_updated(),
+            Verb.PARAM_ALL_GATHER: lambda unit: unit.start_param_all_gather(),
         }
         self.record: list[Move] | None = None
         self._removals: list[Callable[[], None]] = []  # of hooks
@@ -115,11 +115,11 @@ class DistributedModel:
 
     def updated(self, unit: UnitShards) -> None:
         """Say that a unit's optimizer range has new parameters, to be all-gathered."""
-        self.carry_out(self.policy.updating.updated(self._numbers[unit]))
+        self.carry_out(self.policy.param_all_gathers.updated(self._numbers[unit]))
 
     def wait_for_updated_params(self) -> None:
         """Wait until `param_shard` of every unit holds the last update."""
-        self.carry_out(self.policy.updating.flush())
+        self.carry_out(self.policy.param_all_gathers.flush())
         for unit in self.units:
             unit.wait_for_updated_params()
 

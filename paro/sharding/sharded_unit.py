@@ -108,7 +108,7 @@ class ShardedUnit(UnitShards):
             return
         assert self.state is not UnitState.SHARDED, f"use of {self.name} without a gather"
         if self.state is UnitState.GATHERING:
-            self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)
+            self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
             self.context.exposure.wait(WaitKind.GATHER, self._gathered)
             self._updated = self._gathered = DONE
             self.state = UnitState.WHOLE

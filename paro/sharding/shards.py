@@ -63,7 +63,7 @@ class UnitShards:
         self._params_of_bucket, self._grads_of_bucket = self.param_shard, self.grad_shard
         self.coded_update: CodedUpdate | None = None
         if spec.update_codes is not None:
-            (gathered,) = spec.collectives[Verb.GATHER_UPDATED]
+            (gathered,) = spec.collectives[Verb.PARAM_ALL_GATHER]
             encoded = zeros(gathered.numel, dtype=TORCH_TYPES[gathered.dtype])
             self.coded_update = CodedUpdate(
                 spec.update_codes, encoded, self.param_shard, self.param_start
@@ -72,7 +72,7 @@ class UnitShards:
         self.grad_errors = zeros(lost, dtype=torch.uint8) if any(lost) else None
         self.full_precision = False  # nothing is sent as codes in this step
         self._fresh = True  # the next gradient starts a step: overwrite instead of accumulating
-        self._is_encoded = False  # what `gather_updated` sends next is `encode_update`'s
+        self._is_encoded = False  # what `start_param_all_gather` sends next is `encode_update`'s
         self._updated: Event = DONE
         self._reduced: Event = DONE
 
@@ -180,14 +180,14 @@ class UnitShards:
         self.coded_update.encode(master, self.optim_param, place)
         self._is_encoded = True
 
-    def gather_updated(self) -> None:
+    def start_param_all_gather(self) -> None:
         """Queue the all-gather of updated parameters: optimizer ranges fill `param_shard`.
 
         After `encode_update` it sends the codes.
         """
         coded = self.coded_update if self._is_encoded else None
-        sent = (self.spec.exact if coded is None else self.spec).collectives[Verb.GATHER_UPDATED]
-        with self.context.exposure.submitting(WaitKind.GATHER_UPDATED):
+        sent = (self.spec.exact if coded is None else self.spec).collectives[Verb.PARAM_ALL_GATHER]
+        with self.context.exposure.submitting(WaitKind.PARAM_ALL_GATHER):
             if coded is None:
                 _, updated = self._queue(sent, self._params_of_bucket)
             else:
@@ -199,7 +199,7 @@ class UnitShards:
         self._is_encoded = False
 
     def wait_for_updated_params(self) -> None:
-        self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)
+        self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
         self._updated = DONE
 
     def step_reduce(self) -> None:

@@ -231,7 +231,7 @@ class ShardingSpec:
             found[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
         if self.buffer.trains and self.unit.bucket_size:
             found[Verb.STEP_REDUCE] = self._summed()
-            found[Verb.GATHER_UPDATED] = (self._updated(),)
+            found[Verb.PARAM_ALL_GATHER] = (self._updated(),)
         return {verb: tuple(one for one in sent if one.span) for verb, sent in found.items()}
 
     @property

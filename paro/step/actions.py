@@ -25,7 +25,7 @@ class Verb(IntEnum):
     WAIT_REDUCED = 9  # until its gradients are summed over all ranks
     NORM = 10  # of all gradients over all ranks
     UPDATE = 11  # its optimizer range
-    GATHER_UPDATED = 12  # queues the all-gather of its updated parameters
+    PARAM_ALL_GATHER = 12  # queues the all-gather of its updated parameters
     # Where slices rotate (slices.py), followed by slots:
     ALLOCATE_SLOT = 13
     FREE_SLOT = 14
@@ -47,7 +47,7 @@ class Verb(IntEnum):
 
 # What has been queued for a buffer when it is waited for.
 WAITED_BY = {
-    Verb.WAIT: (Verb.GATHER, Verb.GATHER_UPDATED),
+    Verb.WAIT: (Verb.GATHER, Verb.PARAM_ALL_GATHER),
     Verb.FREE: (Verb.REDUCE,),
     Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.STEP_REDUCE),
     Verb.WAIT_SHIFTED: (Verb.SHIFT, Verb.SHIFT_BACK),

@@ -47,7 +47,8 @@ def step_plan(
     """
     policy = policy_of(shape, updated_ahead)
     update: list[UnitActions] = [
-        ((Verb.UPDATE, buffer), *policy.updating.updated(buffer)) for buffer in shape.trainable
+        ((Verb.UPDATE, buffer), *policy.param_all_gathers.updated(buffer))
+        for buffer in shape.trainable
     ]
     update += [(action,) for action in policy.begin_step(num_micro_batches)]
     micro_batches = []

@@ -22,8 +22,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from paro.step.actions import Move, SliceMove, Verb
+from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.slices import RingShape, SlicePolicy, Slot
-from paro.step.updating import UpdatingPolicy
 
 
 class RingStep(NamedTuple):
@@ -89,7 +89,7 @@ class RotationPolicy:
 
     def __init__(self, shape: RotationShape, updated_ahead: int | None) -> None:
         self.shape = shape
-        self.updating = UpdatingPolicy(shape.needed, updated_ahead)
+        self.param_all_gathers = ParamAllGatherPolicy(shape.needed, updated_ahead)
         self._trainable = frozenset(shape.trainable)
         self._slices = {
             buffer: SlicePolicy(shape.ring, trainable=buffer in self._trainable)
@@ -146,7 +146,7 @@ class RotationPolicy:
             at, lambda one: one.before_forward(at.step, shifts_back=shifts_back)
         )
         if at.half == at.step == 0:  # updates are queued behind the shift of the first slice
-            actions += self.updating.before_forward(at.part)
+            actions += self.param_all_gathers.before_forward(at.part)
         return actions
 
     def after_forward(self, at: RingStep) -> list[Move]:

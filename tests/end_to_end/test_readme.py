@@ -18,7 +18,7 @@ from paro.precision import PrecisionConfig
 from paro.report.record import Metrics
 from paro.spec.sharding_spec import state_bytes
 from paro.strategy import NAMED_STRATEGIES, legal_letters, parse_strategy
-from tests.helpers.closed_form import FINISH, GATHER, PUBLISH, REDUCE, Multiples
+from tests.helpers.closed_form import GATHER, GRAD_SYNC, PARAM_ALL_GATHER, REDUCE, Multiples
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.on_ranks import run_of
 
@@ -171,7 +171,7 @@ def strategy_row(letters: str) -> str:
         known_as.get(letters, ""),
         *(fraction[letter] for letter in letters),
         multiples(GATHER[params], REDUCE[grads]),
-        multiples(FINISH[grads + optim], PUBLISH[params + optim]),
+        multiples(GRAD_SYNC[grads + optim], PARAM_ALL_GATHER[params + optim]),
         str(survival(strategy, world_size=32, ranks_per_node=8).nodes),
         f"{stored / 1e9:.1f}",
         f"{sent.intra / 1e9:.1f}",

@@ -21,7 +21,7 @@ Multiples = tuple[int, int]  # multiples of X, multiples of Y
 
 GATHER: dict[str, Multiples] = {"N": (0, 0), "I": (2, 0), "G": (2, 2)}  # by params, per micro-batch
 REDUCE: dict[str, Multiples] = {"N": (0, 0), "I": (1, 0), "G": (1, 1)}  # by grads, per micro-batch
-FINISH: dict[str, Multiples] = {  # by grads and optim, per step
+GRAD_SYNC: dict[str, Multiples] = {  # by grads and optim, per step
     "NN": (2, 2),
     "NI": (1, 2),
     "NG": (1, 1),
@@ -29,7 +29,7 @@ FINISH: dict[str, Multiples] = {  # by grads and optim, per step
     "IG": (0, 1),
     "GG": (0, 0),
 }
-PUBLISH: dict[str, Multiples] = {  # by params and optim, per step
+PARAM_ALL_GATHER: dict[str, Multiples] = {  # by params and optim, per step
     "NN": (0, 0),
     "NI": (1, 0),
     "NG": (1, 1),
@@ -53,7 +53,11 @@ def letter_traffic(
     params, grads, optim = tuple(letters)
     times = num_micro_batches
     gather = times * np.array(GATHER[params])
-    trained = times * np.array(REDUCE[grads]) + FINISH[grads + optim] + PUBLISH[params + optim]
+    trained = (
+        times * np.array(REDUCE[grads])
+        + GRAD_SYNC[grads + optim]
+        + PARAM_ALL_GATHER[params + optim]
+    )
 
     def sent(num_bytes: int) -> NDArray[np.int64]:
         assert num_bytes % world_size == 0, f"{num_bytes} bytes on {world_size} ranks"

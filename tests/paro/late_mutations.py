@@ -11,10 +11,9 @@ from paro.collectives.interface import Collectives
 from paro.collectives.native import NativeCollectives
 from paro.collectives.pipelined import PipelinedCollectives
 from paro.sharding.shards import UnitShards
-from paro.step.gathering import GatheringPolicy
+from paro.step.gathering import GatheringPolicy, ParamAllGatherPolicy
 from paro.step.rotating import RotationPolicy
 from paro.step.slices import SlicePolicy
-from paro.step.updating import UpdatingPolicy
 from tests.helpers.waits import changed
 
 HO_RING = "--paro-collective ho-ring"
@@ -58,7 +57,7 @@ class Mutation:
 
 
 _gathering = partial(Mutation, GatheringPolicy, strategy="IIG")
-_updating = partial(Mutation, UpdatingPolicy, old="return self._queue", new="return []  #")
+_updating = partial(Mutation, ParamAllGatherPolicy, old="return self._queue", new="return []  #")
 _rotating = partial(Mutation, SlicePolicy, strategy="IIG")
 _rotated = partial(Mutation, RotationPolicy, strategy="IIG", more=ROTATE)
 _muon = partial(Mutation, UnitShards, strategy="IIG", more=MUON)
@@ -86,7 +85,7 @@ MUTATIONS = (
     _rotated("begin_evaluation", "(Verb.WAIT, buffer) for buffer in self.shape.replicated", ""),
     _rotated("end_step", "(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable", ""),
     _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
-    _muon("gather_updated", "unit._updated = updated", "pass"),
+    _muon("start_param_all_gather", "unit._updated = updated", "pass"),
     Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
     _by_units("inner, None, event)", "inner, None, DONE)", "NNG"),
     _by_units(
@@ -123,10 +122,8 @@ CAUGHT = {
         "IIG",
         MUON,
     ),
-    "optim.matrices MuonStep._apply: self._exposure.wait(WaitKind.GATHER_UPDATED, update.event)": (
-        "IIG",
-        MUON,
-    ),
+    "optim.matrices MuonStep._apply: "
+    "self._exposure.wait(WaitKind.PARAM_ALL_GATHER, update.event)": ("IIG", MUON),
     "rotation.rotating_unit RotatingUnit.wait_shifted: "
     "self.context.exposure.wait(kind, self._arrived.pop(kind, DONE))": ("IIG", ROTATE),
     "sharding.distributed_model DistributedModel.wait_for_updated_params: "
@@ -139,8 +136,8 @@ CAUGHT = {
     "sharding.sharded_unit ShardedUnit.free_whole_grad: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._grad_U_read)": ("IIG", ""),
     "sharding.shards UnitShards.wait_for_updated_params: "
-    "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": ("IIG", ""),
-    "sharding.shards UnitShards.gather_updated: after=gathered": ("IIG", CODES),
+    "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": ("IIG", ""),
+    "sharding.shards UnitShards.start_param_all_gather: after=gathered": ("IIG", CODES),
     "sharding.shards UnitShards._exchange: after=event": ("IIG", CODES),
     "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
     "sharding.shards UnitShards.step_reduce: after=self._reduced": ("IIG", ""),
@@ -186,7 +183,7 @@ ELSEWHERE = {
     "distributed.timers synchronize: torch.cuda.synchronize(device)": _CLOCK,
     "optim.optimizer ParoOptimizer.loaded: self.model.wait_for_updated_params()": _COUNTS,
     "sharding.sharded_unit ShardedUnit.use: "
-    "self.context.exposure.wait(WaitKind.GATHER_UPDATED, self._updated)": _TIMES,
+    "self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)": _TIMES,
     "training.loop Loop._reasons: self.copies.wait()": _COPIES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params()": _SAVES,
     "training.loop Loop.run: self.training.model.wait_for_updated_params() #2": _SAVES,

@@ -59,7 +59,7 @@ def test_what_overlaps_costs_nothing() -> None:
 def test_without_overlap_a_job_costs_what_it_takes() -> None:
     exposure = Exposure()
     streams = InlineStreams(exposure.note)
-    with exposure.submitting(WaitKind.GATHER_UPDATED):
+    with exposure.submitting(WaitKind.PARAM_ALL_GATHER):
         streams.submit(INTER, nap)
     exposed = exposure.take()
     assert exposed.publish >= SECONDS

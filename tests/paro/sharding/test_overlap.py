@@ -77,11 +77,11 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         modules["blocks.0"].register_forward_hook(in_backward)  # its output is block 1's input
 
-        if Verb.GATHER_UPDATED in spans:
-            span = spans[Verb.GATHER_UPDATED]
-            gather_updated = Hold(units["head"], "gather_updated", Use.GATHER, span, patience)
-            holds["publishing of the head under the next forward"] = gather_updated
-            modules["blocks.0"].register_forward_pre_hook(lambda *_: gather_updated.reached())
+        if Verb.PARAM_ALL_GATHER in spans:
+            span = spans[Verb.PARAM_ALL_GATHER]
+            started = Hold(units["head"], "start_param_all_gather", Use.GATHER, span, patience)
+            holds["all-gather of the updated head under the next forward"] = started
+            modules["blocks.0"].register_forward_pre_hook(lambda *_: started.reached())
 
     train(f"{flags} --paro-prefetch-units {prefetch}", group_size=2, before=before)
     return {name: hold.overlapped for name, hold in holds.items()}

@@ -117,7 +117,7 @@ def predicted(setting: Setting) -> Figures:
         states=state_bytes(specs).total,
         codes=sum(
             prod(spec.grad_error_bytes)
-            + sum(one.num_bytes for one in spec.collectives.get(Verb.GATHER_UPDATED, ()))
+            + sum(one.num_bytes for one in spec.collectives.get(Verb.PARAM_ALL_GATHER, ()))
             * (spec.update_codes is not None)
             for spec in specs
         ),
@@ -233,7 +233,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "gradients are sent exactly": ("codes", has("grad_codes", lambda *_: None)),
     "codes of updates are gathered along no axis": (
         "codes",
-        sends(Verb.GATHER_UPDATED, coded=True, span=lambda _: ()),
+        sends(Verb.PARAM_ALL_GATHER, coded=True, span=lambda _: ()),
     ),
     "codes of gradients are twice as long": (
         "codes",
@@ -245,7 +245,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     ),
     "updated parameters are gathered in fp32": (
         "Muon",
-        sends(Verb.GATHER_UPDATED, dtype=lambda _: "fp32"),
+        sends(Verb.PARAM_ALL_GATHER, dtype=lambda _: "fp32"),
     ),
     "parameters are gathered in fp32": (
         "all sharded",

@@ -45,7 +45,9 @@ def engine(given: Workload, strategy: str) -> LoneRank:
 
 def from_forward_on(plan: StepPlan, verbs: Container[Verb]) -> list[Move]:
     """The actions with these verbs of a step that begins with the forward, not the update."""
-    at_once = [move for move in chain.from_iterable(plan.update) if move[0] is Verb.GATHER_UPDATED]
+    at_once = [
+        move for move in chain.from_iterable(plan.update) if move[0] is Verb.PARAM_ALL_GATHER
+    ]
     moves = [move for move in plan.actions() if move[0] in verbs]
     return moves[len(at_once) :] + at_once
 
@@ -84,11 +86,11 @@ def test_a_bucket_is_reduced_and_gathered_once(
     rank.step(2)
     plan = plan_of(costs(given, "IIG"))
     wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
-    moves = [move for move in wanted if move[0] is not Verb.GATHER_UPDATED]
-    assert [move for move in record if move[0] is not Verb.GATHER_UPDATED] == moves
+    moves = [move for move in wanted if move[0] is not Verb.PARAM_ALL_GATHER]
+    assert [move for move in record if move[0] is not Verb.PARAM_ALL_GATHER] == moves
     assert sorted(record) == sorted(wanted)
     num_blocks = given.model.num_layers
-    for verb in (Verb.STEP_REDUCE, Verb.GATHER_UPDATED):
+    for verb in (Verb.STEP_REDUCE, Verb.PARAM_ALL_GATHER):
         assert sum(move[0] is verb for move in record) == 2 + num_blocks - num_buckets
 
 
@@ -105,7 +107,7 @@ def test_updated_parameters_are_gathered_so_many_units_ahead(
     (_, *forward), found = plan.micro_batches[0][0], {}  # without the wait for replicated norms
     for place, actions in ((-1, chain.from_iterable(plan.update)), *enumerate(forward)):
         for verb, number, *_ in actions:
-            if verb is Verb.GATHER_UPDATED:
+            if verb is Verb.PARAM_ALL_GATHER:
                 found[number] = place
             assert verb not in (Verb.GATHER, Verb.WAIT) or number in found, "not updated"
     norms = int(way is Materialize.ROTATE)  # buffer 0, which the first part needs

@@ -10,8 +10,8 @@ from paro.distributed.comm_stream import Event
 from paro.layout import UnitLayout
 from paro.spec.run_plan import Materialize
 from paro.step.actions import Buckets, Verb, number_buffers
+from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.units import Unit
-from paro.step.updating import UpdatingPolicy
 from tests.helpers.late_streams import LateStreams
 from tests.paro.planning.cases import costs, order_case, plan_of
 
@@ -26,7 +26,7 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
     inside: dict[int, Event] = {}
     given = order_case("plain", materialize=way, updated_ahead=ahead)
     for verb, number, *_ in plan_of(costs(given, "IIG")).actions():
-        if verb is Verb.GATHER_UPDATED:
+        if verb is Verb.PARAM_ALL_GATHER:
             updated[number] = streams.submit("between", partial(sent.add, number))
         elif verb in (Verb.GATHER, Verb.SHIFT):
             inside[number] = streams.submit("inside", lambda: None, after=updated[number])
@@ -43,13 +43,13 @@ def test_a_bucket_is_sent_while_the_one_before_computes() -> None:
     units = number_buffers(
         [Unit(name=str(n), trainable=FLAT, bucket_size=each) for n, each in enumerate(sizes)]
     )
-    policy = UpdatingPolicy([unit.needed for unit in units], 2, Buckets(units))
+    policy = ParamAllGatherPolicy([unit.needed for unit in units], 2, Buckets(units))
     at_once = [move for buffer in range(8) for move in policy.updated(buffer)]
     later = {index: policy.before_forward(index) for index in range(8)}
-    assert at_once == [(Verb.GATHER_UPDATED, 0), (Verb.GATHER_UPDATED, 1)]
+    assert at_once == [(Verb.PARAM_ALL_GATHER, 0), (Verb.PARAM_ALL_GATHER, 1)]
     assert {index: moves for index, moves in later.items() if moves} == {
-        0: [(Verb.GATHER_UPDATED, 4)],
-        5: [(Verb.GATHER_UPDATED, 7)],
+        0: [(Verb.PARAM_ALL_GATHER, 4)],
+        5: [(Verb.PARAM_ALL_GATHER, 7)],
     }
 
 
