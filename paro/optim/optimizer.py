@@ -155,7 +155,7 @@ class UnitOptimizer:
 class ParoOptimizer:
     """The optimizer of a distributed model.
 
-    A step is: `model.finish_gradients`, `local_square_sum` (summed over the ranks by the caller,
+    A step is: `model.finish_grad_sync`, `local_square_sum` (summed over the ranks by the caller,
     which decides whether to skip the step), `step`. The model all-gathers updated parameters in the
     background; the next use of each unit waits for it.
     """

@@ -32,7 +32,7 @@ _FEEDBACK_BYTES = 2 * _DECODED_BYTES + _ENCODED_BYTES + 3 * 12
 _KINDS = {
     Verb.GATHER: ("gather", "gather"),
     Verb.REDUCE: ("reduce", "reduce"),
-    Verb.STEP_REDUCE: ("finish", "reduce"),
+    Verb.GRAD_SYNC: ("finish", "reduce"),
     Verb.PARAM_ALL_GATHER: ("publish", "gather"),
     Verb.SHIFT: ("gather", "rotate"),
     Verb.SHIFT_BACK: ("gather", "rotate"),
@@ -133,20 +133,20 @@ class CommCosts:
         if reduced := queued.get(Verb.REDUCE):
             added = grads * (wire + 2 * accumulate) / copy_rate
             queued[Verb.REDUCE] = (*reduced, self._beside("add", reduced[-1].phases[-1][-1], added))
-        if finished := queued.get(Verb.STEP_REDUCE):
-            first = finished[0].phases[0][0]
+        if synced := queued.get(Verb.GRAD_SYNC):
+            first = synced[0].phases[0][0]
             if exchange := spec.exchange:
                 feedback = _FEEDBACK_BYTES if precision.inter_grad_error_feedback else 0
                 encoded = numel // exchange[0].span[0].inner
-                codes[Verb.STEP_REDUCE] = encoded * (CODING_BYTES + feedback)
-                seconds = coding_seconds(self.device, codes[Verb.STEP_REDUCE])
-                finished = (self._beside("code", first, seconds), *finished)
+                codes[Verb.GRAD_SYNC] = encoded * (CODING_BYTES + feedback)
+                seconds = coding_seconds(self.device, codes[Verb.GRAD_SYNC])
+                synced = (self._beside("code", first, seconds), *synced)
             if wire != accumulate:  # before and after
                 converted = (
                     (grads + optim) * spec.unit.bucket_size * (wire + accumulate) / copy_rate
                 )
-                finished = (self._beside("convert", first, converted), *finished)
-            queued[Verb.STEP_REDUCE] = finished
+                synced = (self._beside("convert", first, converted), *synced)
+            queued[Verb.GRAD_SYNC] = synced
         if (gathered := queued.get(Verb.PARAM_ALL_GATHER)) and spec.update_codes is not None:
             codes[Verb.UPDATE] = optim * (_ENCODED_BYTES + _DECODED_BYTES)
             codes[Verb.PARAM_ALL_GATHER] = (params - optim) * _DECODED_BYTES

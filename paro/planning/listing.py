@@ -47,17 +47,17 @@ _WORDS = {
 _SENT = {
     (Verb.GATHER, Op.ALL_GATHER, False): "all-gather {}",
     (Verb.REDUCE, Op.REDUCE_SCATTER, False): "reduce-scatter gradients of {}",
-    (Verb.STEP_REDUCE, Op.REDUCE_SCATTER, False): "step reduce-scatter of {}",
-    (Verb.STEP_REDUCE, Op.ALL_REDUCE, False): "replica all-reduce of {}",
-    (Verb.STEP_REDUCE, Op.REDUCE_SCATTER, True): "step all-to-all of codes of {}",
-    (Verb.STEP_REDUCE, Op.ALL_GATHER, True): "replica all-gather of codes of {}",
+    (Verb.GRAD_SYNC, Op.REDUCE_SCATTER, False): "step reduce-scatter of {}",
+    (Verb.GRAD_SYNC, Op.ALL_REDUCE, False): "replica all-reduce of {}",
+    (Verb.GRAD_SYNC, Op.REDUCE_SCATTER, True): "step all-to-all of codes of {}",
+    (Verb.GRAD_SYNC, Op.ALL_GATHER, True): "replica all-gather of codes of {}",
     (Verb.PARAM_ALL_GATHER, Op.ALL_GATHER, False): "all-gather updated {}",
     (Verb.PARAM_ALL_GATHER, Op.ALL_GATHER, True): "all-gather codes of updated {}",
     (Verb.SHIFT, Op.ALL_GATHER, False): "send the slice of {} on",
     (Verb.SHIFT_BACK, Op.ALL_GATHER, False): "send the slice of {} back",
     (Verb.SHIFT_GRADS, Op.REDUCE_SCATTER, False): "send the slice's gradients of {} back",
 }
-_OF_BUCKET = (Verb.STEP_REDUCE, Verb.PARAM_ALL_GATHER)
+_OF_BUCKET = (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER)
 _WHERE = {Link.INTRA: "inside", Link.INTER: "between"}
 _COLUMNS = ("inside", "between", "stream")  # before what is alive
 _WAITS = (Verb.WAIT, Verb.WAIT_REDUCED, Verb.WAIT_SHIFTED, Verb.WAIT_GRADS)
@@ -272,7 +272,7 @@ class _Follower:
         )
         trained = {unit.name for unit, _, _ in self._trained}
         buckets = {
-            self._of((Verb.STEP_REDUCE, number))[1]
+            self._of((Verb.GRAD_SYNC, number))[1]
             for number, (unit, trains, _) in enumerate(self.step.buffers)
             if trains and unit.bucket_size
         }

@@ -27,7 +27,7 @@ from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.units import Unit
 
 # What an action queues comes after what another has queued for the same buffer.
-AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.STEP_REDUCE: Verb.REDUCE}
+AFTER = {Verb.GATHER: Verb.PARAM_ALL_GATHER, Verb.GRAD_SYNC: Verb.REDUCE}
 _COMPUTES = {  # the kind of time
     Verb.UPDATE: "update",
     Verb.FORWARD: "forward",

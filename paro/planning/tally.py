@@ -41,7 +41,7 @@ _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.ALLOCATE_SLOT: ("slices", 1),
     Verb.FREE_SLOT: ("slices", -1),
 }
-_COUNTED = {*_ALLOCATIONS, Verb.KEEP, Verb.DROP, Verb.STEP_REDUCE, Verb.UPDATE}
+_COUNTED = {*_ALLOCATIONS, Verb.KEEP, Verb.DROP, Verb.GRAD_SYNC, Verb.UPDATE}
 _COUNTED |= {verb for verb in Verb if verb >= Verb.FORWARD}
 
 
@@ -164,7 +164,7 @@ class StepTally:
             self._keeps.add(number)
         elif verb is Verb.UPDATE:
             return self.at("the update", updated=unit.trainable_numel)
-        elif verb is Verb.STEP_REDUCE:
+        elif verb is Verb.GRAD_SYNC:
             copied = {"converted": unit.trainable_numel, "bucket_size": unit.bucket_size}
             return self.at(f"the reduction of {unit.name}", **copied)
         return None

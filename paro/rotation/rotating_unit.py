@@ -76,9 +76,9 @@ class RotatingUnit(UnitShards):
 
     # Actions #
 
-    def step_reduce(self) -> None:
+    def start_grad_sync(self) -> None:
         with profile_range(f"reduce:{self.name}"):
-            super().step_reduce()
+            super().start_grad_sync()
 
     def alloc_slot(self, slot: Slot) -> None:
         self._spares[slot].alloc()

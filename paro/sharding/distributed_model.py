@@ -53,7 +53,7 @@ class DistributedModel:
         self._timers = timers
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._carried_out: dict[Verb, Callable[..., None]] = {
-            Verb.STEP_REDUCE: lambda unit: unit.step_reduce(),
+            Verb.GRAD_SYNC: lambda unit: unit.start_grad_sync(),
             Verb.WAIT_REDUCED: UnitShards.wait_reduced,
             Verb.PARAM_ALL_GATHER: lambda unit: unit.start_param_all_gather(),
         }
@@ -91,7 +91,7 @@ class DistributedModel:
         self.phase = Phase.IDLE
         return loss.detach()
 
-    def finish_gradients(self) -> None:
+    def finish_grad_sync(self) -> None:
         """Wait until each unit's optimizer range holds the gradients summed over all ranks."""
         self._assert_idle()
         self.carry_out(self.policy.end_step())

@@ -202,13 +202,13 @@ class UnitShards:
         self.context.exposure.wait(WaitKind.PARAM_ALL_GATHER, self._updated)
         self._updated = DONE
 
-    def step_reduce(self) -> None:
+    def start_grad_sync(self) -> None:
         """Queue the step's gradient reductions of a bucket, after those of the last micro-batch.
 
         Backward ends with the bucket's first unit: its own stream has reduced the others before it.
         """
         spec = self.spec.exact if self.full_precision else self.spec
-        sent, encoded = spec.collectives[Verb.STEP_REDUCE], spec.exchange
+        sent, encoded = spec.collectives[Verb.GRAD_SYNC], spec.exchange
         with self.context.exposure.submitting(WaitKind.REDUCE):
             own, reduced = self._queue(
                 (one for one in sent if one not in encoded),

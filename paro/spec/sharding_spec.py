@@ -230,14 +230,14 @@ class ShardingSpec:
         if self.buffer.trains:
             found[Verb.REDUCE] = (Collective(*reduce, numel, self.precision.wire),)
         if self.buffer.trains and self.unit.bucket_size:
-            found[Verb.STEP_REDUCE] = self._summed()
+            found[Verb.GRAD_SYNC] = self._summed()
             found[Verb.PARAM_ALL_GATHER] = (self._updated(),)
         return {verb: tuple(one for one in sent if one.span) for verb, sent in found.items()}
 
     @property
     def exchange(self) -> tuple[Collective, ...]:
         """The collectives of codes in a step's sum of gradients: to owners, and to replicas."""
-        return tuple(one for one in self.collectives.get(Verb.STEP_REDUCE, ()) if one.is_coded)
+        return tuple(one for one in self.collectives.get(Verb.GRAD_SYNC, ()) if one.is_coded)
 
     def _summed(self) -> tuple[Collective, ...]:
         """Return the sum of a step's gradients over the ranks, inside groups first if they are

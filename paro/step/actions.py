@@ -21,7 +21,7 @@ class Verb(IntEnum):
     ALLOCATE = 5  # its whole gradients
     FREE = 6  # its whole gradients, once they are reduced
     REDUCE = 7  # queues the reduction of a micro-batch's gradients, and their accumulation
-    STEP_REDUCE = 8  # queues the step's reduce-scatter and replica all-reduce
+    GRAD_SYNC = 8  # queues the step's reduce-scatter and replica all-reduce
     WAIT_REDUCED = 9  # until its gradients are summed over all ranks
     NORM = 10  # of all gradients over all ranks
     UPDATE = 11  # its optimizer range
@@ -49,7 +49,7 @@ class Verb(IntEnum):
 WAITED_BY = {
     Verb.WAIT: (Verb.GATHER, Verb.PARAM_ALL_GATHER),
     Verb.FREE: (Verb.REDUCE,),
-    Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.STEP_REDUCE),
+    Verb.WAIT_REDUCED: (Verb.REDUCE, Verb.GRAD_SYNC),
     Verb.WAIT_SHIFTED: (Verb.SHIFT, Verb.SHIFT_BACK),
     Verb.WAIT_GRADS: (Verb.SHIFT_GRADS,),
 }

@@ -258,7 +258,7 @@ class GatheringPolicy:
         """Return all gradients of a buffer have arrived."""
         actions = [(Verb.REDUCE, buffer)]
         if self._last:
-            actions += [(Verb.STEP_REDUCE, bucket) for bucket in self._reduced.add(buffer)]
+            actions += [(Verb.GRAD_SYNC, bucket) for bucket in self._reduced.add(buffer)]
         index = self._unit_of[buffer]
         self._to_arrive[index] -= 1
         return actions + self._release_if_done(index)

@@ -174,7 +174,7 @@ class RotationPolicy:
             actions += _of(buffer, self._slices[buffer].after_backward(at.step))
             complete = at.step == 0 and self._last and self._first_part[buffer] == at.part
             if complete and buffer in self._trainable:
-                actions.append((Verb.STEP_REDUCE, buffer))
+                actions.append((Verb.GRAD_SYNC, buffer))
         return actions
 
     def _of_half(
@@ -203,7 +203,7 @@ class RotationPolicy:
         self._missing.remove(buffer)
         if buffer not in self.shape.replicated:
             return []
-        return [(Verb.REDUCE, buffer), *([(Verb.STEP_REDUCE, buffer)] if self._last else ())]
+        return [(Verb.REDUCE, buffer), *([(Verb.GRAD_SYNC, buffer)] if self._last else ())]
 
 
 def _of(buffer: int, moves: list[SliceMove]) -> list[Move]:

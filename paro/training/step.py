@@ -299,7 +299,7 @@ def _forward_backward(
                 **drops(index, len(batch.tokens_BS), batch.ranges),
             )
     with training.timers.measure("all-grads-sync"):
-        model.finish_gradients()
+        model.finish_grad_sync()
     return loss_sum
 
 

@@ -84,7 +84,7 @@ MUTATIONS = (
     _rotating("after_backward", f"actions.append({_GRADS})", "pass", more=IN_PLACE),
     _rotated("begin_evaluation", "(Verb.WAIT, buffer) for buffer in self.shape.replicated", ""),
     _rotated("end_step", "(Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable", ""),
-    _muon("step_reduce", "_fresh = reduced,", "_fresh = DONE,"),
+    _muon("start_grad_sync", "_fresh = reduced,", "_fresh = DONE,"),
     _muon("start_param_all_gather", "unit._updated = updated", "pass"),
     Mutation(NativeCollectives, "_sum", "comm_dtype, event)", "comm_dtype, DONE)", "NNI"),
     _by_units("inner, None, event)", "inner, None, DONE)", "NNG"),
@@ -140,7 +140,7 @@ CAUGHT = {
     "sharding.shards UnitShards.start_param_all_gather: after=gathered": ("IIG", CODES),
     "sharding.shards UnitShards._exchange: after=event": ("IIG", CODES),
     "sharding.shards UnitShards._queue: after=after": ("IIG", ""),
-    "sharding.shards UnitShards.step_reduce: after=self._reduced": ("IIG", ""),
+    "sharding.shards UnitShards.start_grad_sync: after=self._reduced": ("IIG", ""),
     "sharding.shards UnitShards.wait_reduced: "
     "self.context.exposure.wait(WaitKind.REDUCE, self._reduced)": ("IIG", ""),
     "training.replicas check_replicas: training.model.wait_for_updated_params()": ("NIG", SAVED),

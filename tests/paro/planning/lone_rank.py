@@ -107,7 +107,7 @@ class LoneRank:
         for index in range(num_micro_batches):
             last = index + 1 == num_micro_batches
             self.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
-        self.model.finish_gradients()
+        self.model.finish_grad_sync()
         sent = self.traffic.take()
         self.optimizer.step(lr=0.0, weight_decay=0.0, grad_norm=1.0, unscale=0.5)
         return sent

@@ -45,7 +45,7 @@ def one_unit(numel: int, *, frozen: int = 0) -> tuple[Unit, ...]:
 
 def moves(count: int, *, frozen: int = 0) -> dict[Move, int]:
     """How often its collectives come in a step of `count` micro-batches."""
-    of_step = {(Verb.STEP_REDUCE, 0): 1, (Verb.PARAM_ALL_GATHER, 0): 1, (Verb.REDUCE, 0): count}
+    of_step = {(Verb.GRAD_SYNC, 0): 1, (Verb.PARAM_ALL_GATHER, 0): 1, (Verb.REDUCE, 0): count}
     return of_step | {(Verb.GATHER, buffer): 2 * count for buffer in range(1 + bool(frozen))}
 
 

@@ -112,7 +112,7 @@ def test_nothing_is_kept_after_backward(
         last = index + 1 == num_micro_batches
         rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=last)
         assert kept() == (WEIGHTS if strategy == "NNG" and num_micro_batches > 1 else 0)
-    rank.model.finish_gradients()
+    rank.model.finish_grad_sync()
     assert kept() == 0
     rank.model.evaluate(tokens_BS, tokens_BS, weights_BS)
     assert kept() == 0

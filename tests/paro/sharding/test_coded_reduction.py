@@ -82,19 +82,19 @@ def forget(flags: str, group_size: int, after: int = FORGOTTEN_AFTER) -> list[bo
     remembered: list[bool] = []
 
     def before(training: Training) -> None:
-        begin, finish = training.model.begin_step, training.model.finish_gradients
+        begin, finish = training.model.begin_step, training.model.finish_grad_sync
 
         def begin_step(num_micro_batches: int, *, full_precision: bool = False) -> None:
             remembered.append(_remembers(training))
             begin(num_micro_batches, full_precision=full_precision)
 
-        def finish_gradients() -> None:
+        def finish_grad_sync() -> None:
             finish()
             if len(remembered) == 2:
                 training.model.trainable_units[0].optim_grad[0] = math.inf
 
         training.model.begin_step = begin_step  # type: ignore[method-assign]
-        training.model.finish_gradients = finish_gradients  # type: ignore[method-assign]
+        training.model.finish_grad_sync = finish_grad_sync  # type: ignore[method-assign]
 
     with patch("paro.training.step.FORGOTTEN_AFTER", after):
         train(flags, group_size=group_size, before=before)

@@ -167,7 +167,7 @@ def lone_passes(rank: LoneRank, buffers: Iterable[tuple[str, Tensor]]) -> dict[s
     for index in range(2):
         with counted:
             rank.model.forward_backward(tokens_BS, tokens_BS, weights_BS, last=index == 1)
-    rank.model.finish_gradients()
+    rank.model.finish_grad_sync()
     return counted.written
 
 

@@ -68,7 +68,7 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
             holds["gather of block 1 under forward of block 0"] = gather
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather.reached())
 
-        reducing = spans.get(Verb.REDUCE) or spans[Verb.STEP_REDUCE]
+        reducing = spans.get(Verb.REDUCE) or spans[Verb.GRAD_SYNC]
         reduce = Hold(units["blocks.2"], "reduce", Use.REDUCE, reducing, patience)
         holds["reduction of block 2 under backward of block 1"] = reduce
 

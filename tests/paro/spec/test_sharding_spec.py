@@ -210,15 +210,15 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     "a reduction leaves axes out": ("all sharded", sends(Verb.REDUCE, span=outermost)),
     "gradients are summed over no replicas": (
         "replicas",
-        sends(Verb.STEP_REDUCE, span=lambda _: ()),
+        sends(Verb.GRAD_SYNC, span=lambda _: ()),
     ),
     "replicas get shards of the sum": (
         "replicas",
-        sends(Verb.STEP_REDUCE, op=lambda _: Op.REDUCE_SCATTER),
+        sends(Verb.GRAD_SYNC, op=lambda _: Op.REDUCE_SCATTER),
     ),
     "gradients wait on the streams of gathers": (
         "replicas",
-        sends(Verb.STEP_REDUCE, use=lambda _: Use.GATHER),
+        sends(Verb.GRAD_SYNC, use=lambda _: Use.GATHER),
     ),
     "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
     "gradients have twice the shard": ("replicas", has("grad_numel", twice)),
@@ -237,11 +237,11 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     ),
     "codes of gradients are twice as long": (
         "codes",
-        sends(Verb.STEP_REDUCE, coded=True, numel=lambda n: 2 * n),
+        sends(Verb.GRAD_SYNC, coded=True, numel=lambda n: 2 * n),
     ),
     "codes of gradients are gathered": (
         "codes",
-        sends(Verb.STEP_REDUCE, coded=True, op=lambda _: Op.ALL_GATHER),
+        sends(Verb.GRAD_SYNC, coded=True, op=lambda _: Op.ALL_GATHER),
     ),
     "updated parameters are gathered in fp32": (
         "Muon",
@@ -260,7 +260,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
         sends(Verb.GATHER, span=lambda span: tuple(replace(a, outer=2 * a.outer) for a in span)),
     ),
     "buckets have twice as many units": ("Muon", in_pairs),
-    "buckets are counted as one unit": ("Muon", sends(Verb.STEP_REDUCE, numel=lambda n: n // 2)),
+    "buckets are counted as one unit": ("Muon", sends(Verb.GRAD_SYNC, numel=lambda n: n // 2)),
     "gradients of slices rotate in fp32": ("rotation", sends(Verb.REDUCE, dtype=lambda _: "fp32")),
     "norms are sharded as weights are": (
         "rotation",

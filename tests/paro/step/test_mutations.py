@@ -87,7 +87,7 @@ def test_gathers_below_the_first_unit_that_trains_are_noticed() -> None:
 @pytest.mark.parametrize(
     ("method", "old", "new"),
     [
-        ("after_backward", "actions.append((Verb.STEP_REDUCE, buffer))", "pass"),
+        ("after_backward", "actions.append((Verb.GRAD_SYNC, buffer))", "pass"),
         ("last_gradient", "if self._last", "if False"),
     ],
     ids=["slices", "norms"],

@@ -90,7 +90,7 @@ def test_a_bucket_is_reduced_and_gathered_once(
     assert [move for move in record if move[0] is not Verb.PARAM_ALL_GATHER] == moves
     assert sorted(record) == sorted(wanted)
     num_blocks = given.model.num_layers
-    for verb in (Verb.STEP_REDUCE, Verb.PARAM_ALL_GATHER):
+    for verb in (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER):
         assert sum(move[0] is verb for move in record) == 2 + num_blocks - num_buckets
 
 
