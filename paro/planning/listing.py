@@ -24,7 +24,7 @@ from paro.topology import Axis, Link, Use
 
 _WORDS = {
     Verb.WAIT: "wait for {}",
-    Verb.DROP: "free fp8 casts of {}",
+    Verb.DROP_FP8: "free fp8 casts of {}",
     Verb.RELEASE: "free {}",
     Verb.ALLOCATE: "allocate gradients of {}",
     Verb.FREE: "free gradients of {} when reduced",
@@ -209,7 +209,9 @@ class _Follower:
             sent = [(_WORDS[verb], "", Sent())]
         elif sent and self.run.overlaps:
             self._in_flight.add((verb, number))
-        if (verb in _WAITS and not waited) or (verb is Verb.DROP and before == self.tally.total):
+        if (verb in _WAITS and not waited) or (
+            verb is Verb.DROP_FP8 and before == self.tally.total
+        ):
             return
         *held, total = self.tally.alive(now).values()
         for words, stream, size in sent:

@@ -41,7 +41,7 @@ _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.ALLOCATE_SLOT: ("slices", 1),
     Verb.FREE_SLOT: ("slices", -1),
 }
-_COUNTED = {*_ALLOCATIONS, Verb.KEEP, Verb.DROP, Verb.GRAD_SYNC, Verb.UPDATE}
+_COUNTED = {*_ALLOCATIONS, Verb.CACHE_FP8, Verb.DROP_FP8, Verb.GRAD_SYNC, Verb.UPDATE}
 _COUNTED |= {verb for verb in Verb if verb >= Verb.FORWARD}
 
 
@@ -157,10 +157,10 @@ class StepTally:
             counted, sign = _ALLOCATIONS[verb]
             sign *= counted != "whole_params" or not self.registered
             self.now[counted] += sign * self._sizes[number][slots[0] if slots else counted]
-        if verb in (Verb.RELEASE, Verb.DROP):
+        if verb in (Verb.RELEASE, Verb.DROP_FP8):
             self._keeps.discard(number)
             self._cast_weights(index, exist=False)
-        elif verb is Verb.KEEP:
+        elif verb is Verb.CACHE_FP8:
             self._keeps.add(number)
         elif verb is Verb.UPDATE:
             return self.at("the update", updated=unit.trainable_numel)

@@ -36,8 +36,8 @@ class ShardedModel(DistributedModel):
         self._carried_out |= {
             Verb.GATHER: _gather,
             Verb.WAIT: ShardedUnit.use,
-            Verb.KEEP: ShardedUnit.keep_casts,
-            Verb.DROP: ShardedUnit.drop_casts,
+            Verb.CACHE_FP8: ShardedUnit.cache_fp8_weights,
+            Verb.DROP_FP8: ShardedUnit.drop_fp8_weights,
             Verb.RELEASE: ShardedUnit.release,
             Verb.ALLOCATE: ShardedUnit.alloc_whole_grad,
             Verb.FREE: ShardedUnit.free_whole_grad,

@@ -113,13 +113,13 @@ class ShardedUnit(UnitShards):
             self._updated = self._gathered = DONE
             self.state = UnitState.WHOLE
 
-    def keep_casts(self) -> None:
-        """From now on the values of the parameters stay for forward and backward."""
+    def cache_fp8_weights(self) -> None:
+        """Keep fp8 casts of weights from now on, for forward and backward."""
         for casts in self._casts:
             casts.keeps = True
 
-    def drop_casts(self) -> None:
-        """Free what was kept: the values of the parameters may change."""
+    def drop_fp8_weights(self) -> None:
+        """Free the cached fp8 casts: the values of the parameters may change."""
         for casts in self._casts:
             casts.keeps, casts.kept = False, None
 
@@ -127,7 +127,7 @@ class ShardedUnit(UnitShards):
         """Free the whole parameters."""
         assert self._param_U is not None, f"{self.name} stays whole"
         self.use()  # an unused gather may still be writing the buffer
-        self.drop_casts()
+        self.drop_fp8_weights()
         self._param_U.free()
         self.state = UnitState.SHARDED
 

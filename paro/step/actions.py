@@ -15,9 +15,9 @@ class Verb(IntEnum):
 
     GATHER = 0  # queues the all-gather of its whole parameters
     WAIT = 1  # until its parameters may be read
-    KEEP = 2  # its weights' casts to fp8: forward and backward use the same values
-    DROP = 3  # these casts
-    RELEASE = 4  # frees the whole parameters and their casts
+    CACHE_FP8 = 2  # forward and backward use one fp8 cast of its weights
+    DROP_FP8 = 3  # frees the cached casts
+    RELEASE = 4  # frees the whole parameters and their fp8 weight cache
     ALLOCATE = 5  # its whole gradients
     FREE = 6  # its whole gradients, once they are reduced
     REDUCE = 7  # queues the reduction of a micro-batch's gradients, and their accumulation

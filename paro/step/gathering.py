@@ -9,8 +9,8 @@
 # unit that trains no gradient flows, so backward gathers nothing there. At most two buffers of
 # whole gradients wait to be reduced.
 #
-# Where parameters stay and several micro-batches use them, their casts stay too. Else a unit keeps
-# casts from its recomputation to its release.
+# Where parameters stay and several micro-batches use them, so do the fp8 casts of weights. Else a
+# unit caches them from its recomputation to its release.
 #
 # Where nothing overlaps (`prefetch_units` 0) one unit is live and one gradient whole, and whoever
 # carries out the actions waits at once for what they queue.
@@ -104,7 +104,7 @@ class GatheringPolicy:
         self._upcoming: deque[int] = deque()  # units still to be gathered
         self._live: list[int] = []
         self._whole: set[int] = set()  # buffers with whole parameters
-        self._casts_stay = False  # until the end of the step
+        self._fp8_cache_stays = False  # until the end of the step
         self._reducing: deque[int] = deque()  # buffers with whole gradients
         self._reduced = Buckets(units)
         # Of the current micro-batch:
@@ -118,8 +118,8 @@ class GatheringPolicy:
     def begin_step(self, num_micro_batches: int) -> list[Action]:
         """Return a step of `num_micro_batches` micro-batches."""
         if not self.shape.gathers:  # parameters stay from update to update
-            self._casts_stay = num_micro_batches > 1
-            return self._casts_of_the_step(Verb.KEEP)
+            self._fp8_cache_stays = num_micro_batches > 1
+            return self._fp8_cache_of_the_step(Verb.CACHE_FP8)
         forward = range(self._num_units)
         backward = [index for index in reversed(forward[:-1]) if self._in_backward[index]]
         for _ in range(num_micro_batches):
@@ -154,12 +154,12 @@ class GatheringPolicy:
         assert not self._live, f"live outside a step: {self._live}"
         actions = [(Verb.FREE, buffer) for buffer in self._reducing]
         self._reducing.clear()
-        actions += self._casts_of_the_step(Verb.DROP)
+        actions += self._fp8_cache_of_the_step(Verb.DROP_FP8)
         return [*actions, *((Verb.WAIT_REDUCED, buffer) for buffer in self.shape.trainable)]
 
-    def _casts_of_the_step(self, verb: Verb) -> list[Action]:
-        """For each buffer whose weights' casts stay in all micro-batches."""
-        units = self.shape.units if self._casts_stay else ()
+    def _fp8_cache_of_the_step(self, verb: Verb) -> list[Action]:
+        """Do it for each buffer, if fp8 casts of weights serve all micro-batches."""
+        units = self.shape.units if self._fp8_cache_stays else ()
         return [(verb, buffer) for unit in units for buffer in (*unit.trainable, *unit.frozen)]
 
     # Parameters #
@@ -206,7 +206,7 @@ class GatheringPolicy:
         for buffer in self._needed[index]:
             actions.append((Verb.WAIT, buffer))
             if keeps:  # recomputation's forward may come
-                actions.append((Verb.KEEP, buffer))
+                actions.append((Verb.CACHE_FP8, buffer))
         return actions
 
     def _prefetch(self) -> list[Action]:
@@ -231,10 +231,10 @@ class GatheringPolicy:
         return []
 
     def _release(self, index: int) -> list[Action]:
-        kept_casts = self._held[index] and not self._casts_stay
+        drops_fp8 = self._held[index] and not self._fp8_cache_stays
         self._held[index] = False
         if not self.shape.gathers:
-            return [(Verb.DROP, buffer) for buffer in self._needed[index]] if kept_casts else []
+            return [(Verb.DROP_FP8, buffer) for buffer in self._needed[index] if drops_fp8]
         self._live.remove(index)
         shared = {buffer for other in self._live for buffer in self._needed[other]}
         unneeded = [buffer for buffer in self._needed[index] if buffer not in shared]
