@@ -47,10 +47,10 @@ class Axis:
 AxisSpan = tuple[Axis, ...]
 
 
-class Use(Enum):
-    """Uses have separate comm streams, so separate groups.
+class StreamKind(Enum):
+    """The communication of one comm stream, which has process groups of its own.
 
-    Exchanges are of encoded gradients, contexts are samples that several ranks share.
+    EXCHANGE is of encoded gradients and of Muon's matrices, CONTEXT of samples that ranks share.
     """
 
     GATHER = "gather"
@@ -60,8 +60,8 @@ class Use(Enum):
     CONTEXT = "context"
 
 
-COLLECTIVE_USES = (Use.GATHER, Use.REDUCE)  # of collectives on flat buffers
-Spans = Mapping[Use, frozenset[AxisSpan]]  # along which each use communicates
+COLLECTIVE_STREAMS = (StreamKind.GATHER, StreamKind.REDUCE)  # of collectives on flat buffers
+Spans = Mapping[StreamKind, frozenset[AxisSpan]]  # along which each kind communicates
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from paro.distributed.profile_range import record_ranges
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics, summarize
 from paro.report.tags import scalars_of
-from paro.topology import Use
+from paro.topology import StreamKind
 from tests.helpers.house import ROOT
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
@@ -88,7 +88,9 @@ def streams() -> set[str]:
     """The names of comm streams, in ranges and of threads."""
     _, topology = on_ranks("IIG", world_size=8, group_size=4)
     axes = topology.axes
-    return {stream_name((use, *span)) for use in Use for span in (axes[:1], axes[1:], axes)}
+    return {
+        stream_name((kind, *span)) for kind in StreamKind for span in (axes[:1], axes[1:], axes)
+    }
 
 
 def checkpoint_keys() -> set[str]:

@@ -26,7 +26,7 @@ from paro.distributed.links import Links
 from paro.quantization.blocks import decode, encode, hadamard, split_encoded
 from paro.quantization.formats import PAD, error_bytes
 from paro.quantization.ranges import RangeCodes
-from paro.topology import AxisSpan, Use, nested_range
+from paro.topology import AxisSpan, StreamKind, nested_range
 
 FORGOTTEN_AFTER = 1024  # steps, as in DeepSpeed
 
@@ -63,7 +63,7 @@ class CodedReduction(Endpoint):
             else:
                 _write(result, hadamard(total) / PAD, uncoded)
 
-        return self._submit(Use.EXCHANGE, gradients.span, job, after=after)
+        return self._submit(StreamKind.EXCHANGE, gradients.span, job, after=after)
 
     def _exchange(self, gradients: Contribution) -> tuple[Tensor, Tensor, int]:
         """Return the sum of this rank's piece, its transformed and its uncoded elements, and its
@@ -77,7 +77,7 @@ class CodedReduction(Endpoint):
             error = None if errors is None else errors[index]
             self._encode(whole[begin:end], start + begin, codes, sent[index], error)
         received = torch.empty_like(sent)
-        self._wire.all_to_all(Use.EXCHANGE, span, sent, received)
+        self._wire.all_to_all(StreamKind.EXCHANGE, span, sent, received)
         place = start + nested_range(span, rank, whole.numel())[0]
         coded = codes.num_coded(place)
         total = torch.zeros(-(-coded // PAD) * PAD, device=whole.device)
@@ -113,7 +113,7 @@ class CodedReduction(Endpoint):
         plain.copy_(uncoded)
         for depth in reversed(range(len(span))):
             part, axis = shard_in(encoded, span[:depth], rank), (span[depth],)
-            self._wire.all_gather(Use.EXCHANGE, axis, part, shard_in(part, axis, rank))
+            self._wire.all_gather(StreamKind.EXCHANGE, axis, part, shard_in(part, axis, rank))
         own = nested_range(span, rank, result.numel())[0]
         for index, values in enumerate(ranges):
             begin = start - own + index * codes.numel

@@ -24,7 +24,7 @@ from paro.collectives.transfer import ChunkedBuffer, Level, Scratch, Transfer
 from paro.distributed.comm_stream import DONE, AllEvents, Event
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 
 ALGORITHMS: dict[str, Hops] = {
     "ring": ring.hops,
@@ -37,15 +37,17 @@ class Ends:
     """Message tags and scratch buffers, shared by all algorithms that use the same groups."""
 
     def __init__(self) -> None:
-        self._next_tags: dict[tuple[Use, AxisSpan], int] = {}
-        self._scratch: dict[tuple[Use, AxisSpan], Scratch] = {}  # one job at a time per stream
+        self._next_tags: dict[tuple[StreamKind, AxisSpan], int] = {}
+        self._scratch: dict[
+            tuple[StreamKind, AxisSpan], Scratch
+        ] = {}  # one job at a time per stream
 
-    def level(self, use: Use, span: AxisSpan, num_messages: int) -> Level:
+    def level(self, kind: StreamKind, span: AxisSpan, num_messages: int) -> Level:
         """Return the level of one collective that sends `num_messages` messages on it."""
-        first_tag = self._next_tags.get((use, span), 0)
-        self._next_tags[use, span] = first_tag + num_messages
-        scratch = self._scratch.setdefault((use, span), Scratch())
-        return Level(use=use, span=span, first_tag=first_tag, scratch=scratch)
+        first_tag = self._next_tags.get((kind, span), 0)
+        self._next_tags[kind, span] = first_tag + num_messages
+        scratch = self._scratch.setdefault((kind, span), Scratch())
+        return Level(stream_kind=kind, span=span, first_tag=first_tag, scratch=scratch)
 
 
 class ScheduledCollectives(Collectives):
@@ -63,7 +65,9 @@ class ScheduledCollectives(Collectives):
         own = request._replace(shard=None).own(self._rank)
         if shard is not None and shard.data_ptr() != own.data_ptr():
             outermost = ring_levels(self._algorithm, span)[-1]
-            after = self._submit(Use.GATHER, outermost, lambda: _copy(own, shard), after=after)
+            after = self._submit(
+                StreamKind.GATHER, outermost, lambda: _copy(own, shard), after=after
+            )
         event = self._start(request._replace(after=after))
         if op is not Op.ALL_REDUCE or whole.dtype == comm_dtype:
             return event
@@ -71,18 +75,20 @@ class ScheduledCollectives(Collectives):
         return self.run_after(span, lambda: _copy(own, own.to(comm_dtype)), after=event)
 
     def _start(self, request: Request) -> Event:
-        use, parts = request.use, ring_levels(self._algorithm, request.span)
+        kind, parts = request.stream_kind, ring_levels(self._algorithm, request.span)
         transfer = self._transfer(request, parts)
         if self._streams.runs_concurrently:
             return AllEvents(
                 [
-                    self._submit(use, part, partial(transfer.run_level, level), after=request.after)
+                    self._submit(
+                        kind, part, partial(transfer.run_level, level), after=request.after
+                    )
                     for level, part in enumerate(parts)
                 ]
             )
         # Without overlap a job has run when it has been submitted, that of `after` too.
         for index, step in enumerate(transfer.schedule.steps):
-            self._submit(use, parts[step.level], partial(transfer.run_step, index))
+            self._submit(kind, parts[step.level], partial(transfer.run_step, index))
         return DONE
 
     def _transfer(self, request: Request, parts: Sequence[AxisSpan]) -> Transfer:
@@ -98,7 +104,7 @@ class ScheduledCollectives(Collectives):
         schedule = make_schedule(op, hops, sizes, place, pieces)
         ranges = [cut(*request.range_of(member), pieces) for member in members]
         levels = [
-            self._ends.level(request.use, part, len(steps))
+            self._ends.level(request.stream_kind, part, len(steps))
             for part, steps in zip(parts, schedule.of_level, strict=True)
         ]
         buffer = ChunkedBuffer(whole=whole, comm_dtype=comm_dtype, ranges=ranges)

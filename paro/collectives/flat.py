@@ -8,7 +8,7 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.wire import as_nested
 from paro.distributed.comm_stream import DONE, Event
-from paro.topology import Use
+from paro.topology import StreamKind
 
 
 class FlatCollectives(Collectives):
@@ -27,17 +27,17 @@ class FlatCollectives(Collectives):
 
         def gather() -> None:
             by_rank = torch.empty_like(whole)
-            self._wire.all_gather(Use.GATHER, span, by_rank, request.own(self._rank))
+            self._wire.all_gather(StreamKind.GATHER, span, by_rank, request.own(self._rank))
             request.nested().copy_(as_nested(by_rank, span))
 
         def scatter() -> None:
             by_rank = torch.empty_like(whole, dtype=comm_dtype)
             as_nested(by_rank, span).copy_(request.nested())
-            own = self._wire.reduce_scatter(Use.REDUCE, span, by_rank)
+            own = self._wire.reduce_scatter(StreamKind.REDUCE, span, by_rank)
             request.own(self._rank).copy_(own)
 
         def add_up() -> None:
-            self._wire.all_reduce(Use.REDUCE, span, whole, comm_dtype)
+            self._wire.all_reduce(StreamKind.REDUCE, span, whole, comm_dtype)
 
         jobs = {Op.ALL_GATHER: gather, Op.REDUCE_SCATTER: scatter, Op.ALL_REDUCE: add_up}
-        return self._submit(request.use, span, jobs[request.op], after=request.after)
+        return self._submit(request.stream_kind, span, jobs[request.op], after=request.after)

@@ -15,7 +15,7 @@ from paro.distributed.comm_stream import Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.distributed.registered_memory import RegisteredMemory
-from paro.topology import AxisSpan, Use, by_units, nested_range
+from paro.topology import AxisSpan, StreamKind, by_units, nested_range
 
 
 class Request(NamedTuple):
@@ -35,8 +35,8 @@ class Request(NamedTuple):
     units: int = 1  # of which `whole` consists; see `by_units`
 
     @property
-    def use(self) -> Use:
-        return Use.GATHER if self.op is Op.ALL_GATHER else Use.REDUCE
+    def stream_kind(self) -> StreamKind:
+        return StreamKind.GATHER if self.op is Op.ALL_GATHER else StreamKind.REDUCE
 
     @property
     def num_bytes(self) -> int:
@@ -67,9 +67,11 @@ class Endpoint:
         self._streams = links.streams
         self._wire = Wire(groups, links.traffic)
 
-    def _submit(self, use: Use, span: AxisSpan, job: Job, *, after: Event | None = None) -> Event:
-        """Queue a job on the comm stream of the process group for `use` along `span`."""
-        return self._streams.submit((use, *span), job, after=after)
+    def _submit(
+        self, kind: StreamKind, span: AxisSpan, job: Job, *, after: Event | None = None
+    ) -> Event:
+        """Queue a job on the comm stream of the process group for `kind` along `span`."""
+        return self._streams.submit((kind, *span), job, after=after)
 
 
 class Collectives(Endpoint, ABC):
@@ -91,7 +93,7 @@ class Collectives(Endpoint, ABC):
     def run_after(self, span: AxisSpan, job: Job, *, after: Event) -> Event:
         """Queue local work after a collective over `span`, on a comm stream of reductions."""
         *_, outermost = group_spans(self._algorithm, span, pipelined=self._pipelined)
-        return self._submit(Use.REDUCE, outermost, job, after=after)
+        return self._submit(StreamKind.REDUCE, outermost, job, after=after)
 
     @property
     def registered(self) -> RegisteredMemory:

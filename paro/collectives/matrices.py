@@ -10,7 +10,7 @@ from paro.collectives.interface import Endpoint
 from paro.distributed.comm_stream import DONE, Event
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 
 
 class MatrixExchange(Endpoint):
@@ -41,6 +41,6 @@ class MatrixExchange(Endpoint):
                 {self._ranks[rank]: shard for rank, shard in shards.items() if rank != own}
                 for shards in (sent, received)
             )
-            self._wire.trade(Use.EXCHANGE, self._span, out, into)
+            self._wire.trade(StreamKind.EXCHANGE, self._span, out, into)
 
-        return self._submit(Use.EXCHANGE, self._span, job)
+        return self._submit(StreamKind.EXCHANGE, self._span, job)

@@ -11,7 +11,7 @@ from paro.collectives.interface import Collectives, Request
 from paro.collectives.schedule import Op
 from paro.collectives.wire import shard_in
 from paro.distributed.comm_stream import DONE, Event
-from paro.topology import AxisSpan, Use, nested_range
+from paro.topology import AxisSpan, StreamKind, nested_range
 
 
 class NativeCollectives(Collectives):
@@ -33,7 +33,7 @@ class NativeCollectives(Collectives):
             part, axis = shard_in(whole, span[:depth], self._rank), span[depth : depth + 1]
             own = shard_in(part, axis, self._rank) if shard is None else shard
             job = partial(self._gather_now, part, axis, own)
-            event = self._submit(Use.GATHER, axis, job, after=event)
+            event = self._submit(StreamKind.GATHER, axis, job, after=event)
             shard = None
         return event
 
@@ -43,19 +43,19 @@ class NativeCollectives(Collectives):
         for depth in range(len(span)):
             part, axis = shard_in(whole, span[:depth], self._rank), span[depth : depth + 1]
             job = partial(self._scatter_now, part, axis, comm_dtype)
-            event = self._submit(Use.REDUCE, axis, job, after=event)
+            event = self._submit(StreamKind.REDUCE, axis, job, after=event)
         return event
 
     def _sum(self, whole: Tensor, span: AxisSpan, comm_dtype: torch.dtype, event: Event) -> Event:
         inner, outermost = span[:-1], span[-1:]
         event = self._scatter(whole, inner, comm_dtype, event)
         part = shard_in(whole, inner, self._rank)
-        job = partial(self._wire.all_reduce, Use.REDUCE, outermost, part, comm_dtype)
-        event = self._submit(Use.REDUCE, outermost, job, after=event)
+        job = partial(self._wire.all_reduce, StreamKind.REDUCE, outermost, part, comm_dtype)
+        event = self._submit(StreamKind.REDUCE, outermost, job, after=event)
         for depth in reversed(range(len(inner))):
             part, axis = shard_in(whole, inner[:depth], self._rank), inner[depth : depth + 1]
             job = partial(self._spread_now, part, axis, comm_dtype)
-            event = self._submit(Use.REDUCE, axis, job, after=event)
+            event = self._submit(StreamKind.REDUCE, axis, job, after=event)
         return event
 
     def _run_by_units(self, request: Request, event: Event) -> Event:
@@ -66,41 +66,41 @@ class NativeCollectives(Collectives):
         parts = units[:, slice(*nested_range(inner, self._rank, units.shape[1]))]
         if op is Op.ALL_GATHER:
             job = partial(self._gather_parts, parts, outermost, request.own(self._rank))
-            event = self._submit(Use.GATHER, outermost, job, after=event)
+            event = self._submit(StreamKind.GATHER, outermost, job, after=event)
             for unit in units:
                 event = self._gather(unit, inner, None, event)
             return event
         for unit in units:
             event = self._scatter(unit, inner, comm_dtype, event)
         job = partial(self._scatter_parts, parts, outermost, comm_dtype)
-        return self._submit(Use.REDUCE, outermost, job, after=event)
+        return self._submit(StreamKind.REDUCE, outermost, job, after=event)
 
     def _gather_parts(self, parts: Tensor, axis: AxisSpan, own: Tensor) -> None:
         moved = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-        self._wire.all_gather(Use.GATHER, axis, moved.view(-1), own)
+        self._wire.all_gather(StreamKind.GATHER, axis, moved.view(-1), own)
         parts.copy_(moved)
 
     def _scatter_parts(self, parts: Tensor, axis: AxisSpan, comm_dtype: torch.dtype) -> None:
         moved = parts.to(comm_dtype).contiguous().view(-1)
-        own = self._wire.reduce_scatter(Use.REDUCE, axis, moved)
+        own = self._wire.reduce_scatter(StreamKind.REDUCE, axis, moved)
         parts[axis[0].digit(self._rank)].copy_(own)
 
     # Each job converts to the communication dtype and back, so that intermediate results between
     # two axes need no second buffer.
 
     def _gather_now(self, whole: Tensor, axis: AxisSpan, own: Tensor) -> None:
-        if self._groups.copies(Use.GATHER, axis):  # [Note: copy engines]: in place
+        if self._groups.copies(StreamKind.GATHER, axis):  # [Note: copy engines]: in place
             own = shard_in(whole, axis, self._rank).copy_(own)
-        self._wire.all_gather(Use.GATHER, axis, whole, own)
+        self._wire.all_gather(StreamKind.GATHER, axis, whole, own)
 
     def _spread_now(self, whole: Tensor, axis: AxisSpan, comm_dtype: torch.dtype) -> None:
         own = shard_in(whole, axis, self._rank).to(comm_dtype)
         moved = whole if whole.dtype == comm_dtype else torch.empty_like(whole, dtype=comm_dtype)
-        self._wire.all_gather(Use.REDUCE, axis, moved, own)
+        self._wire.all_gather(StreamKind.REDUCE, axis, moved, own)
         if moved is not whole:
             whole.copy_(moved)
 
     def _scatter_now(self, whole: Tensor, axis: AxisSpan, comm_dtype: torch.dtype) -> None:
-        own = self._wire.reduce_scatter(Use.REDUCE, axis, whole.to(comm_dtype))
+        own = self._wire.reduce_scatter(StreamKind.REDUCE, axis, whole.to(comm_dtype))
         if whole.dtype != comm_dtype:
             shard_in(whole, axis, self._rank).copy_(own)

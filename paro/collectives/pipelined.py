@@ -21,7 +21,7 @@ from paro.distributed.comm_stream import DONE, AllEvents, Event, Job
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.layout import ALIGN
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 
 
 class PipelinedCollectives(Collectives):
@@ -34,7 +34,7 @@ class PipelinedCollectives(Collectives):
         super().__init__(groups, links)
         self._native = NativeCollectives(groups, links)
         self._pieces = pieces
-        self._memory: dict[tuple[Use, AxisSpan], _Memory] = {}
+        self._memory: dict[tuple[StreamKind, AxisSpan], _Memory] = {}
 
     def run(self, request: Request) -> Event:
         op, span, own = request.op, request.span, request.own(self._rank)
@@ -42,7 +42,7 @@ class PipelinedCollectives(Collectives):
             return self._native.run(request)
         pieces = self._pieces(op, span, request.num_bytes)
         ranges = cut_evenly(own.numel(), min(pieces, max(1, own.numel() // ALIGN)), ALIGN)
-        memory = self._memory.setdefault((request.use, span), _Memory())
+        memory = self._memory.setdefault((request.stream_kind, span), _Memory())
         slots = [memory.next_slot() for _ in ranges]
         jobs = _StageJobs(
             wire=self._wire,
@@ -62,7 +62,7 @@ class PipelinedCollectives(Collectives):
                 first = (request.after or DONE,) if stage.piece == 0 else ()
                 ready = AllEvents([*first, memory.left[slot]])
             part = jobs.levels[stage.level]
-            ends.append(self._submit(request.use, part, jobs.job(stage), after=ready))
+            ends.append(self._submit(request.stream_kind, part, jobs.job(stage), after=ready))
             if stage.is_last:
                 memory.left[slot] = ends[-1]
         return ends[-1]
@@ -101,26 +101,26 @@ class _StageJobs:
         return lambda: carry_out(stage.level, stage.piece)
 
     def _gather(self, level: int, piece: int) -> None:
-        use, handed = self.request.use, self._handed(piece)
+        kind, handed = self.request.stream_kind, self._handed(piece)
         if level == 1:
-            self.wire.all_gather(use, self.levels[1], handed, self._own_piece(piece))
+            self.wire.all_gather(kind, self.levels[1], handed, self._own_piece(piece))
             return
         by_rank = self._inside(piece)
-        self.wire.all_gather(use, self.levels[0], by_rank, handed)
+        self.wire.all_gather(kind, self.levels[0], by_rank, handed)
         self._piece(piece).copy_(as_nested(by_rank, *self.levels))
 
     def _reduce_scatter(self, level: int, piece: int) -> None:
-        use, handed = self.request.use, self._handed(piece)
+        kind, handed = self.request.stream_kind, self._handed(piece)
         if level == 1:
-            self._own_piece(piece).copy_(self.wire.reduce_scatter(use, self.levels[1], handed))
+            self._own_piece(piece).copy_(self.wire.reduce_scatter(kind, self.levels[1], handed))
             return
         by_rank = self._inside(piece)
         as_nested(by_rank, *self.levels).copy_(self._piece(piece))
-        handed.copy_(self.wire.reduce_scatter(use, self.levels[0], by_rank))
+        handed.copy_(self.wire.reduce_scatter(kind, self.levels[0], by_rank))
 
     def _all_reduce(self, level: int, piece: int) -> None:
-        use, comm_dtype = self.request.use, self.request.comm_dtype
-        self.wire.all_reduce(use, self.levels[level], self._handed(piece), comm_dtype)
+        kind, comm_dtype = self.request.stream_kind, self.request.comm_dtype
+        self.wire.all_reduce(kind, self.levels[level], self._handed(piece), comm_dtype)
 
     def _own_piece(self, piece: int) -> Tensor:
         return self.own[slice(*self.ranges[piece])]

@@ -22,7 +22,7 @@ from paro.collectives.wire import Pending
 from paro.distributed.comm_stream import Event, Stage
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 
 
 class Turn(Enum):
@@ -59,11 +59,11 @@ class Ring(Endpoint):
     the ring is unusable.
     """
 
-    def __init__(self, use: Use, span: AxisSpan, groups: Groups, links: Links) -> None:
+    def __init__(self, kind: StreamKind, span: AxisSpan, groups: Groups, links: Links) -> None:
         super().__init__(groups, links)
-        self._use = use
+        self._kind = kind
         self._span = span
-        self._stream = (use, *span)
+        self._stream = (kind, *span)
         self._members = groups.topology.members(span, groups.rank)
         self._next_tag = 0
         self.size = len(self._members)
@@ -79,7 +79,7 @@ class Ring(Endpoint):
         tag = self._take_tags(1)
         if not self._streams.runs_concurrently:
             return self._submit(
-                self._use, self._span, lambda: self._exchange(outgoing, incoming, turn, tag)
+                self._kind, self._span, lambda: self._exchange(outgoing, incoming, turn, tag)
             )
         messages = self._receive(incoming, turn, tag), self._send(outgoing, turn, tag)
 
@@ -109,7 +109,7 @@ class Ring(Endpoint):
 
         if self._streams.runs_concurrently:
             return self._exchange_ahead(chunks, landings, turn, first_tag)
-        return self._submit(self._use, self._span, job)
+        return self._submit(self._kind, self._span, job)
 
     def _exchange_ahead(
         self, chunks: Sequence[Tensor], landings: Sequence[Tensor], turn: Turn, first_tag: int
@@ -134,15 +134,15 @@ class Ring(Endpoint):
 
     def _send(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         to, _ = self._neighbours(turn)
-        return self._wire.send(self._use, self._span, tensor, to, tag)
+        return self._wire.send(self._kind, self._span, tensor, to, tag)
 
     def _receive(self, tensor: Tensor, turn: Turn, tag: int) -> Pending:
         _, source = self._neighbours(turn)
-        return self._wire.receive(self._use, self._span, tensor, source, tag)
+        return self._wire.receive(self._kind, self._span, tensor, source, tag)
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, turn: Turn, tag: int) -> None:
         to, source = self._neighbours(turn)
-        self._wire.exchange(self._use, self._span, (outgoing, to), (incoming, source), tag=tag)
+        self._wire.exchange(self._kind, self._span, (outgoing, to), (incoming, source), tag=tag)
 
     def _neighbours(self, turn: Turn) -> tuple[int, int]:
         """Return the ranks to send to and to receive from."""

@@ -9,13 +9,13 @@ from paro.topology import Axes, AxisSpan, Link, Spans, axes_of
 def needed_groups(choice: AlgorithmChoice, spans: Spans) -> Spans:
     """Return the groups of a rank for collectives along `spans` by any algorithm of a choice."""
     return {
-        use: frozenset(
+        kind: frozenset(
             part
-            for span in of_use
+            for span in of_kind
             for name in choice.names
             for part in group_spans(name, span, pipelined=choice.pipelines)
         )
-        for use, of_use in spans.items()
+        for kind, of_kind in spans.items()
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paro.collectives.schedule import MESSAGES_UNDER_WAY, Chunks, Schedule
 from paro.collectives.wire import Pending, Wire
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 
 
 class Scratch:
@@ -41,7 +41,7 @@ class Scratch:
 class Level(NamedTuple):
     """The process group, first message tag and scratch buffers of one level of a schedule."""
 
-    use: Use
+    stream_kind: StreamKind
     span: AxisSpan
     first_tag: int
     scratch: Scratch
@@ -117,7 +117,7 @@ class Transfer:
         if not self._buffer.lands_in_place(adds=receive.adds):
             landed = torch.empty_like(landed, dtype=self._buffer.comm_dtype)
         self._wire.exchange(
-            level.use,
+            level.stream_kind,
             level.span,
             (self._buffer.outgoing(send.chunks), self._members[send.peer]),
             (landed, self._members[receive.peer]),
@@ -174,7 +174,9 @@ class Transfer:
                 slot, landing.numel(), self._buffer.comm_dtype, landing.device
             )
         peer = self._members[receive.peer]
-        return landing, self._wire.receive(level.use, level.span, landing, peer, self._tags[index])
+        return landing, self._wire.receive(
+            level.stream_kind, level.span, landing, peer, self._tags[index]
+        )
 
     def _arrive(self, index: int) -> None:
         """Record an arrival and send the messages whose dependencies are now complete."""
@@ -190,7 +192,9 @@ class Transfer:
             step = self._steps[index]
             level, send = self._levels[step.level], step.send
             outgoing, peer = self._buffer.outgoing(send.chunks), self._members[send.peer]
-            pending = self._wire.send(level.use, level.span, outgoing, peer, self._tags[index])
+            pending = self._wire.send(
+                level.stream_kind, level.span, outgoing, peer, self._tags[index]
+            )
             with self._changed:
                 self._sends[step.level].append(pending)
                 self._unsent[step.level] -= 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paro.distributed.byte_counter import ByteCounter
 from paro.distributed.groups import Groups
-from paro.topology import AxisSpan, Link, Use, nested_range
+from paro.topology import AxisSpan, Link, StreamKind, nested_range
 
 # gloo implements reduce-scatter as an all-reduce, with twice the bytes. Messages to every peer and
 # a local sum send only the necessary bytes (gloo's all-to-all leaves slow links idle in between).
@@ -53,26 +53,28 @@ class Wire:
         self._traffic = traffic
         self._rank = groups.rank
 
-    def all_gather(self, use: Use, span: AxisSpan, whole: Tensor, shard: Tensor) -> None:
+    def all_gather(self, kind: StreamKind, span: AxisSpan, whole: Tensor, shard: Tensor) -> None:
         """Fill `whole` with every rank's `shard`, in rank order."""
         self._count_ring(span, whole.nbytes - shard.nbytes)
-        _all_gather(whole, shard, group=self._groups.of(use, span))
+        _all_gather(whole, shard, group=self._groups.of(kind, span))
 
-    def all_reduce(self, use: Use, span: AxisSpan, whole: Tensor, comm_dtype: torch.dtype) -> None:
+    def all_reduce(
+        self, kind: StreamKind, span: AxisSpan, whole: Tensor, comm_dtype: torch.dtype
+    ) -> None:
         """Sum `whole` in place over the axis span."""
         moved = whole.to(comm_dtype)
         size = len(self._members(span))
         self._count_ring(span, 2 * moved.nbytes * (size - 1) // size)
-        dist.all_reduce(moved, group=self._groups.of(use, span))
+        dist.all_reduce(moved, group=self._groups.of(kind, span))
         if moved is not whole:
             whole.copy_(moved)
 
-    def reduce_scatter(self, use: Use, span: AxisSpan, whole: Tensor) -> Tensor:
+    def reduce_scatter(self, kind: StreamKind, span: AxisSpan, whole: Tensor) -> Tensor:
         """Split `whole` by rank; return this rank's part of it, which then holds the sum."""
         members = self._members(span)
         parts = whole.view(len(members), -1)
         own = parts[members.index(self._rank)]
-        group = self._groups.of(use, span)
+        group = self._groups.of(kind, span)
         if dist.get_backend(group) != "gloo":
             self._count_ring(span, whole.nbytes - own.nbytes)
             _reduce_scatter(own, whole, group=group)
@@ -81,40 +83,44 @@ class Wire:
         for begin in range(0, own.numel(), step):
             sent = parts[:, begin : begin + step]
             received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
-            self._trade(use, span, sent, received)
+            self._trade(kind, span, sent, received)
             # Summed in rank order, in fp32: bitwise reproducible.
             own[begin : begin + step] = received.sum(0, dtype=torch.float32)
         return own
 
-    def all_to_all(self, use: Use, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
+    def all_to_all(self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
         """Send every member its row of `parts`; fills `received` with theirs, in rank order."""
-        group = self._groups.of(use, span)
+        group = self._groups.of(kind, span)
         if dist.get_backend(group) == "gloo":
-            self._trade(use, span, parts, received)
+            self._trade(kind, span, parts, received)
             return
         for member in self._members(span):
             if member != self._rank:
                 self._traffic.add(self._link_to(member), parts[0].nbytes)
         dist.all_to_all_single(received, parts, group=group)
 
-    def _trade(self, use: Use, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
+    def _trade(self, kind: StreamKind, span: AxisSpan, parts: Tensor, received: Tensor) -> None:
         """The same by one message to every member."""
         members = self._members(span)
         own = members.index(self._rank)
         others = [(row, rank) for row, rank in enumerate(members) if rank != self._rank]
-        pending = [self.receive(use, span, received[row], rank, 0) for row, rank in others]
-        pending += [self.send(use, span, parts[row], rank, 0) for row, rank in others]
+        pending = [self.receive(kind, span, received[row], rank, 0) for row, rank in others]
+        pending += [self.send(kind, span, parts[row], rank, 0) for row, rank in others]
         received[own] = parts[own]
         for message in pending:
             message.wait()
 
     def trade(
-        self, use: Use, span: AxisSpan, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+        self,
+        kind: StreamKind,
+        span: AxisSpan,
+        sent: Mapping[int, Tensor],
+        received: Mapping[int, Tensor],
     ) -> None:
         """Send and receive parts of any size, by rank, as one grouped operation under NCCL."""
         if not sent and not received:
             return
-        group, operations = self._groups.of(use, span), []
+        group, operations = self._groups.of(kind, span), []
         for rank, part in received.items():
             operations.append(dist.P2POp(dist.irecv, part, rank, group))
         for rank, part in sent.items():
@@ -125,26 +131,30 @@ class Wire:
             f"rank {self._rank}: messages to ranks {sorted(sent)} from {sorted(received)}",
         )
 
-    def send(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def send(
+        self, kind: StreamKind, span: AxisSpan, tensor: Tensor, peer: int, tag: int
+    ) -> Pending:
         """Start to send a tensor, which must not change until the message is complete."""
         self._traffic.add(self._link_to(peer), tensor.nbytes)
-        return self._start(dist.isend, "to", use, span, tensor, peer, tag)
+        return self._start(dist.isend, "to", kind, span, tensor, peer, tag)
 
-    def receive(self, use: Use, span: AxisSpan, tensor: Tensor, peer: int, tag: int) -> Pending:
+    def receive(
+        self, kind: StreamKind, span: AxisSpan, tensor: Tensor, peer: int, tag: int
+    ) -> Pending:
         """Start to receive into `tensor`."""
-        return self._start(dist.irecv, "from", use, span, tensor, peer, tag)
+        return self._start(dist.irecv, "from", kind, span, tensor, peer, tag)
 
     def _start(
         self,
         start: Callable[..., dist.Work | None],
         direction: str,
-        use: Use,
+        kind: StreamKind,
         span: AxisSpan,
         tensor: Tensor,
         peer: int,
         tag: int,
     ) -> Pending:
-        group, transfer = self._groups.of(use, span), self._describe(direction, peer)
+        group, transfer = self._groups.of(kind, span), self._describe(direction, peer)
         try:
             work = start(tensor, peer, group=group, tag=tag % _TAGS)
         except RuntimeError as error:
@@ -154,7 +164,7 @@ class Wire:
 
     def exchange(
         self,
-        use: Use,
+        kind: StreamKind,
         span: AxisSpan,
         outgoing: tuple[Tensor, int],
         incoming: tuple[Tensor, int],
@@ -164,7 +174,7 @@ class Wire:
         """Send to one peer and receives from another, as one grouped operation under NCCL."""
         (sent, to), (received, source) = outgoing, incoming
         self._traffic.add(self._link_to(to), sent.nbytes)
-        group = self._groups.of(use, span)
+        group = self._groups.of(kind, span)
         operations = [
             dist.P2POp(dist.isend, sent, to, group, tag % _TAGS),
             dist.P2POp(dist.irecv, received, source, group, tag % _TAGS),

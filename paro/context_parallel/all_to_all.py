@@ -23,7 +23,7 @@ from paro.distributed.comm_stream import Event
 from paro.distributed.exposed_time import WaitKind
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 
 
 class AllToAllHandle(NamedTuple):
@@ -52,8 +52,8 @@ class AllToAll:
         received = torch.empty_like(sent)
         with self._exposure.submitting(WaitKind.CONTEXT):
             event = self._streams.submit(
-                (Use.CONTEXT, *self._span),
-                lambda: self._wire.all_to_all(Use.CONTEXT, self._span, sent, received),
+                (StreamKind.CONTEXT, *self._span),
+                lambda: self._wire.all_to_all(StreamKind.CONTEXT, self._span, sent, received),
             )
         return AllToAllHandle(sent, event, received)
 

@@ -18,7 +18,7 @@ from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.spec.context_layout import ContextLayout
-from paro.topology import AxisSpan, Use, nested_range
+from paro.topology import AxisSpan, StreamKind, nested_range
 
 
 class GatherKVExchange:
@@ -87,7 +87,7 @@ class ContextStreams:
 
     def submit(self, stream: Hashable, job: Job, *, after: Event | None = None) -> Event:
         assert isinstance(stream, tuple)
-        return self._streams.submit((Use.CONTEXT, *stream[1:]), job, after=after)
+        return self._streams.submit((StreamKind.CONTEXT, *stream[1:]), job, after=after)
 
     def close(self) -> None:
         """They are closed with the engine's."""

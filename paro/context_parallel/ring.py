@@ -39,7 +39,7 @@ from paro.distributed.exposed_time import Exposure, WaitKind
 from paro.distributed.groups import Groups
 from paro.distributed.links import Links
 from paro.spec.context_layout import ContextLayout
-from paro.topology import Use
+from paro.topology import StreamKind
 
 
 class RingKVExchange:
@@ -141,7 +141,7 @@ class RingKVExchange:
 def make_rings(layout: ContextLayout, groups: Groups, links: Links) -> RingKVExchange:
     """Return the rings of a `layout`."""
     spans = layout.rings(groups.topology)
-    inner, outer = (Ring(Use.CONTEXT, span, groups, links) for span in spans)
+    inner, outer = (Ring(StreamKind.CONTEXT, span, groups, links) for span in spans)
     return RingKVExchange(inner, outer, links.exposure)
 
 

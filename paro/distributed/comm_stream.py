@@ -87,9 +87,9 @@ def stream_name(stream: Hashable) -> str:
     """Return the name of a comm stream in profiles and stack dumps, such as "gather 0 intra"."""
     if not isinstance(stream, tuple):
         return str(stream)
-    use, *axes = stream
+    kind, *axes = stream
     numbers = "+".join(str(axis.index) for axis in axes)
-    return f"{use.value} {numbers} {link_of_stream(stream).value}"
+    return f"{kind.value} {numbers} {link_of_stream(stream).value}"
 
 
 @dataclass(slots=True, eq=False)

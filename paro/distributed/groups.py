@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from paro.distributed.registered_memory import RegisteredMemory, use_copy_engines
 from paro.errors import UserError
-from paro.topology import AxisSpan, Link, Spans, Topology, Use
+from paro.topology import AxisSpan, Link, Spans, StreamKind, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,24 +62,24 @@ class Groups:
 
     topology: Topology
     rank: int
-    _by_use_and_span: dict[tuple[Use, AxisSpan], dist.ProcessGroup]
+    _by_kind_and_span: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup]
     registered: RegisteredMemory = field(default_factory=RegisteredMemory)
     copy_engine: bool = False
 
-    def of(self, use: Use, span: AxisSpan) -> dist.ProcessGroup:
+    def of(self, kind: StreamKind, span: AxisSpan) -> dist.ProcessGroup:
         """This rank's group for `use` along an axis span."""
-        return self._by_use_and_span[use, span]
+        return self._by_kind_and_span[kind, span]
 
-    def copies(self, use: Use, span: AxisSpan) -> bool:
+    def copies(self, kind: StreamKind, span: AxisSpan) -> bool:
         """Return whether copy engines carry the collectives of `use` along `span`."""
         inside = all(axis.link is Link.INTRA for axis in span)
-        return self.copy_engine and use is Use.GATHER and inside
+        return self.copy_engine and kind is StreamKind.GATHER and inside
 
     def close(self) -> None:
         """Destroy the groups: threads of live gloo groups keep waking up."""
         self.registered.close()
-        while self._by_use_and_span:  # popped: this object may be kept alive, the groups must not
-            dist.destroy_process_group(self._by_use_and_span.popitem()[1])
+        while self._by_kind_and_span:  # popped: this object may be kept alive, the groups must not
+            dist.destroy_process_group(self._by_kind_and_span.popitem()[1])
 
 
 def make_save_groups(
@@ -104,19 +104,19 @@ def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig
     With `config` None none is created: for planning a rank that never runs.
     """
     if config is None:
-        return Groups(topology=topology, rank=rank, _by_use_and_span={})
+        return Groups(topology=topology, rank=rank, _by_kind_and_span={})
     device = config.device if config.backend == "nccl" else None
-    mine: dict[tuple[Use, AxisSpan], dist.ProcessGroup] = {}
+    mine: dict[tuple[StreamKind, AxisSpan], dist.ProcessGroup] = {}
     groups = Groups(
-        topology=topology, rank=rank, _by_use_and_span=mine, copy_engine=config.copy_engine
+        topology=topology, rank=rank, _by_kind_and_span=mine, copy_engine=config.copy_engine
     )
     at_least = max(config.communicators, sum(map(len, spans.values())))
     config = replace(config, communicators=at_least)
-    for use in Use:
-        for span in sorted(spans.get(use, ()), key=lambda span: [axis.index for axis in span]):
+    for kind in StreamKind:
+        for span in sorted(spans.get(kind, ()), key=lambda span: [axis.index for axis in span]):
             ranks = range(topology.world_size)
             for members in dict.fromkeys(topology.members(span, other) for other in ranks):
-                copies = groups.copies(use, span)
+                copies = groups.copies(kind, span)
                 options = None if device is None else _nccl_options(config, device, copies=copies)
                 group = dist.new_group(
                     list(members),
@@ -126,7 +126,7 @@ def make_groups(topology: Topology, rank: int, spans: Spans, config: GroupConfig
                     device_id=device if rank in members else None,
                 )
                 if rank in members:
-                    mine[use, span] = group
+                    mine[kind, span] = group
                     if copies and device is not None:
                         groups.registered.add(group, device)
     return groups

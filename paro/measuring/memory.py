@@ -20,7 +20,7 @@ from paro.distributed.control import Control
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
 from paro.machine.machine import Device
-from paro.topology import COLLECTIVE_USES, AxisSpan, Topology, Use
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind, Topology
 
 _NUM_BYTES = 32 << 20  # of a collective: large enough for the protocol with the largest buffers
 
@@ -65,9 +65,12 @@ def measure_communicators(
     spans += [axes] * (len(axes) > 1)
     made: list[Collectives] = []
     taken: list[int] = []
-    for use, span in [(Use.GATHER, spans[0]), *((u, s) for s in spans for u in COLLECTIVE_USES)]:
+    for kind, span in [
+        (StreamKind.GATHER, spans[0]),
+        *((u, s) for s in spans for u in COLLECTIVE_STREAMS),
+    ]:
         before = free()
-        made.append(_make_and_use(control, topology, config, use, span))
+        made.append(_make_and_use(control, topology, config, kind, span))
         taken.append(before - free())
     control.barrier()
     for collectives in made:
@@ -79,14 +82,14 @@ def measure_communicators(
 
 
 def _make_and_use(
-    control: Control, topology: Topology, config: GroupConfig, use: Use, span: AxisSpan
+    control: Control, topology: Topology, config: GroupConfig, kind: StreamKind, span: AxisSpan
 ) -> Collectives:
     """Return collectives with a single process group, after their first one."""
     device, flat = control.device, AlgorithmChoice(names=("flat",))
-    groups = make_groups(topology, control.world.rank, {use: frozenset({span})}, config)
+    groups = make_groups(topology, control.world.rank, {kind: frozenset({span})}, config)
     collectives = make_collectives(flat, groups, make_links(device, config.backend))
     numel = _NUM_BYTES // 4 // topology.world_size * topology.world_size
     buffer = torch.ones(numel, dtype=torch.float32, device=device)
-    op = Op.ALL_GATHER if use is Use.GATHER else Op.REDUCE_SCATTER
+    op = Op.ALL_GATHER if kind is StreamKind.GATHER else Op.REDUCE_SCATTER
     collectives.run(Request(op, buffer, span, buffer.dtype)).wait()
     return collectives

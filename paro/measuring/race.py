@@ -34,7 +34,7 @@ from paro.layout import ALIGN
 from paro.machine.choice import pieces_by
 from paro.machine.machine import Machine
 from paro.measuring.trial import Move, Trial, make_trial
-from paro.topology import COLLECTIVE_USES, AxisSpan, Topology
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Topology
 
 # A turn of small messages is repeated until it takes about so long, within the limits below; every
 # repetition has its own buffer, so that each result can be checked.
@@ -170,7 +170,7 @@ class Race:
         config = self.runtime.groups_on(self.control.device)
         pieces = pieces_by(self.machine) if config.backend == "nccl" else None
         choice = AlgorithmChoice(names=(name,), pieces=pieces)
-        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_USES, spans))
+        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
         groups = make_groups(self.topology, self.control.world.rank, needed, config)
         made = make_collectives(choice, groups, make_links(self.control.device, config.backend))
         yield made

@@ -38,7 +38,7 @@ from paro.spec.context_layout import heads_at_first, num_pieces
 from paro.spec.run_plan import MicroBatch
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
-from paro.topology import AxisSpan, Topology, Use
+from paro.topology import AxisSpan, StreamKind, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,7 @@ def _sent(message: Message, sender: Sender) -> Sent:
     to, span, num_bytes, number = message
     if isinstance(to, Op):
         numel = num_bytes // span[0].inner
-        return sender.sent([Collective(Use.CONTEXT, to, span, numel, UINT8)])
+        return sender.sent([Collective(StreamKind.CONTEXT, to, span, numel, UINT8)])
     return sender.message(to, span, num_bytes) * number
 
 

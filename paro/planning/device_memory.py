@@ -39,7 +39,7 @@ from paro.spec.groups import collectives_of, groups_of
 from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
-from paro.topology import COLLECTIVE_USES, AxisSpan, Use
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
 
 CONTEXT_BYTES = 667 * 10**6
 COMMUNICATOR_BYTES = 688 << 20
@@ -153,12 +153,12 @@ def communication_of(
 
 def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
     """Return bytes of a rank's buffers of collectives; under gloo they are not counted."""
-    largest: dict[tuple[str, Use, AxisSpan], int] = {}
+    largest: dict[tuple[str, StreamKind, AxisSpan], int] = {}
     names, pieces = choice.names, choice.pieces
     if pieces is None:
         return 0
     for one in collectives_of(run, specs):
-        if one.use not in COLLECTIVE_USES:
+        if one.stream_kind not in COLLECTIVE_STREAMS:
             continue
         taken = {}
         if "ho-ring" in names and has_both_links(one.span):
@@ -170,7 +170,7 @@ def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: Algorithm
             # Parts of all units.
             taken["native"] = one.num_bytes * one.span[0].inner // one.span[-1].inner
         for name, size in taken.items():
-            key = name, one.use, one.span
+            key = name, one.stream_kind, one.span
             largest[key] = max(size, largest.get(key, 0))
     return sum(largest.values())
 

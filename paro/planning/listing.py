@@ -20,7 +20,7 @@ from paro.planning.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.plan import LISTED_MICRO_BATCHES, Pass, StepPlan
 from paro.text import align, size_text
-from paro.topology import Axis, Link, Use
+from paro.topology import Axis, Link, StreamKind
 
 _WORDS = {
     Verb.WAIT: "wait for {}",
@@ -228,11 +228,11 @@ class _Follower:
             return
         for one in self.tally.specs[number].collectives.get(PASS_OF.get(verb, verb), ()):
             axes = ", ".join(map(self._axis_text, one.span))
-            use, sent = one.use, self.sender.sent([one])
+            kind, sent = one.stream_kind, self.sender.sent([one])
             if verb in PASS_OF:
-                shifts, use = self.run.strategy.params - 1, Use.ROTATE
+                shifts, kind = self.run.strategy.params - 1, StreamKind.ROTATE
                 sent = Sent(sent.intra // shifts, sent.inter // shifts)
-            yield _SENT[verb, one.op, one.is_coded], f"{use.value} {axes}", sent
+            yield _SENT[verb, one.op, one.is_coded], f"{kind.value} {axes}", sent
 
     def _axis_text(self, axis: Axis) -> str:
         """Return an axis by its links, and by its degrees if others have such links too."""

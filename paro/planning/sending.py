@@ -25,7 +25,7 @@ from paro.precision import BYTES_OF
 from paro.spec.muon_rounds import muon_rounds
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF, Move
-from paro.topology import AxisSpan, Link, Use
+from paro.topology import AxisSpan, Link, StreamKind
 
 
 class To(Enum):
@@ -63,7 +63,7 @@ class Sender:
         return sum((each for one in collectives for each in self._messages(one)), Sent())
 
     def _messages(self, one: Collective) -> Iterator[Sent]:
-        choice = NATIVE if one.use is Use.EXCHANGE else self.choice
+        choice = NATIVE if one.stream_kind is StreamKind.EXCHANGE else self.choice
         name = choice.of(one.op, one.span, one.num_bytes)
         ways = _BY_BACKEND if choice.pipelines else _BY_GLOO
         whole = one.num_bytes * one.span[0].inner

@@ -24,7 +24,7 @@ from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.spec.states import GRAD_ERRORS, FlatShard
 from paro.step.actions import Verb
 from paro.strategy import Strategy
-from paro.topology import Topology, Use, by_units, nested_range
+from paro.topology import StreamKind, Topology, by_units, nested_range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +165,8 @@ class UnitShards:
             own = request.own(self.context.rank)
             sizes = {one.numel, whole.numel(), own.numel() * one.num_shards}
             types = {dtype, whole.dtype, own.dtype} if one.op is Op.ALL_GATHER else {dtype}
-            found = len(sizes), len(types), request.use
-            assert found == (1, 1, one.use), f"{self.name}: {sizes}, {types} for {one}"
+            found = len(sizes), len(types), request.stream_kind
+            assert found == (1, 1, one.stream_kind), f"{self.name}: {sizes}, {types} for {one}"
             after = self.context.collectives.run(request)
             whole = own if one.op is Op.REDUCE_SCATTER else whole
         return whole, after
@@ -226,9 +226,11 @@ class UnitShards:
         assert exchange is not None, f"{self.name} has codes"
         assert codes is not None, f"{self.name} sends codes"
         span, *replicas = (one.span for one in encoded)
-        sent = [(one.use, one.op, one.numel // one.num_shards) for one in encoded]
+        sent = [(one.stream_kind, one.op, one.numel // one.num_shards) for one in encoded]
         ops = (Op.REDUCE_SCATTER, Op.ALL_GATHER)[: len(sent)]
-        assert sent == [(Use.EXCHANGE, op, codes.range_bytes) for op in ops], f"{self.name}: {sent}"
+        assert sent == [(StreamKind.EXCHANGE, op, codes.range_bytes) for op in ops], (
+            f"{self.name}: {sent}"
+        )
         contribution = Contribution(
             values=gradients,
             start=self._start_at(span[0].inner),

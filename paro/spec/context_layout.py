@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from model.config import LlamaConfig
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.spans import needed_groups
-from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Topology, Use, make_topology
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind, Topology, make_topology
 
 _MOST_PIECES = 4
 
@@ -93,10 +93,10 @@ class ContextLayout:
     def groups(self, topology: Topology, choice: AlgorithmChoice) -> Spans:
         """Return the spans of a rank's process groups, where it gathers by the `choice`."""
         if self.gathers:
-            spans = dict.fromkeys(COLLECTIVE_USES, frozenset({self.ring_span(topology)}))
+            spans = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.ring_span(topology)}))
             return needed_groups(choice, spans)
         spans_of_messages = self.heads_span(topology), *self.rings(topology)
-        return {Use.CONTEXT: frozenset(filter(None, spans_of_messages))}
+        return {StreamKind.CONTEXT: frozenset(filter(None, spans_of_messages))}
 
 
 ALONE = ContextLayout()  # no rank shares its samples

@@ -14,7 +14,7 @@ from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_plan import RunPlan
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF
-from paro.topology import COLLECTIVE_USES, AxisSpan, Spans, Use
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind
 
 
 class RunGroups(NamedTuple):
@@ -40,7 +40,7 @@ def collectives_of(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collectiv
     """Return the different collectives; those that are a pass round a ring rotate."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
-        one._replace(use=Use.ROTATE) if verb in passes else one
+        one._replace(stream_kind=StreamKind.ROTATE) if verb in passes else one
         for spec in {(s.unit.traffic_kind, s.buffer.trains): s for s in specs}.values()
         for verb, collectives in spec.collectives.items()
         for one in collectives
@@ -52,11 +52,11 @@ def _of_states(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmCho
 
     Where there are codes, the first steps of a run send none.
     """
-    spans: defaultdict[Use, set[AxisSpan]] = defaultdict(set)
+    spans: defaultdict[StreamKind, set[AxisSpan]] = defaultdict(set)
     for one in collectives_of(run, specs) | collectives_of(run, (spec.exact for spec in specs)):
-        by_axis = one.use is Use.EXCHANGE and one.op is Op.ALL_GATHER
-        spans[one.use].update(((axis,) for axis in one.span) if by_axis else [one.span])
-    spans[Use.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
-    along = {use: frozenset(filter(None, of_use)) for use, of_use in spans.items()}
-    by_algorithms = {use: along.pop(use, frozenset()) for use in COLLECTIVE_USES}
+        by_axis = one.stream_kind is StreamKind.EXCHANGE and one.op is Op.ALL_GATHER
+        spans[one.stream_kind].update(((axis,) for axis in one.span) if by_axis else [one.span])
+    spans[StreamKind.EXCHANGE].update(rounds.span(run.topology) for rounds in muon_rounds(specs))
+    along = {kind: frozenset(filter(None, of_kind)) for kind, of_kind in spans.items()}
+    by_algorithms = {kind: along.pop(kind, frozenset()) for kind in COLLECTIVE_STREAMS}
     return {**along, **needed_groups(choice, by_algorithms)}

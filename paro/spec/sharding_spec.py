@@ -21,7 +21,7 @@ from paro.step.actions import Verb
 from paro.step.slices import Slot
 from paro.step.units import Buffer, Unit, buffers_of
 from paro.strategy import Strategy, replicated
-from paro.topology import AxisSpan, Link, Topology, Use, split_by_link
+from paro.topology import AxisSpan, Link, StreamKind, Topology, split_by_link
 
 UINT8 = "uint8"  # the type of codes
 _BYTES_OF = BYTES_OF | {UINT8: 1}
@@ -30,7 +30,7 @@ _BYTES_OF = BYTES_OF | {UINT8: 1}
 class Collective(NamedTuple):
     """A collective of a flat buffer, of a bucket of them, or of their codes."""
 
-    use: Use
+    stream_kind: StreamKind
     op: Op
     span: AxisSpan
     numel: int  # of the buffer that it gathers or reduces
@@ -222,8 +222,8 @@ class ShardingSpec:
     def collectives(self) -> Mapping[Verb, tuple[Collective, ...]]:
         """What the actions on the buffer send, in order; nothing along no axis."""
         numel, (params, grads, _) = self.layout.numel, self.strategy.degrees
-        gather = Use.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
-        reduce = Use.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)
+        gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(1, params)
+        reduce = StreamKind.REDUCE, Op.REDUCE_SCATTER, self.topology.axes_between(1, grads)
         found: dict[Verb, tuple[Collective, ...]] = {
             Verb.GATHER: (Collective(*gather, numel, self.param_dtype),)
         }
@@ -244,25 +244,28 @@ class ShardingSpec:
         encoded."""
         wire, units, size = self.precision.wire, self.unit.bucket_size, self.topology.world_size
         numel, (_, grads, optim) = self.layout.numel * units, self.strategy.degrees
-        reduce, replicas = (Use.REDUCE, Op.REDUCE_SCATTER), self.topology.axes_between(optim, size)
+        reduce, replicas = (
+            (StreamKind.REDUCE, Op.REDUCE_SCATTER),
+            self.topology.axes_between(optim, size),
+        )
         if self.grad_codes is None:
             span = self.topology.axes_between(grads, optim)
             return (
                 Collective(*reduce, span, numel // grads, wire, units),
-                Collective(Use.REDUCE, Op.ALL_REDUCE, replicas, numel // optim, wire),
+                Collective(StreamKind.REDUCE, Op.ALL_REDUCE, replicas, numel // optim, wire),
             )
         intra, inter = split_by_link(self._summed_over)
         encoded = self.grad_codes.range_bytes * size
         pieces = encoded // inter[0].inner, encoded // optim
         return (
             Collective(*reduce, intra, numel // grads, wire),
-            Collective(Use.EXCHANGE, Op.REDUCE_SCATTER, inter, pieces[0], UINT8),
-            Collective(Use.EXCHANGE, Op.ALL_GATHER, replicas, pieces[1], UINT8),
+            Collective(StreamKind.EXCHANGE, Op.REDUCE_SCATTER, inter, pieces[0], UINT8),
+            Collective(StreamKind.EXCHANGE, Op.ALL_GATHER, replicas, pieces[1], UINT8),
         )
 
     def _updated(self) -> Collective:
         params, _, optim = self.strategy.degrees
-        gather = Use.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
+        gather = StreamKind.GATHER, Op.ALL_GATHER, self.topology.axes_between(params, optim)
         if self.update_codes is not None:
             return Collective(*gather, self.update_codes.range_bytes * optim // params, UINT8)
         units = self.unit.bucket_size

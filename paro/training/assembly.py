@@ -45,7 +45,7 @@ from paro.spec.run_plan import Materialize, RunPlan
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
 from paro.step.actions import StepShape, Verb
-from paro.topology import Use
+from paro.topology import StreamKind
 from paro.training.loop import HeldOut, Sources
 from paro.training.step import Training, TrainState, last_iteration
 
@@ -162,7 +162,7 @@ def _spread(
         sharded = make_sharded_units(model, specs, context)
         return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)
     (span,) = {one.span for spec in specs for one in spec.collectives[Verb.GATHER]}
-    ring = Ring(Use.ROTATE, span, groups, links)
+    ring = Ring(StreamKind.ROTATE, span, groups, links)
     rotated = make_rotated_units(model, specs, context, ring)
     return RotatedModel(model, model.units(), rotated, shape, timers, updated_ahead=ahead)
 

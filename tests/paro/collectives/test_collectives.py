@@ -20,7 +20,7 @@ from paro.distributed.byte_counter import ByteCounter, Sent
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
 from paro.topology import (
-    COLLECTIVE_USES,
+    COLLECTIVE_STREAMS,
     AxisSpan,
     Topology,
     by_units,
@@ -69,7 +69,7 @@ def make(
     links, choice = make_links(CPU, "gloo", overlap=overlap), algorithm
     if isinstance(choice, str):
         choice = AlgorithmChoice(names=(choice,))
-    along = dict.fromkeys(COLLECTIVE_USES, frozenset(spans or {topology.axes}))
+    along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset(spans or {topology.axes}))
     config = GroupConfig(timeout=timedelta(seconds=seconds))
     groups = make_groups(topology, dist.get_rank(), needed_groups(choice, along), config)
     return make_collectives(choice, groups, links), links.traffic

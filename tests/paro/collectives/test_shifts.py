@@ -15,7 +15,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import make_links
 from paro.layout import chunk_numel
-from paro.topology import Use, make_topology
+from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
 
 NUMEL = 1003  # several chunks, the last one shorter
@@ -51,8 +51,8 @@ def rotate(degree: int, *, in_place: bool, overlap: bool) -> tuple[list[str], Se
     config = GroupConfig(timeout=timedelta(seconds=30))
     links = make_links(torch.device("cpu"), "gloo", overlap=overlap)
     span = topology.axes_between(1, degree)
-    groups = make_groups(topology, rank, {Use.ROTATE: frozenset({span})}, config)
-    ring = Ring(Use.ROTATE, span, groups, links)
+    groups = make_groups(topology, rank, {StreamKind.ROTATE: frozenset({span})}, config)
+    ring = Ring(StreamKind.ROTATE, span, groups, links)
     group, wrong = rank // degree, []
     weights = Traveller(ring, slice_of(ring.position, group), in_place=in_place)
     for step in range(degree):

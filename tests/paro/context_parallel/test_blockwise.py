@@ -29,7 +29,7 @@ from paro.distributed.exposed_time import Exposure
 from paro.distributed.groups import GroupConfig, make_groups
 from paro.distributed.links import Links
 from paro.spec.context_layout import ContextLayout
-from paro.topology import COLLECTIVE_USES, Use, make_topology
+from paro.topology import COLLECTIVE_STREAMS, StreamKind, make_topology
 from tests.helpers.hopper import hopper
 from tests.helpers.late_streams import LateStreams
 from tests.helpers.ranks import run_ranks
@@ -102,7 +102,7 @@ class Ways:
         self.whole = self.topology.axes
         spans = frozenset({self.whole, *((axis,) for axis in self.whole)})
         self.traffic = ByteCounter()
-        self.groups = make_groups(self.topology, self.rank, {Use.CONTEXT: spans}, CONFIG)
+        self.groups = make_groups(self.topology, self.rank, {StreamKind.CONTEXT: spans}, CONFIG)
         self.exposure = Exposure()
         self._closes: list[Callable[[], None]] = [self.groups.close]
 
@@ -111,7 +111,7 @@ class Ways:
 
     def ring(self, *spans: tuple[Any, ...], streams: CommStreams) -> RingKVExchange:
         links = self.links(streams)
-        inner, outer = (Ring(Use.CONTEXT, span, self.groups, links) for span in spans)
+        inner, outer = (Ring(StreamKind.CONTEXT, span, self.groups, links) for span in spans)
         return RingKVExchange(inner, outer, self.exposure)
 
     def rings(self, streams: CommStreams) -> Iterator[RingKVExchange]:
@@ -122,7 +122,7 @@ class Ways:
 
     def gather(self, algorithm: str, streams: CommStreams) -> GatherKVExchange:
         choice = AlgorithmChoice(names=(algorithm,))
-        along = dict.fromkeys(COLLECTIVE_USES, frozenset({self.whole}))
+        along = dict.fromkeys(COLLECTIVE_STREAMS, frozenset({self.whole}))
         needed = needed_groups(choice, along)
         groups = make_groups(self.topology, self.rank, needed, CONFIG)
         collectives = make_collectives(choice, groups, self.links(ContextStreams(streams)))

@@ -17,10 +17,10 @@ from paro.distributed.comm_stream import (
     stream_name,
 )
 from paro.distributed.exposed_time import Exposed, Exposure, WaitKind
-from paro.topology import Use, make_topology
+from paro.topology import StreamKind, make_topology
 
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
-INTRA, INTER = ((Use.GATHER, axis) for axis in TOPOLOGY.axes)
+INTRA, INTER = ((StreamKind.GATHER, axis) for axis in TOPOLOGY.axes)
 SECONDS = 0.05
 
 
@@ -69,13 +69,13 @@ def test_without_overlap_a_job_costs_what_it_takes() -> None:
 
 def test_a_lane_of_both_kinds_of_links_counts_for_the_slow_ones() -> None:
     exposure = Exposure()
-    exposure.note((Use.GATHER, *TOPOLOGY.axes), 2.0)
+    exposure.note((StreamKind.GATHER, *TOPOLOGY.axes), 2.0)
     assert exposure.take() == Exposed(intra=0.0, inter=2.0)
 
 
 def test_a_lane_is_named_by_its_use_axes_and_links() -> None:
     assert stream_name(INTRA) == "gather 0 intra"
-    assert stream_name((Use.REDUCE, *TOPOLOGY.axes)) == "reduce 0+1 inter"
+    assert stream_name((StreamKind.REDUCE, *TOPOLOGY.axes)) == "reduce 0+1 inter"
 
 
 def test_on_streams_links_are_not_told_apart() -> None:

@@ -21,7 +21,7 @@ from paro.distributed.links import Links
 from paro.distributed.world import World
 from paro.errors import RunError
 from paro.sharding.buffers import ElasticBuffer, Tally
-from paro.topology import Use, make_topology
+from paro.topology import StreamKind, make_topology
 from tests.helpers.fake_nccl import FakeNccl, Options, lacking
 from tests.helpers.refusals import refused
 from tests.helpers.requests import all_gather
@@ -40,7 +40,7 @@ def made_by(
     """The groups that a rank of 4 makes for an axis of 2, on a GPU of 132 multiprocessors."""
     nccl = FakeNccl(monkeypatch, Options=options)
     config = {"device": torch.device("cuda", rank), **config}
-    make_groups(TOPOLOGY, rank, {Use.ROTATE: frozenset({INSIDE})}, replace(CONFIG, **config))
+    make_groups(TOPOLOGY, rank, {StreamKind.ROTATE: frozenset({INSIDE})}, replace(CONFIG, **config))
     return nccl.calls
 
 
@@ -101,7 +101,7 @@ def test_a_torch_that_bounds_no_thread_blocks_keeps_the_order(
 def copying(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNccl, NativeCollectives]:
     """Collectives that gather inside groups by copy engines, and between them."""
     nccl = FakeNccl(monkeypatch)
-    groups = make_groups(TOPOLOGY, 1, {Use.GATHER: frozenset({INSIDE, BETWEEN})}, COPYING)
+    groups = make_groups(TOPOLOGY, 1, {StreamKind.GATHER: frozenset({INSIDE, BETWEEN})}, COPYING)
     streams = make_comm_streams(CPU, overlap=False, backend="gloo")
     return nccl, NativeCollectives(groups, Links(streams))
 
@@ -177,7 +177,7 @@ def test_gathers_inside_a_group_send_registered_memory(monkeypatch: pytest.Monke
 
 def test_copy_engines_carry_gathers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = FakeNccl(monkeypatch)
-    groups = make_groups(TOPOLOGY, 1, {Use.REDUCE: frozenset({INSIDE})}, COPYING)
+    groups = make_groups(TOPOLOGY, 1, {StreamKind.REDUCE: frozenset({INSIDE})}, COPYING)
     assert nccl.policies == {(0, 1): None, (2, 3): None}
     groups.registered.reserve({True: (64, 2)}, ALONE)
     assert nccl.notes == []
@@ -194,7 +194,7 @@ def test_copy_engines_are_refused_where_torch_or_nccl_lacks(
     version = lacks.pop("version", (2, 28, 9))
     FakeNccl(monkeypatch, **lacks)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    spans = {Use.GATHER: frozenset({INSIDE})}
+    spans = {StreamKind.GATHER: frozenset({INSIDE})}
     refused(
         lambda: make_groups(TOPOLOGY, 1, spans, COPYING),
         "--paro-nccl-copy-engine needs NCCL 2.28 ... leave the flag out",

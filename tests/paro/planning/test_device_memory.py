@@ -30,7 +30,7 @@ from paro.precision import PrecisionConfig
 from paro.spec.groups import groups_of
 from paro.spec.run_plan import Materialize
 from paro.spec.units import units_of_run
-from paro.topology import AxisSpan, Spans, Use
+from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly
 from tests.paro.planning.cases import DEVICE, machine, workload
 from tests.paro.planning.lone_rank import lone_rank, silence
@@ -64,8 +64,8 @@ def communication(
     return communication_of(run, run.specs(RunMemory(None).units(run)), choice)
 
 
-def groups_in(by_use: Spans) -> set[tuple[Use, AxisSpan]]:
-    return {(use, span) for use, spans in by_use.items() for span in spans}
+def groups_in(by_kind: Spans) -> set[tuple[StreamKind, AxisSpan]]:
+    return {(kind, span) for kind, spans in by_kind.items() for span in spans}
 
 
 @pytest.mark.parametrize("collective", ["native", "ho-ring", "flat", "ring"])
@@ -86,8 +86,8 @@ def test_a_step_uses_all_groups_of_its_description_and_no_other(
     strategies: Sequence[str],
 ) -> None:
     silence(monkeypatch)
-    used: set[tuple[Use, AxisSpan]] = set()
-    monkeypatch.setattr(Groups, "of", lambda _groups, use, span: used.add((use, span)))
+    used: set[tuple[StreamKind, AxisSpan]] = set()
+    monkeypatch.setattr(Groups, "of", lambda _groups, kind, span: used.add((kind, span)))
     precision = replace(BF16, **changes)
     materialize = Materialize.of_flags(ways.get("materialize", "gather"), rotate_in_place=False)
     for text in strategies:
@@ -152,9 +152,11 @@ def test_buffers_that_flat_collectives_permute_are_predicted(
     def note(name: str) -> None:
         original = getattr(Wire, name)
 
-        def noted(self: Wire, use: Use, span: AxisSpan, whole: Tensor, *more: Tensor) -> object:
-            permuted[use, span] = max(whole.nbytes, permuted.get((use, span), 0))
-            return original(self, use, span, whole, *more)
+        def noted(
+            self: Wire, kind: StreamKind, span: AxisSpan, whole: Tensor, *more: Tensor
+        ) -> object:
+            permuted[kind, span] = max(whole.nbytes, permuted.get((kind, span), 0))
+            return original(self, kind, span, whole, *more)
 
         monkeypatch.setattr(Wire, name, noted)
 

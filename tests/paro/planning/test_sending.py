@@ -19,7 +19,7 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender
 from paro.spec.sharding_spec import Collective
 from paro.text import size_text
-from paro.topology import Axes, Use, make_topology
+from paro.topology import Axes, StreamKind, make_topology
 from paro.training.assembly import plan_of
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import silence
@@ -49,7 +49,7 @@ def test_ranks_count_what_a_sender_sends(
     span = topology.axes_between(*ends)
     choice = AlgorithmChoice(names=(name,), pieces=(lambda *_: 3) if backend == "nccl" else None)
     for op in Op:
-        one = Collective(Use.REDUCE, op, span, NUMEL, "bf16")
+        one = Collective(StreamKind.REDUCE, op, span, NUMEL, "bf16")
         total = Sent()
         for rank in range(world_size):
             links, whole = Links(InlineStreams()), torch.zeros(NUMEL, dtype=torch.bfloat16)
@@ -66,7 +66,7 @@ def test_ranks_count_what_a_sender_sends(
 
 def test_auto_sends_as_the_algorithm_that_it_chooses() -> None:
     topology = make_topology(world_size=4, group_size=2, degrees=())
-    large = Collective(Use.GATHER, Op.ALL_GATHER, topology.axes_between(1, 4), 2000, "bf16")
+    large = Collective(StreamKind.GATHER, Op.ALL_GATHER, topology.axes_between(1, 4), 2000, "bf16")
     asked: list[tuple[Op, Axes, int]] = []
 
     def best(op: Op, axes: Axes, num_bytes: int) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paro.sharding.sharded_unit import ShardedUnit
 from paro.step.actions import Verb
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 from paro.training.step import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import TINY, train
@@ -28,7 +28,7 @@ class Hold:
     """Blocks a comm stream before one call of `unit.method`, until `reached` is called."""
 
     def __init__(
-        self, unit: ShardedUnit, method: str, use: Use, span: AxisSpan, patience: float
+        self, unit: ShardedUnit, method: str, kind: StreamKind, span: AxisSpan, patience: float
     ) -> None:
         self._reached = threading.Event()
         self._patience = patience
@@ -39,7 +39,7 @@ class Hold:
         def held(**arguments: object) -> None:
             if self.overlapped is None:
                 self.overlapped = False
-                streams.submit((use, span[-1]), self._wait)
+                streams.submit((kind, span[-1]), self._wait)
             original(**arguments)
 
         setattr(unit, method, held)
@@ -64,12 +64,14 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
         spans = {verb: found[0].span for verb, found in sent.items() if found}
 
         if Verb.GATHER in spans:
-            gather = Hold(units["blocks.1"], "gather", Use.GATHER, spans[Verb.GATHER], patience)
+            gather = Hold(
+                units["blocks.1"], "gather", StreamKind.GATHER, spans[Verb.GATHER], patience
+            )
             holds["gather of block 1 under forward of block 0"] = gather
             modules["blocks.0"].register_forward_pre_hook(lambda *_: gather.reached())
 
         reducing = spans.get(Verb.REDUCE) or spans[Verb.GRAD_SYNC]
-        reduce = Hold(units["blocks.2"], "reduce", Use.REDUCE, reducing, patience)
+        reduce = Hold(units["blocks.2"], "reduce", StreamKind.REDUCE, reducing, patience)
         holds["reduction of block 2 under backward of block 1"] = reduce
 
         def in_backward(_module: object, _inputs: object, output: Tensor) -> None:
@@ -79,7 +81,9 @@ def watch(flags: str, prefetch: int) -> dict[str, bool | None]:
 
         if Verb.PARAM_ALL_GATHER in spans:
             span = spans[Verb.PARAM_ALL_GATHER]
-            started = Hold(units["head"], "start_param_all_gather", Use.GATHER, span, patience)
+            started = Hold(
+                units["head"], "start_param_all_gather", StreamKind.GATHER, span, patience
+            )
             holds["all-gather of the updated head under the next forward"] = started
             modules["blocks.0"].register_forward_pre_hook(lambda *_: started.reached())
 

@@ -21,7 +21,7 @@ from paro.spec import muon_rounds, sharding_spec
 from paro.spec.run_plan import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
 from paro.step.actions import Verb
-from paro.topology import AxisSpan, Use
+from paro.topology import AxisSpan, StreamKind
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, run_of
 from tests.paro.planning.test_units import SMALL
@@ -218,7 +218,7 @@ MUTATIONS: dict[str, tuple[str, Patch]] = {
     ),
     "gradients wait on the streams of gathers": (
         "replicas",
-        sends(Verb.GRAD_SYNC, use=lambda _: Use.GATHER),
+        sends(Verb.GRAD_SYNC, stream_kind=lambda _: StreamKind.GATHER),
     ),
     "parameters are held in fp32": ("replicas", has("param_dtype", lambda *_: "fp32")),
     "gradients have twice the shard": ("replicas", has("grad_numel", twice)),

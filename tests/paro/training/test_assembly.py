@@ -21,7 +21,7 @@ from paro.planning.device_memory import COMMUNICATOR_BYTES
 from paro.planning.run_memory import RunMemory
 from paro.spec import groups
 from paro.spec.units import registered_room, units_of_run
-from paro.topology import Spans, Use
+from paro.topology import Spans, StreamKind
 from paro.training import assembly
 from paro.training.assembly import plan_of
 from paro.training.step import Training
@@ -101,7 +101,7 @@ def test_a_use_that_the_description_lacks_has_no_group_and_no_communicator(
     described = groups._of_states
 
     def without_gathers(*of_run: Any) -> Spans:
-        return {**described(*of_run), Use.GATHER: frozenset()}
+        return {**described(*of_run), StreamKind.GATHER: frozenset()}
 
     made, predicted = [], []
     for _ in range(2):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paro.distributed.groups import GroupConfig, Groups, make_groups
-from paro.topology import Use, make_topology
+from paro.topology import StreamKind, make_topology
 from tests.helpers.ranks import run_ranks
 from tools.bench.planning.steps import SharedGroups
 
@@ -17,11 +17,11 @@ TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=(2, 2, 4))
 INTRA, INTER = ((axis,) for axis in TOPOLOGY.axes_between(1, 4))
 
 
-def groups_of(rank: int, *uses: Use) -> Groups:
+def groups_of(rank: int, *kinds: StreamKind) -> Groups:
     return make_groups(
         TOPOLOGY,
         rank,
-        dict.fromkeys(uses, frozenset({INTRA, INTER})),
+        dict.fromkeys(kinds, frozenset({INTRA, INTER})),
         GroupConfig(timeout=timedelta(seconds=60)),
     )
 
@@ -31,21 +31,21 @@ def who_shares() -> tuple[list[bool], list[float]]:
     rank = dist.get_rank()
     shared = SharedGroups()
     with shared.one_training():
-        first = groups_of(rank, Use.GATHER, Use.REDUCE)
+        first = groups_of(rank, StreamKind.GATHER, StreamKind.REDUCE)
     with shared.one_training():
-        second = groups_of(rank, Use.REDUCE, Use.ROTATE)
-    alone = groups_of(rank, Use.GATHER)
+        second = groups_of(rank, StreamKind.REDUCE, StreamKind.ROTATE)
+    alone = groups_of(rank, StreamKind.GATHER)
     same = [
-        second.of(Use.REDUCE, INTRA) is first.of(Use.GATHER, INTRA),
-        second.of(Use.ROTATE, INTER) is first.of(Use.REDUCE, INTER),
-        first.of(Use.GATHER, INTRA) is first.of(Use.REDUCE, INTRA),
-        second.of(Use.REDUCE, INTRA) is second.of(Use.ROTATE, INTRA),
-        alone.of(Use.GATHER, INTRA) is first.of(Use.GATHER, INTRA),
+        second.of(StreamKind.REDUCE, INTRA) is first.of(StreamKind.GATHER, INTRA),
+        second.of(StreamKind.ROTATE, INTER) is first.of(StreamKind.REDUCE, INTER),
+        first.of(StreamKind.GATHER, INTRA) is first.of(StreamKind.REDUCE, INTRA),
+        second.of(StreamKind.REDUCE, INTRA) is second.of(StreamKind.ROTATE, INTRA),
+        alone.of(StreamKind.GATHER, INTRA) is first.of(StreamKind.GATHER, INTRA),
     ]
     sums = []
     for run in (INTRA, INTER):
         ranks = torch.tensor(10.0**rank)
-        dist.all_reduce(ranks, group=second.of(Use.REDUCE, run))
+        dist.all_reduce(ranks, group=second.of(StreamKind.REDUCE, run))
         sums.append(ranks.item())
     return same, sums
 
