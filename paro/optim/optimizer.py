@@ -27,7 +27,7 @@ from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
 from paro.sharding.distributed_model import DistributedModel
 from paro.sharding.shards import UnitShards
-from paro.spec.muon_rounds import muon_boxes, muon_rounds
+from paro.spec.muon_rounds import muon_chunks, muon_rounds
 from paro.spec.optim_config import MuonConfig, OptimConfig
 from paro.spec.states import MOMENTS, MOMENTUM, PARAM, SENT, FlatShard, adamw_states
 
@@ -266,7 +266,7 @@ class ParoOptimizer:
     ) -> Iterator[UnitOptimizer]:
         """Yield the units, each bucket of them after Muon has updated this rank's matrices
         in it."""
-        yield from (part for part in self._parts.values() if not part.muon_boxes)
+        yield from (part for part in self._parts.values() if not part.muon_chunks)
         for muon in self.muons:
             for number in muon.update(
                 lr=lr, weight_decay=weight_decay, factor=factor, step=self.num_steps

@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 
-from paro.layout import PlacedBox, UnitLayout
+from paro.layout import PlacedChunk, UnitLayout
 from paro.precision import PrecisionConfig
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.states import is_for_muon
@@ -206,9 +206,9 @@ def _assign_round(matrices: Sequence[MuonMatrix], num_ranks: int) -> MuonRound:
     )
 
 
-def muon_boxes(layout: UnitLayout) -> tuple[PlacedBox, ...]:
-    """Return the boxes of a unit that Muon updates."""
-    return tuple(one for one in layout.boxes if is_for_muon(one.box.name, one.box.shape))
+def muon_chunks(layout: UnitLayout) -> tuple[PlacedChunk, ...]:
+    """Return the chunks of a unit that Muon updates."""
+    return tuple(one for one in layout.chunks if is_for_muon(one.chunk.name, one.chunk.shape))
 
 
 def muon_bucket_size(strategy: Strategy, precision: PrecisionConfig, group_size: int) -> int:
