@@ -17,7 +17,7 @@ from itertools import accumulate
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_whole_layout
-from paro.spec.muon_rounds import in_buckets, muon_boxes
+from paro.spec.muon_rounds import in_buckets, muon_chunks
 from paro.spec.run_plan import RunPlan
 from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.plan import LISTED_MICRO_BATCHES, step_plan
@@ -36,7 +36,7 @@ def make_unit(
     of_trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
     of_frozen = {name: shape for name, shape in shapes.items() if name not in of_trained}
     trainable, frozen = (layout(own) if own else EMPTY for own in (of_trained, of_frozen))
-    matrices = tuple((one.offset, *one.box.extent) for one in muon_boxes(trainable))
+    matrices = tuple((one.offset, *one.chunk.sizes) for one in muon_chunks(trainable))
     return Unit(name=name, trainable=trainable, frozen=frozen, matrices=matrices)
 
 
