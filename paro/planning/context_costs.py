@@ -56,8 +56,10 @@ class ContextCosts:
     def attended(self, move: Move) -> tuple[tuple[Attending, float], ...]:
         """Return the passes over attention that an action makes, and the compute time of each."""
         verb, number, *_ = move
-        whole = self.computing.per_unit[number].get(verb, 0.0)
-        passes = self._blocks.passes(move) if whole else ()
+        passes = self._blocks.passes(move)
+        whole = self.computing.per_unit[number].get(verb, 0.0) if passes else 0.0
+        if not whole:
+            return ()
         forward, forwards = 0.0, sum(one.num_forwards for one in passes)
         if forwards:  # a share of backward is counted as before the first gradient
             forward = min(self.computing.attention_seconds(number), whole / forwards)

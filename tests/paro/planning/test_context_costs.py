@@ -30,6 +30,7 @@ LAYOUTS = {
     "a2a+p2p": ContextLayout(size=32, heads=8),
     "a2a+p2p in groups": ContextLayout(size=8, heads=4),
 }
+LAST_WEIGHTS = Trainable(kind=TrainableKind.NAMES, patterns=("*.wo", "head.weight"))
 RECOMPUTES = {
     "": None,
     "blocks": RecomputeConfig(granularity="full"),
@@ -188,6 +189,14 @@ def test_without_overlap_parts_add_up(name: str) -> None:
     waited = (forward[THREAD] + backward[THREAD]) * step.num_micro_batches
     assert timeline.exposed["context"] == pytest.approx(waited)
     assert simulate(costs(given)).exposed["context"] < waited
+
+
+def test_units_of_two_buffers_are_timed() -> None:
+    """The update of a buffer has its number, of which there are then more than units."""
+    given = shared(LAYOUTS["a2a"], trainable=LAST_WEIGHTS)
+    step = costs(given)
+    assert len(step.counts.buffers) > len(step.counts.units)
+    assert simulate(step).seconds >= step.least_seconds() > 0
 
 
 def test_attention_that_takes_nearly_all_of_a_step_is_counted_once() -> None:
