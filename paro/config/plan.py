@@ -30,7 +30,7 @@ from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.muon_rounds import in_buckets
 from paro.spec.optim_config import MuonConfig
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import specs_of, state_bytes
 from paro.spec.units import units_of
 from paro.strategy import FLAG, Strategy, check_group_size, parse_strategy

@@ -33,7 +33,7 @@ from paro.planning.search_space import MEMORY_MARGIN, Workload
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
 from paro.text import align, size_text
-from paro.training.assembly import build_training, plan_of
+from paro.training.assembly import build_training, run_spec_of
 from paro.training.local_copies import every_text, local_copies_bytes
 from paro.training.resume import base_of
 from paro.training.step import Training, samples_without_codes
@@ -74,7 +74,7 @@ def plan_run(config: RunConfig) -> PlannedRun:
     on_meta = build_training(config, control)
     device = "cuda" if config.runtime.by_nccl else "cpu"
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
-    memory, run = RunMemory(config.sharding.machine), plan_of(config, device)
+    memory, run = RunMemory(config.sharding.machine), run_spec_of(config, device)
     peak = memory.of(run)
     workload, launch, other_bits = workload_of(config, device), None, None
     if workload is not None:
@@ -148,7 +148,7 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
 
 def _traffic(plan: PlannedRun) -> Iterator[str]:
     """Yield lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
-    config, run = plan.config, plan_of(plan.config, plan.training.device.type)
+    config, run = plan.config, run_spec_of(plan.config, plan.training.device.type)
     memory = RunMemory(config.sharding.machine)
     own, mean = (memory.sent(run, plan.num_micro_batches, rank) for rank in (0, None))
     yield f"> sent by a rank in a step: {_sent_text(own)}"
@@ -351,7 +351,7 @@ def _step(plan: PlannedRun) -> Iterator[str]:
     if not config.trained:
         yield "> no step to show: --skip-train trains nothing"
         return
-    run = plan_of(config, plan.training.device.type)
+    run = run_spec_of(config, plan.training.device.type)
     plans = RunMemory(config.sharding.machine)
     more, sender = memory.allocated - memory.allocations.total, plans.sender(run, rank=0)
     yield from step_lines(plans.tally(run), plan.num_micro_batches, sender, other_bytes=more)

@@ -25,17 +25,17 @@ from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
 from paro.spec.context_layout import ContextLimits
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from paro.spec.states import MASTER, adamw_states, bytes_of, is_for_muon, muon_states
 from paro.strategy import Strategy
 from paro.text import size_text
-from paro.training.assembly import plan_of
+from paro.training.assembly import run_spec_of
 
 
 def predict_memory(config: RunConfig, device_type: str) -> DeviceMemory:
     """Return a rank's device memory at its peak, in a step or in an evaluation if that
     needs more."""
-    return RunMemory(config.sharding.machine).of(plan_of(config, device_type))
+    return RunMemory(config.sharding.machine).of(run_spec_of(config, device_type))
 
 
 def check_memory(config: RunConfig, device: torch.device) -> str | None:
@@ -116,32 +116,32 @@ def checkpoint_bytes(config: RunConfig, *, has_base: bool) -> int:
 
 def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory], bool]) -> str:
     """What to change where the predicted memory does not fit; first what is surely enough."""
-    memory, plan = RunMemory(config.sharding.machine), plan_of(config, device_type)
+    memory, run = RunMemory(config.sharding.machine), run_spec_of(config, device_type)
 
     def predicted(recompute: RecomputeConfig | None) -> DeviceMemory:
-        return memory.of(replace(plan, recompute=recompute))
+        return memory.of(replace(run, recompute=recompute))
 
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
     sharing = fewest_sharing(
-        plan.context,
+        run.context,
         ContextLimits.of(
-            plan.model,
-            world_size=plan.world_size,
-            group_size=plan.group_size,
-            seq_length=plan.seq_length,
+            run.model,
+            world_size=run.world_size,
+            group_size=run.group_size,
+            seq_length=run.seq_length,
         ),
-        lambda layout: fits(memory.of(replace(plan, context=layout))),
+        lambda layout: fits(memory.of(replace(run, context=layout))),
         in_parts=config.model.parts_misfit(device_type, config.precision.compute) is None,
     )
-    if sharing is not None and not plan.materialize.rotates:
+    if sharing is not None and not run.materialize.rotates:
         advice.append(f"give {sharing[0]}")
     if config.batches.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
     snapshot = predicted(config.model.recompute).allocations
-    is_spread = min(plan.strategy.degrees) == plan.world_size
+    is_spread = min(run.strategy.degrees) == run.world_size
     if is_spread:
-        advice += _more_ranks(config, plan, fits, is_recomputed=enough is not None)
+        advice += _more_ranks(config, run, fits, is_recomputed=enough is not None)
     if snapshot.states * 2 > snapshot.total:
         spread_more = ["spread more by --paro-strategy", "start more ranks"]
         advice += [*spread_more * (not is_spread), "take a smaller model"]
@@ -151,23 +151,23 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
 
 
 def _more_ranks(
-    config: RunConfig, plan: RunPlan, fits: Callable[[DeviceMemory], bool], *, is_recomputed: bool
+    config: RunConfig, run: RunSpec, fits: Callable[[DeviceMemory], bool], *, is_recomputed: bool
 ) -> Iterator[str]:
     """How many ranks are enough where all states are spread over all of them.
 
     Fewer ones with all blocks recomputed, unless that is enough alone (`is_recomputed`).
     """
     machine, every = config.sharding.machine, of_first(config.model.num_layers, config.model)
-    step = lcm(plan.group_size, config.world.ranks_per_node, plan.context.size)
+    step = lcm(run.group_size, config.world.ranks_per_node, run.context.size)
     found: list[int] = []
-    for recompute, flags in ((plan.recompute, ""), (every, f" with {recompute_flags(every)}")):
+    for recompute, flags in ((run.recompute, ""), (every, f" with {recompute_flags(every)}")):
 
         def fits_on(ranks: int, recompute: RecomputeConfig | None = recompute) -> bool:
             strategy = Strategy(name="GGG", params=ranks, grads=ranks, optim=ranks)
-            more = replace(plan, recompute=recompute, world_size=ranks, strategy=strategy)
+            more = replace(run, recompute=recompute, world_size=ranks, strategy=strategy)
             return fits(RunMemory(machine).of(more))
 
-        ranks = fewest_ranks(plan.world_size, step, fits_on)
+        ranks = fewest_ranks(run.world_size, step, fits_on)
         if ranks is not None and ranks < min(found, default=ranks + 1):
             yield f"start {ranks} ranks{flags}"
             found.append(ranks)

@@ -43,7 +43,7 @@ from paro.quantization.ranges import GRADIENT_BLOCK
 from paro.report.memory import anonymous_bytes
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.sharding.buffers import TORCH_TYPES
-from paro.spec.run_plan import MicroBatch
+from paro.spec.run_spec import MicroBatch
 from paro.spec.units import shape_of, units_of
 from paro.training.assembly import build_training, start_state
 from paro.training.step import Training, train_step

@@ -35,7 +35,7 @@ from model.config import LlamaConfig
 from model.units import unit_specs
 from paro.planning.context_parallel import travelling_bytes
 from paro.planning.passes import StepCounts
-from paro.spec.run_plan import MicroBatch
+from paro.spec.run_spec import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from paro.planning.computing import coding_seconds, device_of
 from paro.planning.passes import QUEUES, StepCounts
 from paro.planning.simulation import Queued
 from paro.precision import BYTES_OF
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec
 from paro.step.actions import PASS_OF, Verb
 
@@ -66,7 +66,7 @@ class BufferCosts(NamedTuple):
 class CommCosts:
     """All collectives of a run's units, whatever its micro-batches."""
 
-    run: RunPlan
+    run: RunSpec
     counts: StepCounts
     times: CollectiveTimes
 

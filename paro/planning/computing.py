@@ -27,7 +27,7 @@ from paro.errors import UserError
 from paro.machine.machine import Device, Machine
 from paro.planning.passes import StepCounts
 from paro.precision import BYTES_OF, PrecisionConfig
-from paro.spec.run_plan import MicroBatch
+from paro.spec.run_spec import MicroBatch
 from paro.spec.states import adamw_states, bytes_of
 from paro.step.actions import StepShape, Verb
 from paro.strategy import Strategy

@@ -35,7 +35,7 @@ from paro.collectives.schedule import Op
 from paro.distributed.byte_counter import Sent
 from paro.planning.sending import Sender, To
 from paro.spec.context_layout import heads_at_first, num_pieces
-from paro.spec.run_plan import MicroBatch
+from paro.spec.run_spec import MicroBatch
 from paro.spec.sharding_spec import UINT8, Collective
 from paro.step.actions import Move, Verb
 from paro.topology import AxisSpan, StreamKind, Topology

@@ -36,7 +36,7 @@ from paro.layout import ALIGN
 from paro.machine.machine import Device
 from paro.planning.tally import MemorySnapshot
 from paro.spec.groups import collectives_of, groups_of
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import Verb
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, StreamKind
@@ -141,7 +141,7 @@ def device_memory(
 
 
 def communication_of(
-    run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice
+    run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice
 ) -> Communication:
     """What a run with these buffers communicates in, with collectives by the `choice`."""
     return Communication(
@@ -151,7 +151,7 @@ def communication_of(
     )
 
 
-def _buffer_bytes(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
+def _buffer_bytes(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> int:
     """Return bytes of a rank's buffers of collectives; under gloo they are not counted."""
     largest: dict[tuple[str, StreamKind, AxisSpan], int] = {}
     names, pieces = choice.names, choice.pieces

@@ -21,7 +21,7 @@ from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
-from paro.spec.run_plan import RunFlags, RunPlan
+from paro.spec.run_spec import RunSettings, RunSpec
 
 BITS_GAIN = 0.02  # share of a step that rounding to fewer bits must save to be chosen
 
@@ -75,7 +75,7 @@ class Estimator:
             )
         )
         self._memory = RunMemory(workload.machine)
-        self._given = {one.name: getattr(workload, one.name) for one in fields(RunFlags)}
+        self._given = {one.name: getattr(workload, one.name) for one in fields(RunSettings)}
 
     @cached_property
     def first_trained(self) -> int:
@@ -89,8 +89,8 @@ class Estimator:
         workload = self.workload
         return flops_per_token(workload.model, workload.seq_length, workload.trained, causal=False)
 
-    def plan_of(self, candidate: Candidate) -> RunPlan:
-        """What decides the memory of a candidate."""
+    def run_spec(self, candidate: Candidate) -> RunSpec:
+        """Compute the description of a run of the candidate."""
         workload, size, context = self.workload, candidate.micro_batch_size, candidate.context
         chosen = {
             "precision": candidate.precision(workload),
@@ -99,7 +99,7 @@ class Estimator:
             "micro_batch_size": size,
             "context": context,
         }
-        return RunPlan(
+        return RunSpec(
             **(self._given | chosen),
             trained=workload.trained,
             recompute=candidate.recompute,
@@ -109,7 +109,7 @@ class Estimator:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
-        run, times = self.plan_of(candidate), self._times_of(candidate.collective)
+        run, times = self.run_spec(candidate), self._times_of(candidate.collective)
         computing, shared = self._computing_of(run), run.context.size > 1
         return StepCosts(
             computing=computing,
@@ -119,7 +119,7 @@ class Estimator:
             context=self._context_of(computing=computing, times=times) if shared else None,
         )
 
-    def _counts_of(self, run: RunPlan) -> StepCounts:
+    def _counts_of(self, run: RunSpec) -> StepCounts:
         recompute, rotates = run.recompute, run.materialize.rotates
         if recompute is not None and recompute.method == "block" and not rotates:
             every = replace(recompute, method="uniform", num_layers=1)
@@ -127,7 +127,7 @@ class Estimator:
         return self._memory.step(run)
 
     @cached_by(lambda run: (run.strategy.degrees, run.collective, run.materialize, run.precision))
-    def _comm_costs_of(self, run: RunPlan) -> CommCosts:
+    def _comm_costs_of(self, run: RunSpec) -> CommCosts:
         times = self._times_of(run.collective)
         return CommCosts(run=run, counts=self._counts_of(run), times=times)
 
@@ -140,7 +140,7 @@ class Estimator:
             run.strategy.params if run.materialize.rotates else None,
         )
     )
-    def _computing_of(self, run: RunPlan) -> Computing:
+    def _computing_of(self, run: RunSpec) -> Computing:
         return Computing(
             model=run.config,
             step=self._memory.step(run),
@@ -150,15 +150,15 @@ class Estimator:
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
         """What a rank takes of its device, at the memory snapshot with the largest total."""
-        return self._memory.of(self.plan_of(candidate))
+        return self._memory.of(self.run_spec(candidate))
 
     def sent(self, candidate: Candidate) -> Sent:
         """Return bytes that a rank sends in a step on average, axis by axis whatever the algorithm.
 
         Of all that flat and ring send, a part goes between groups that others send inside them.
         """
-        plan = replace(self.plan_of(candidate), collective="native")
-        return self._memory.sent(plan, plan.num_micro_batches)
+        run = replace(self.run_spec(candidate), collective="native")
+        return self._memory.sent(run, run.num_micro_batches)
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """Return memory, time and traffic of a candidate; `record` keeps what every stream does."""
@@ -183,7 +183,7 @@ class Estimator:
 
     def has_codes(self, candidate: Candidate) -> bool:
         """Return whether something crosses groups as codes under a candidate."""
-        return self._comm_costs_of(self.plan_of(candidate)).coding_bytes > 0
+        return self._comm_costs_of(self.run_spec(candidate)).coding_bytes > 0
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""

@@ -48,8 +48,8 @@ def recompute_flags(recompute: RecomputeConfig) -> str:
 
 def saved_bytes(estimator: Estimator, candidate: Candidate) -> float:
     """What a recomputed block takes off a peak, at most: what it keeps beside its input."""
-    memory, plan = estimator.memory(candidate), estimator.plan_of(candidate)
-    activations = Activations(config=plan.config, batch=plan.batch, grad_bytes=4)
+    memory, run = estimator.memory(candidate), estimator.run_spec(candidate)
+    activations = Activations(config=run.config, batch=run.batch, grad_bytes=4)
     saved = activations.of_block - activations.residual
     return saved * memory.reserved / memory.allocated
 

@@ -18,7 +18,7 @@ from paro.planning.recomputation import (
 )
 from paro.planning.search_space import Candidate, Workload
 from paro.spec.context_layout import ContextLayout, ContextLimits
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.text import size_text
 
 MOST_RANKS = 16384  # the largest world size that is tried

@@ -18,7 +18,7 @@ from paro.planning.survival import Survival, check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.quantization.formats import FULL_BITS
 from paro.spec.context_layout import ContextLayout, ContextLimits
-from paro.spec.run_plan import Materialize, RunFlags
+from paro.spec.run_spec import Materialize, RunSettings
 from paro.spec.units import units_of
 from paro.step.units import Unit
 from paro.strategy import Strategy, effective_letters, parse_strategy
@@ -29,7 +29,7 @@ FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(RunFlags):
+class Workload(RunSettings):
     """The model, machine and batch to plan for, and the other flags as given."""
 
     machine: Machine  # with the world size of the run

@@ -26,8 +26,8 @@ from typing import NamedTuple
 from paro.planning.activations import UnitActivations
 from paro.planning.passes import StepCounts
 from paro.precision import BYTES_OF
-from paro.spec.muon_rounds import muon_rounds
-from paro.spec.run_plan import RunPlan
+from paro.spec.deal import most_bytes, muon_rounds
+from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec, state_bytes
 from paro.spec.units import registered_room
 from paro.step.actions import Move, Verb
@@ -77,7 +77,7 @@ class MemorySnapshot(NamedTuple):
             "transient": self.transient,
         }
 
-    def with_copies(self, run: RunPlan, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
+    def with_copies(self, run: RunSpec, specs: Sequence[ShardingSpec]) -> MemorySnapshot:
         """With the bytes of these shards, and in the update of matrices that Muon makes whole."""
         strategy, precision = run.strategy, run.precision
         nothing_left = strategy.grads == strategy.optim == run.world_size
@@ -101,7 +101,7 @@ class MemorySnapshot(NamedTuple):
 class StepTally:
     """What is allocated while the actions of a step are carried out, from model states alone on."""
 
-    run: RunPlan
+    run: RunSpec
     step: StepCounts
     activations: Sequence[tuple[str, UnitActivations]]  # of every unit, or part, by name
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.collectives.spans import needed_groups
-from paro.spec.muon_rounds import muon_rounds
-from paro.spec.run_plan import RunPlan
+from paro.spec.deal import muon_rounds
+from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF
 from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Spans, StreamKind
@@ -29,14 +29,14 @@ class RunGroups(NamedTuple):
         return sum(map(len, chain(self.states.values(), self.context.values())))
 
 
-def groups_of(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
+def groups_of(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> RunGroups:
     """Return the process groups of a run with these buffers, whose collectives are by
     the `choice`."""
     of_context = run.context.groups(run.context_topology, choice)
     return RunGroups(_of_states(run, specs, choice), of_context)
 
 
-def collectives_of(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collective]:
+def collectives_of(run: RunSpec, specs: Iterable[ShardingSpec]) -> set[Collective]:
     """Return the different collectives; those that are a pass round a ring rotate."""
     passes = PASS_OF.values() if run.materialize.rotates else ()
     return {
@@ -47,7 +47,7 @@ def collectives_of(run: RunPlan, specs: Iterable[ShardingSpec]) -> set[Collectiv
     }
 
 
-def _of_states(run: RunPlan, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
+def _of_states(run: RunSpec, specs: Sequence[ShardingSpec], choice: AlgorithmChoice) -> Spans:
     """Return the process groups of model states: of all that a step sends, with codes and without.
 
     Where there are codes, the first steps of a run send none.

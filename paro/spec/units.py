@@ -17,8 +17,8 @@ from itertools import accumulate
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_whole_layout
-from paro.spec.muon_rounds import in_buckets, muon_chunks
-from paro.spec.run_plan import RunPlan
+from paro.spec.deal import in_buckets, muon_places
+from paro.spec.run_spec import RunSpec
 from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.plan import LISTED_MICRO_BATCHES, step_plan
 from paro.step.rotating import PartShape, RotationShape
@@ -165,8 +165,8 @@ def shape_of(
     return replace(shape, recomputed=recomputed)
 
 
-def units_of_run(run: RunPlan) -> tuple[Unit, ...]:
-    """Return the units of a run, in buckets where Muon updates whole units."""
+def units_of_run(run: RunSpec) -> tuple[Unit, ...]:
+    """Return the units of a run, in the buckets in which Muon's matrices are dealt."""
     units = units_of(
         run.model,
         world_size=run.world_size,
@@ -177,7 +177,7 @@ def units_of_run(run: RunPlan) -> tuple[Unit, ...]:
     return in_buckets(units, run.strategy, run.precision, run.group_size)
 
 
-def shape_of_run(run: RunPlan, units: Sequence[Unit]) -> StepShape | RotationShape:
+def shape_of_run(run: RunSpec, units: Sequence[Unit]) -> StepShape | RotationShape:
     """What the actions of a run's steps depend on, with the units of the run."""
     params, grads, _ = run.strategy.degrees
     if run.materialize.rotates:
@@ -196,7 +196,7 @@ def shape_of_run(run: RunPlan, units: Sequence[Unit]) -> StepShape | RotationSha
     )
 
 
-def registered_room(run: RunPlan, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
+def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int, int]]:
     """Return the memory for whole parameters that copy engines fill, of those that train and
     others.
 

@@ -40,8 +40,7 @@ from paro.sharding.sharded_model import ShardedModel
 from paro.sharding.shards import ShardingContext
 from paro.sharding.wrap import make_sharded_units
 from paro.spec.groups import groups_of
-from paro.spec.muon_rounds import muon_rounds
-from paro.spec.run_plan import Materialize, RunPlan
+from paro.spec.run_spec import Materialize, RunSpec
 from paro.spec.sharding_spec import ShardingSpec
 from paro.spec.units import registered_room, shape_of_run, units_of_run
 from paro.step.actions import StepShape, Verb
@@ -67,14 +66,14 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     model.freeze(config.trained.__contains__, activations=compute_dtype)
     timers = Timers(config.report.timing_log_level, synchronize=partial(synchronize, device))
     overlap = config.sharding.prefetch_units > 0
-    plan = plan_of(config, "cuda" if config.runtime.by_nccl else "cpu")
-    units = units_of_run(plan)
-    specs = plan.specs(units)
+    run = run_spec_of(config, "cuda" if config.runtime.by_nccl else "cpu")
+    units = units_of_run(run)
+    specs = run.specs(units)
     links = make_links(device, config.runtime.distributed_backend, overlap=overlap)
-    groups, context_groups = _make_groups(config, control, plan, specs)
+    groups, context_groups = _make_groups(config, control, run, specs)
     context = _sharding_context(config, control, specs, groups, links)
-    sharded = _spread(model, plan, specs, context, groups, links, timers)
-    groups.registered.reserve(registered_room(plan, units), control)
+    sharded = _spread(model, run, specs, context, groups, links, timers)
+    groups.registered.reserve(registered_room(run, units), control)
     if config.context.layout.size > 1:
         model.core = _context_attention(config, control, context_groups, links)
     optimizer = ParoOptimizer(
@@ -98,10 +97,10 @@ def build_training(config: RunConfig, control: Control, *, initialized: bool = T
     )
 
 
-def plan_of(config: RunConfig, device_type: str) -> RunPlan:
-    """What decides the memory of a rank."""
+def run_spec_of(config: RunConfig, device_type: str) -> RunSpec:
+    """Compute the description of a run that engine and planner share."""
     batches, sharding, trained = config.batches, config.sharding, config.trained
-    return RunPlan(
+    return RunSpec(
         model=config.model,
         trained=trained,
         recompute=config.model.recompute,
@@ -130,25 +129,25 @@ def start_state(config: RunConfig) -> TrainState:
 
 
 def _make_groups(
-    config: RunConfig, control: Control, plan: RunPlan, specs: Sequence[ShardingSpec]
+    config: RunConfig, control: Control, run: RunSpec, specs: Sequence[ShardingSpec]
 ) -> tuple[Groups, Groups]:
     """Return the process groups of model states, and of ranks that share samples: all that a run
     has."""
     rank, device = control.world.rank, control.device
-    spans = groups_of(plan, specs, _algorithm(config))
+    spans = groups_of(run, specs, _algorithm(config))
     settings = of_context = None
     if device.type != "meta":
         settings = config.runtime.groups_on(device, spans.number)
         of_context = replace(settings, copy_engine=False)  # registered memory is for parameters
     return (
-        make_groups(plan.topology, rank, spans.states, settings),
-        make_groups(plan.context_topology, rank, spans.context, of_context),
+        make_groups(run.topology, rank, spans.states, settings),
+        make_groups(run.context_topology, rank, spans.context, of_context),
     )
 
 
 def _spread(
     model: Llama,
-    plan: RunPlan,
+    run: RunSpec,
     specs: Sequence[ShardingSpec],
     context: ShardingContext,
     groups: Groups,
@@ -157,7 +156,7 @@ def _spread(
 ) -> DistributedModel:
     """Shard the model's states over the ranks; its parameters are gathered or rotated."""
     units = [*{spec.buffer.unit_index: spec.unit for spec in specs}.values()]
-    shape, ahead = shape_of_run(plan, units), plan.updated_ahead
+    shape, ahead = shape_of_run(run, units), run.updated_ahead
     if isinstance(shape, StepShape):
         sharded = make_sharded_units(model, specs, context)
         return ShardedModel(model, sharded, shape, timers, updated_ahead=ahead)

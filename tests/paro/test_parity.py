@@ -16,7 +16,7 @@ from paro.planning.run_memory import RunMemory
 from paro.sharding.buffers import Ledger
 from paro.step.units import Unit
 from paro.strategy import legal_letters
-from paro.training.assembly import plan_of
+from paro.training.assembly import run_spec_of
 from tests.helpers.comparison import (
     ADAM_EPS,
     BF16,
@@ -68,9 +68,9 @@ def counted(
 ) -> tuple[Sequence[Unit], Sent]:
     """The units of a run, padding included, and the bytes of a step by the formula."""
     config = configured(f"{flags} --paro-group-size {group_size}", World(size=world_size))
-    plan, num_micro_batches = plan_of(config, "cpu"), config.batches.num_micro_batches_at(0)
+    spec, num_micro_batches = run_spec_of(config, "cpu"), config.batches.num_micro_batches_at(0)
     memory = RunMemory(None)
-    return memory.units(plan), memory.sent(plan, num_micro_batches, rank)
+    return memory.units(spec), memory.sent(spec, num_micro_batches, rank)
 
 
 def assert_formulas(

@@ -20,7 +20,7 @@ from paro.planning.planner import (
 )
 from paro.planning.remedies import estimator_of, single_changes
 from paro.planning.search_space import Candidate, SearchSpace, Workload
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from paro.text import align, ranks_text
 from paro.topology import Link

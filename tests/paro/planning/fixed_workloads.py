@@ -24,7 +24,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.search_space import Candidate, SearchSpace, Workload, legal_strategies
 from paro.precision import PrecisionConfig
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from tests.paro.planning.cases import DEVICE, machine
 
 RECORD = Path(__file__).with_name("fixed_workloads.json")

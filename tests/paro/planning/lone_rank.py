@@ -40,7 +40,7 @@ from paro.spec.units import units_of_run
 from paro.strategy import Strategy
 from paro.topology import Topology
 from paro.training import assembly
-from paro.training.assembly import plan_of
+from paro.training.assembly import run_spec_of
 from tests.helpers.flags import configured
 from tests.helpers.training import TINY
 
@@ -154,11 +154,11 @@ def lone_rank(
     )
     links = Links(InlineStreams())
     control = PlannedControl(world, torch.device(device))
-    plan = plan_of(run, "cpu")
-    specs = plan.specs(units_of_run(plan))
+    spec = run_spec_of(run, "cpu")
+    specs = spec.specs(units_of_run(spec))
     groups = make_groups(topology, world.rank, {}, None)
     context = assembly._sharding_context(run, control, specs, groups, links)
-    model = assembly._spread(llama, plan, specs, context, groups, links, Timers())
+    model = assembly._spread(llama, spec, specs, context, groups, links, Timers())
     optimizer = ParoOptimizer(model, OptimConfig(), precision, 0, MuonConfig())
     return LoneRank(config=config, model=model, optimizer=optimizer, traffic=links.traffic)
 

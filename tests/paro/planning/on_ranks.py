@@ -8,7 +8,7 @@ from typing import Any
 from model.config import LlamaConfig
 from model.units import parameter_shapes
 from paro.precision import PrecisionConfig
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from paro.strategy import Strategy, parse_strategy
 from paro.topology import Topology, make_topology
 
@@ -30,7 +30,7 @@ def run_of(
     group_size: int = 4,
     is_trained: Callable[[str], bool] = lambda _name: True,
     **changes: Any,
-) -> RunPlan:
+) -> RunSpec:
     """A run of two micro-batches of one sample, as the planner sees it."""
     given: dict[str, Any] = {
         "recompute": config.recompute,
@@ -38,7 +38,7 @@ def run_of(
         "micro_batch_size": 1,
         "num_micro_batches": 2,
     }
-    return RunPlan(
+    return RunSpec(
         model=config,
         trained=frozenset(filter(is_trained, parameter_shapes(config))),
         strategy=parse_strategy(text, world_size=world_size, group_size=group_size),

@@ -13,7 +13,7 @@ from model.trainable import Trainable, TrainableKind
 from paro.planning.estimator import Estimator
 from paro.planning.search_space import Workload
 from paro.spec.context_layout import ContextLayout
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
 
 

@@ -28,7 +28,7 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.tally import MemorySnapshot
 from paro.precision import PrecisionConfig
 from paro.spec.groups import groups_of
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.spec.units import units_of_run
 from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly
@@ -58,7 +58,7 @@ def communication(
         precision=precision,
         materialize=Materialize.ROTATE if rotates else Materialize.GATHER,
     )
-    run = Estimator(given).plan_of(given.candidate(given.strategy(text)))
+    run = Estimator(given).run_spec(given.candidate(given.strategy(text)))
     run = replace(run, trained=frozenset(filter(is_trained, run.trained)))
     choice = AlgorithmChoice(names=tuple(names), pieces=lambda *_: 3)
     return communication_of(run, run.specs(RunMemory(None).units(run)), choice)

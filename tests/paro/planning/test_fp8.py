@@ -13,7 +13,7 @@ from torch import Tensor
 from model import kernels
 from model.lora_config import LoraConfig, targets_of
 from paro.precision import PrecisionConfig
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from tests.paro.planning.test_gathering import (
     BF16,
     EACH,
@@ -28,7 +28,7 @@ from tests.paro.planning.test_gathering import (
 
 def in_fp8(
     text: str, precision: PrecisionConfig = BF16, *, size: int = 8, count: int = 2, **config: Any
-) -> RunPlan:
+) -> RunSpec:
     by_triton: dict[str, Any] = {"fp8_format": "hybrid", "fuses_fp8_casts": True}
     model = replace(SMALL, **(by_triton | config))
     return run(text, model, precision, micro_batch_size=size, num_micro_batches=count)

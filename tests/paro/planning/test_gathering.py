@@ -15,7 +15,7 @@ from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable, TrainableKind
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from tests.paro.planning.lone_rank import allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import run_of
 
@@ -49,7 +49,7 @@ def run(
     *,
     trainable: Trainable = ALL,
     **changes: Any,
-) -> RunPlan:
+) -> RunSpec:
     """A run of two micro-batches of 8 samples on 8 CPU ranks."""
     given = {"micro_batch_size": 8, "seq_length": 64, "device_type": "cpu"} | changes
     trains = trainable.names(config).__contains__
@@ -122,7 +122,7 @@ CASES = {
 
 
 def assert_predicted(
-    monkeypatch: pytest.MonkeyPatch, run: RunPlan, at: str = "backward", *, accuracy: float = 0.01
+    monkeypatch: pytest.MonkeyPatch, run: RunSpec, at: str = "backward", *, accuracy: float = 0.01
 ) -> None:
     """A rank allocates at most what is predicted, and there."""
     predicted = RunMemory(None).of(run).allocations
@@ -177,7 +177,7 @@ def test_prediction_is_what_a_gpu_allocates(
     assert_predicted(monkeypatch, given, at="", accuracy=0.1)
 
 
-def measure(run: RunPlan) -> int:
+def measure(run: RunSpec) -> int:
     """Model states and the peak of a step; the step before allocates what stays."""
     rank = lone_rank(
         run.model,

@@ -21,7 +21,7 @@ from paro.planning.search_space import (
     all_candidates,
     legal_strategies,
 )
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import FEW, SMALL, machine, workload

@@ -10,7 +10,7 @@ from paro.planning.planner import plan
 from paro.planning.search_space import SearchSpace
 from paro.planning.timeline import simulate
 from paro.precision import PrecisionConfig
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.step.actions import Verb
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import BF16, DEVICE, costs, machine, workload

@@ -11,7 +11,7 @@ import pytest
 from model.config import LlamaConfig, RecomputeConfig
 from paro.planning.run_memory import RunMemory
 from paro.spec.context_layout import ALONE, ContextLayout
-from paro.spec.run_plan import RunPlan
+from paro.spec.run_spec import RunSpec
 from tests.paro.planning.lone_rank import silence
 from tests.paro.planning.test_gathering import (
     EACH,
@@ -26,7 +26,7 @@ HEADS = ContextLayout(size=4, heads=4)
 
 
 # In bf16 a CPU's attention has buffers of its own, of whole samples where heads are exchanged.
-def shared(layout: ContextLayout = HEADS, *, size: int = 4, **config: Any) -> RunPlan:
+def shared(layout: ContextLayout = HEADS, *, size: int = 4, **config: Any) -> RunSpec:
     """1,024 tokens in `size` samples."""
     model, length = replace(SMALL, **config), 1024 // size
     return run("GGG", model, micro_batch_size=size, seq_length=length, context=layout)
@@ -88,7 +88,7 @@ def test_the_activations_of_a_sample_on_4_ranks_are_those_of_one_divided(
     monkeypatch: pytest.MonkeyPatch,
     layout: ContextLayout,
     most: float,
-    peak: Callable[[RunPlan], int],
+    peak: Callable[[RunSpec], int],
 ) -> None:
     """Of 8,192 tokens, beyond what a step of 64 takes."""
     silence(monkeypatch)

@@ -18,7 +18,7 @@ from model.rotary import rotations
 from paro.planning.run_memory import RunMemory
 from paro.precision import PrecisionConfig
 from paro.sharding.buffers import TORCH_TYPES
-from paro.spec.run_plan import Materialize, MicroBatch
+from paro.spec.run_spec import Materialize, MicroBatch
 from paro.spec.sharding_spec import state_bytes
 from paro.strategy import legal_letters
 from tests.paro.planning.lone_rank import lone_rank, silence

@@ -15,7 +15,7 @@ from model.config import LlamaConfig, RecomputeConfig
 from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import Event, InlineStreams, Job
 from paro.precision import PrecisionConfig
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from tests.helpers.training import slices_by_part
 from tests.paro.planning.lone_rank import LoneRank, allocated_at_most, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

@@ -8,7 +8,7 @@ import pytest
 
 from paro.distributed.comm_stream import Event
 from paro.layout import UnitLayout
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.step.actions import Buckets, Verb, number_buffers
 from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.units import Unit

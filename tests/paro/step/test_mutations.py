@@ -9,7 +9,7 @@ import pytest
 from paro.distributed.byte_counter import Sent
 from paro.planning.estimator import Estimator
 from paro.planning.timeline import simulate
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.step import plan
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy

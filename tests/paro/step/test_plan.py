@@ -12,7 +12,7 @@ import torch
 
 from paro.layout import UnitLayout
 from paro.planning.search_space import Workload
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
 from paro.step.plan import StepPlan

@@ -10,7 +10,7 @@ import torch
 
 from model.lora_config import LoraConfig, targets_of
 from paro.planning.search_space import Workload
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, Verb
 from tests.paro.planning.cases import ORDERS, costs, machine, order_case, plan_of
 from tests.paro.planning.lone_rank import silence

@@ -13,7 +13,7 @@ from paro.planning.computing import device_of
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.search_space import FEWEST_BITS, Candidate, Workload
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paro.planning.estimator import Estimator
-from paro.spec.run_plan import Materialize
+from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
 from tests.paro.planning.cases import workload

@@ -1,4 +1,4 @@
-"""A run as engine and planner see it: what decides its memory, its traffic and its actions."""
+"""The description of a run that engine and planner share: it decides memory, traffic, actions."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class Materialize(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Size and data type of one micro-batch on a rank, and the device type that computes it."""
+    """The size and data type of a micro-batch on a rank, and the device type that computes it."""
 
     size: int
     seq_length: int
     compute_bytes: int  # per element
     device_type: str  # decides which kernels exist
-    context: ContextLayout = ALONE  # the ranks that share its samples
+    context: ContextLayout = ALONE  # the context-parallel group
     apart: bool = False  # whether attention is within documents
 
     @property
     def num_tokens(self) -> int:
-        """Of its samples on one rank."""
+        """The tokens of its samples on one rank."""
         return self.size * self.seq_length // self.context.size
 
     def tensor_bytes(self, width: int) -> int:
-        """Of a tensor in the compute type with so many elements for each token."""
+        """Compute the bytes of a tensor of `width` elements per token in the compute type."""
         return self.num_tokens * width * self.compute_bytes
 
     def fuses_loss(self, model: LlamaConfig) -> bool:
@@ -65,17 +65,17 @@ class MicroBatch:
         return model.fuses_loss or self.device_type == "cuda"
 
     def loss_chunk(self, model: LlamaConfig) -> int:
-        """Return of how many tokens the loss of a whole weight computes logits at a time."""
+        """Return the number of tokens whose logits the loss computes at a time."""
         return loss_chunk(model.vocab_size, self.compute_bytes, fused=self.fuses_loss(model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFlags:
-    """What a run's flags say, whatever the planner may choose in their place."""
+class RunSettings:
+    """The settings of a run by its flags; the planner may choose others for some of them."""
 
     model: LlamaConfig
     group_size: int  # the degree of letter I
-    context: ContextLayout = ALONE  # the neighbouring ranks that share a sample
+    context: ContextLayout = ALONE  # the context-parallel group
     seq_length: int
     apart: bool = False  # whether documents of a sample are kept apart
     micro_batch_size: int
@@ -90,8 +90,8 @@ class RunFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan(RunFlags):
-    """What decides what a rank of a run takes and sends, in addition to its machine."""
+class RunSpec(RunSettings):
+    """The description of a run: all that memory and traffic of a rank depend on but the machine."""
 
     trained: frozenset[str]  # the names of the parameters that train
     recompute: RecomputeConfig | None  # instead of the model's
@@ -102,15 +102,15 @@ class RunPlan(RunFlags):
 
     @property
     def step_kind(self) -> tuple[object, ...]:
-        """Plans of equal kind have the same actions in a step."""
+        """The part of the description that decides the actions of a step."""
         params, grads, _ = self.strategy.degrees
         degrees = (params,) if self.materialize.rotates else (params > 1, grads > 1)
         return self.trained, self.recompute, self.materialize, degrees, self.bucket_size
 
     @property
-    def bucket_size(self) -> int:
-        """The number of units that form a bucket if Muon updates them, else 1."""
-        return muon_bucket_size(self.strategy, self.precision, self.group_size)
+    def places(self) -> int:
+        """The number of units with Muon's matrices in a bucket."""
+        return places_to_deal_to(self.strategy, self.precision, self.group_size)
 
     @property
     def overlaps(self) -> bool:
@@ -130,12 +130,12 @@ class RunPlan(RunFlags):
         )
 
     def specs(self, units: Iterable[Unit]) -> list[ShardingSpec]:
-        """How the buffers of the run's units are sharded, by their numbers."""
+        """Compute the sharding specs of the buffers of the run's units, by buffer number."""
         return specs_of(units, self.strategy, self.topology, self.precision)
 
     @property
     def context_topology(self) -> Topology:
-        """The axes of ranks that share samples."""
+        """The axes of the context-parallel groups."""
         return self.context.topology(world_size=self.world_size, group_size=self.group_size)
 
     @property
