@@ -1,6 +1,6 @@
 """Lists a training step in words: each action, what it sends on which stream, what is alive."""
 
-# The list is that of the engine (paro/step/plan.py), followed by the tally of what is allocated.
+# The list is that of the engine (paro/step/schedule.py), with the tally of what is allocated.
 # What has no effect under a strategy is left out: a wait for nothing, a collective along no axis.
 # Neighbouring stretches that differ only in the unit, as those of equal blocks do, are one entry.
 # Where weights rotate, so are the steps of a part.
@@ -18,7 +18,7 @@ from paro.errors import count_text
 from paro.planning.sending import Sender, exchanged
 from paro.planning.tally import StepTally
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
-from paro.step.plan import LISTED_MICRO_BATCHES, Pass, StepPlan
+from paro.step.schedule import LISTED_MICRO_BATCHES, Pass, StepSchedule
 from paro.text import align, size_text
 from paro.topology import Axis, Link, StreamKind
 
@@ -94,18 +94,18 @@ def step_lines(
     addition to the model states.
     """
     run, units = tally.run, tally.step.units
-    plan = tally.step.plan(min(num_micro_batches, LISTED_MICRO_BATCHES))
+    schedule = tally.step.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
     follower = _Follower(tally, sender, other_bytes)
-    follower.follow(plan.update)
+    follower.follow(schedule.update)
     *_, (forward, backward) = [
-        [follower.follow(stretches) for stretches in both] for both in plan.micro_batches
+        [follower.follow(stretches) for stretches in both] for both in schedule.micro_batches
     ]
     names = (*_COLUMNS, *tally.alive(tally.at()))
     lines: list[Cells] = [("", *names), *follower.lines_of("forward of", forward)]
     lines += follower.lines_of("backward of", backward)
     lines.append(("the end of the step",))
-    lines += follower.lines_of("", follower.follow(plan.end))
-    lines += follower.lines_of("update of", follower.follow(plan.update))
+    lines += follower.lines_of("", follower.follow(schedule.end))
+    lines += follower.lines_of("update of", follower.follow(schedule.update))
     which = f"the last of {num_micro_batches} micro-batches"
     which = which if num_micro_batches > 1 else "its micro-batch"
     yield f"> a step, action by action: {which}, the end of the step, and the update"
@@ -123,7 +123,7 @@ def step_lines(
     left = (0, 1 + names.index("stream"))
     aligned = iter(align([cells for cells in lines if cells[1:]], left).splitlines())
     yield from (f"  {next(aligned) if cells else text}" for text, *cells in lines)
-    yield from follower.differences(plan)
+    yield from follower.differences(schedule)
 
 
 def _megabytes(size: int) -> str:
@@ -262,7 +262,7 @@ class _Follower:
                         times = count_text(len(again) // len(listed), "time")
                         yield (f"    the last {count_text(len(listed), 'action')}, {times} more",)
 
-    def differences(self, plan: StepPlan) -> Iterator[str]:
+    def differences(self, schedule: StepSchedule) -> Iterator[str]:
         """What the first micro-batch, and those after it, send in addition to the last, or not."""
         *others, last = (
             Counter(
@@ -270,7 +270,7 @@ class _Follower:
                 for action in chain.from_iterable(chain(*both))
                 for words, _, _ in self._sent(action)
             )
-            for both in plan.micro_batches
+            for both in schedule.micro_batches
         )
         trained = {unit.name for unit, _, _ in self._trained}
         buckets = {

@@ -10,8 +10,8 @@ from itertools import chain
 
 from paro.machine.caching import cached_by
 from paro.step.actions import WAITED_BY, Move, StepShape, Verb
-from paro.step.plan import LISTED_MICRO_BATCHES, StepPlan, step_plan
 from paro.step.rotating import RotationShape
+from paro.step.schedule import LISTED_MICRO_BATCHES, StepSchedule, step_schedule
 from paro.step.units import Buffer, Unit, buffers_of
 
 Counts = Mapping[Move, int]
@@ -42,8 +42,8 @@ class StepCounts:
             return number
         return self.shape.halves(number)[which[0] if which else 0][0]
 
-    def plan(self, num_micro_batches: int) -> StepPlan:
-        return step_plan(self.shape, num_micro_batches, self.updated_ahead)
+    def schedule(self, num_micro_batches: int) -> StepSchedule:
+        return step_schedule(self.shape, num_micro_batches, self.updated_ahead)
 
     @cached_property
     def passes(self) -> tuple[Counts, ...]:
@@ -52,9 +52,9 @@ class StepCounts:
         The first forward, those after it, the backwards before the last, and the last. The first
         forward begins with the update, the last backward ends with the step.
         """
-        plan = self.plan(LISTED_MICRO_BATCHES)
-        (first, _), (forward, backward), (_, last) = plan.micro_batches
-        passes = (plan.update, first), (forward,), (backward,), (last, plan.end)
+        schedule = self.schedule(LISTED_MICRO_BATCHES)
+        (first, _), (forward, backward), (_, last) = schedule.micro_batches
+        passes = (schedule.update, first), (forward,), (backward,), (last, schedule.end)
         return tuple(self._merged(Counter(_waited_for(*found))) for found in passes)
 
     @cached_property
@@ -63,9 +63,9 @@ class StepCounts:
 
         Both are without the update.
         """
-        plan = self.plan(1)
-        ((forward, backward),) = plan.micro_batches
-        moves = [*chain.from_iterable((*forward, *backward, *plan.end))]
+        schedule = self.schedule(1)
+        ((forward, backward),) = schedule.micro_batches
+        moves = [*chain.from_iterable((*forward, *backward, *schedule.end))]
         computing = [place for place, (verb, *_) in enumerate(moves) if verb >= Verb.FORWARD]
         begin, end = moves[: computing[0]], moves[computing[-1] :]
         return Counter(_waited_for((begin,))), Counter(_waited_for((end,)))
@@ -73,10 +73,10 @@ class StepCounts:
     @cached_by(lambda num_micro_batches: num_micro_batches)
     def of_step(self, num_micro_batches: int) -> Counts:
         """Of all that a step of `num_micro_batches` micro-batches queues."""
-        plan = self.plan(min(num_micro_batches, LISTED_MICRO_BATCHES))
-        found = Counter(plan.actions())
+        schedule = self.schedule(min(num_micro_batches, LISTED_MICRO_BATCHES))
+        found = Counter(schedule.actions())
         more = num_micro_batches - LISTED_MICRO_BATCHES
-        for move in chain.from_iterable(chain(*plan.micro_batches[1])) if more > 0 else ():
+        for move in chain.from_iterable(chain(*schedule.micro_batches[1])) if more > 0 else ():
             found[move] += more
         queued = {move: count for move, count in found.items() if move[0] in QUEUES}
         return self._merged(queued)

@@ -70,7 +70,7 @@ class RunMemory:
         step, sender = self.step(run), self.sender(run, rank)
         specs = run.specs(step.units)
         states = traffic_of(step.of_step(num_micro_batches), specs, sender)
-        moves = step.plan(1).actions() if run.context.size > 1 else ()
+        moves = step.schedule(1).actions() if run.context.size > 1 else ()
         blocks = AttentionOfBlocks(config=run.config, trained=run.trained)
         attention = context_traffic(blocks, run.batch, moves, run.world_size, sender)
         return states + attention * num_micro_batches

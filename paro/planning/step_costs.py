@@ -121,7 +121,7 @@ class StepCosts:
         yield Compute(self.device.step_seconds, "step", "other")
         yield Compute(self.muon_seconds, "Newton-Schulz", "update")
         at_once, context = self.comm_costs.at_once, self.context
-        for move in self.counts.plan(self.num_micro_batches).actions():
+        for move in self.counts.schedule(self.num_micro_batches).actions():
             verb, number, *_ = move
             for cause in WAITED_BY.get(verb, ()):
                 yield Wait((cause, number))

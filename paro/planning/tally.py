@@ -31,7 +31,7 @@ from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec, state_bytes
 from paro.spec.units import registered_room
 from paro.step.actions import Move, Verb
-from paro.step.plan import LISTED_MICRO_BATCHES
+from paro.step.schedule import LISTED_MICRO_BATCHES
 
 _ALLOCATIONS = {  # what it counts as, and whether it is allocated or freed
     Verb.GATHER: ("whole_params", 1),
@@ -140,7 +140,7 @@ class StepTally:
     def _actions(self) -> Iterator[Move]:
         # Where weights rotate, micro-batches allocate the same.
         most = 1 if self.run.materialize.rotates else LISTED_MICRO_BATCHES
-        return self.step.plan(min(self.run.num_micro_batches, most)).actions()
+        return self.step.schedule(min(self.run.num_micro_batches, most)).actions()
 
     @cached_property
     def registered(self) -> dict[bool, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Simulates one optimizer step: its duration and exposed communication."""
 
-# The list of actions (step/plan.py) goes from one point at which all communication streams are
+# The list of actions (step/schedule.py) goes from one point at which all communication streams are
 # empty (gradients are complete, their norm is known) to the next. So it begins with the update,
 # unit by unit, each queueing the all-gather of its updated parameters; then the micro-batches, the
 # first of which waits for these all-gathers; then the wait for the last reductions and the

@@ -20,8 +20,8 @@ from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_w
 from paro.spec.deal import in_buckets, muon_places
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import StepShape, Verb, number_buffers
-from paro.step.plan import LISTED_MICRO_BATCHES, step_plan
 from paro.step.rotating import PartShape, RotationShape
+from paro.step.schedule import LISTED_MICRO_BATCHES, step_schedule
 from paro.step.slices import RingShape
 from paro.step.units import EMPTY, Unit
 
@@ -207,7 +207,7 @@ def registered_room(run: RunSpec, units: Sequence[Unit]) -> dict[bool, tuple[int
     now, most, largest = Counter[bool](), Counter[bool](), Counter[bool]()
     specs, signs = run.specs(units), {Verb.GATHER: 1, Verb.RELEASE: -1}
     num_micro_batches = min(run.num_micro_batches, LISTED_MICRO_BATCHES)
-    step = step_plan(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
+    step = step_schedule(shape_of_run(run, units), num_micro_batches, run.updated_ahead)
     for verb, number, *_ in step.actions():
         if verb in signs:
             trains, gathers = specs[number].buffer.trains, specs[number].collectives[Verb.GATHER]

@@ -128,7 +128,7 @@ class StepShape:
     gathers: bool  # parameters are sharded: a unit's are whole only while it needs them
     reduces: bool  # gradients are sharded: whole ones are reduced after every micro-batch
     prefetch_units: int  # units gathered ahead; 0: nothing overlaps
-    # Of the canonical order of events (plan.py), which the engine meets by itself:
+    # Of the canonical order of events (schedule.py), which the engine meets by itself:
     recomputed: tuple[range, ...] = ()  # indices of units that backward recomputes together
     grads_in_forward: frozenset[int] = frozenset()  # units that make their first one there
 

@@ -50,7 +50,7 @@ class RotationShape:
     parts: tuple[PartShape, ...]
     trainable: tuple[int, ...]  # buffers
     replicated: tuple[int, ...]  # buffers that are whole on every rank (norms)
-    # Of the canonical order of events (plan.py), which the engine meets by itself:
+    # Of the canonical order of events (schedule.py), which the engine meets by itself:
     first_trained: int  # the first part that backward reaches; the number of parts if none
     first_replicated: int  # the first part with replicated parameters that train
     recomputed: tuple[range, ...] = ()  # indices of parts that backward recomputes together

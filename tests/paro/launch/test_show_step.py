@@ -13,7 +13,7 @@ from paro.planning.sending import Sender
 from paro.step.actions import Verb
 from tests.helpers.ranks import ROOT
 from tests.paro.launch.test_dry_run import planned, printed
-from tests.paro.planning.cases import ORDERS, order_case, plan_of
+from tests.paro.planning.cases import ORDERS, order_case, schedule_of
 
 SIZES = (
     "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8000 --mock-data "
@@ -164,7 +164,7 @@ def test_actions_send_what_a_step_sends(name: str, strategy: str) -> None:
     specs, sender = run.specs(step.counts.units), Sender(group_size=run.group_size, rank=None)
     sent = [
         sender.sent(specs[number].collectives.get(verb, ()))
-        for verb, number, *_ in plan_of(step).actions()
+        for verb, number, *_ in schedule_of(step).actions()
         if verb < Verb.FORWARD and verb is not Verb.NORM
     ]
     assert sum(sent, Sent()) == estimator.sent(candidate)

@@ -18,7 +18,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.search_space import SearchSpace, Workload
 from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
-from paro.step.plan import StepPlan
+from paro.step.schedule import StepSchedule
 
 DEVICE = Device(
     name="typed",
@@ -78,14 +78,14 @@ def costs(given: Workload, strategy: str = "IIG") -> StepCosts:
     return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
-def plan_of(step: StepCosts) -> StepPlan:
+def schedule_of(step: StepCosts) -> StepSchedule:
     """The actions of a step."""
-    return step.counts.plan(step.num_micro_batches)
+    return step.counts.schedule(step.num_micro_batches)
 
 
 def compute_seconds(step: StepCosts) -> float:
     """Of the training thread, action by action."""
-    of_actions = sum(step.computed(move)[1] for move in plan_of(step).actions())
+    of_actions = sum(step.computed(move)[1] for move in schedule_of(step).actions())
     return step.device.step_seconds + step.muon_seconds + of_actions
 
 

@@ -71,7 +71,7 @@ def test_links_carry_the_bytes_that_ranks_send(
     step = costs(given)
     computing, sender = step.computing, Sender(group_size=group_size, rank=0)
     blocks = AttentionOfBlocks(config=computing.model, trained=given.trained)
-    moves = computing.step.plan(1).actions()
+    moves = computing.step.schedule(1).actions()
     sent = context_traffic(blocks, computing.batch, moves, 32, sender)
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)

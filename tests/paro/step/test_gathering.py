@@ -13,7 +13,7 @@ from paro.step.actions import Buckets, Verb, number_buffers
 from paro.step.gathering import ParamAllGatherPolicy
 from paro.step.units import Unit
 from tests.helpers.late_streams import LateStreams
-from tests.paro.planning.cases import costs, order_case, plan_of
+from tests.paro.planning.cases import costs, order_case, schedule_of
 
 FLAT = UnitLayout((), decayed_stop=0, numel=8)
 
@@ -25,8 +25,8 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
     updated: dict[int, Event] = {}
     inside: dict[int, Event] = {}
     given = order_case("plain", materialize=way, updated_ahead=ahead)
-    for verb, number, *_ in plan_of(costs(given, "IIG")).actions():
-        if verb is Verb.PARAM_ALL_GATHER:
+    for verb, number, *_ in schedule_of(costs(given, "IIG")).actions():
+        if verb is Verb.GATHER_UPDATED:
             updated[number] = streams.submit("between", partial(sent.add, number))
         elif verb in (Verb.GATHER, Verb.SHIFT):
             inside[number] = streams.submit("inside", lambda: None, after=updated[number])

@@ -10,7 +10,7 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.estimator import Estimator
 from paro.planning.timeline import simulate
 from paro.spec.run_spec import Materialize
-from paro.step import plan
+from paro.step import schedule
 from paro.step.actions import Move
 from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy
@@ -18,7 +18,7 @@ from tests.paro.late_mutations import Mutation
 from tests.paro.planning import cases
 from tests.paro.planning.cases import TINY, costs, machine, order_case, workload
 from tests.paro.planning.lone_rank import silence
-from tests.paro.step.test_plan import engine
+from tests.paro.step.test_schedule import engine
 
 WHOLE_GRADS = "MAX_WHOLE_GRADS if shape.prefetch_units else 1"
 MUTATIONS = {
@@ -57,7 +57,7 @@ def test_predictions_and_engine_follow_the_policy(
     strategy, method, old, new = MUTATIONS[name]
 
     def found() -> tuple[int, float, list[Move]]:
-        plan.step_plan.cache_clear()
+        schedule.step_schedule.cache_clear()
         estimator = Estimator(GIVEN)
         candidate = GIVEN.candidate(GIVEN.strategy(strategy))
         rank = engine(GIVEN, strategy)
@@ -69,7 +69,7 @@ def test_predictions_and_engine_follow_the_policy(
     before = found()
     with Mutation(GatheringPolicy, method, old, new, strategy).removed():
         after = found()
-    plan.step_plan.cache_clear()
+    schedule.step_schedule.cache_clear()
     same_memory, same_time, same_record = (a == b for a, b in zip(before, after, strict=True))
     assert not same_memory
     assert same_time == ("three" in name), "a third gains nothing: reductions follow one another"
@@ -79,7 +79,7 @@ def test_predictions_and_engine_follow_the_policy(
 
 def test_gathers_below_the_first_unit_that_trains_are_noticed() -> None:
     changed = Mutation(GatheringPolicy, "__init__", " and index >= first ", " ", "GGG")
-    plan.step_plan.cache_clear()
+    schedule.step_schedule.cache_clear()
     with changed.removed(), pytest.raises(AssertionError, match="the step has more to run"):
         simulate(costs(order_case("mostly frozen"), "GGG"))
 
@@ -99,7 +99,7 @@ def test_reductions_that_the_policy_of_rotation_drops_are_neither_sent_nor_predi
     given = order_case("tied", materialize=Materialize.ROTATE)
 
     def found() -> tuple[Sent, Sent]:
-        plan.step_plan.cache_clear()
+        schedule.step_schedule.cache_clear()
         rank = engine(given, "IIG")
         rank.step(1)  # what it updates is sent in the next one
         return rank.step(2), Estimator(given).sent(given.candidate(given.strategy("IIG")))
@@ -107,7 +107,7 @@ def test_reductions_that_the_policy_of_rotation_drops_are_neither_sent_nor_predi
     (sent, predicted), mutation = found(), Mutation(RotationPolicy, method, old, new, "IIG")
     with mutation.removed():
         sent_without, predicted_without = found()
-    plan.step_plan.cache_clear()
+    schedule.step_schedule.cache_clear()
     assert sent == predicted
     assert sent_without == predicted_without
     assert sent_without.inter < sent.inter

@@ -12,9 +12,9 @@ from model.lora_config import LoraConfig, targets_of
 from paro.planning.search_space import Workload
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, Verb
-from tests.paro.planning.cases import ORDERS, costs, machine, order_case, plan_of
+from tests.paro.planning.cases import ORDERS, costs, machine, order_case, schedule_of
 from tests.paro.planning.lone_rank import silence
-from tests.paro.step.test_plan import ELSEWHERE, engine, from_forward_on
+from tests.paro.step.test_schedule import ELSEWHERE, engine, from_forward_on
 
 WAYS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
 
@@ -33,8 +33,8 @@ def check(given: Workload, strategy: str) -> None:
         record = rank.model.record = []
         rank.step(num_micro_batches)
         size = given.machine.world_size * num_micro_batches
-        plan = plan_of(costs(replace(given, global_batch_size=size), strategy))
-        wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
+        schedule = schedule_of(costs(replace(given, global_batch_size=size), strategy))
+        wanted = from_forward_on(schedule, {*Verb} - ELSEWHERE)
         assert by_buffer(record) == by_buffer(wanted)
         shifts = [move for move in record if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]
         assert shifts == [move for move in wanted if move[0] in (Verb.SHIFT, Verb.SHIFT_BACK)]

@@ -1,4 +1,4 @@
-"""The list of a step's actions, from a policy and the order in which its events come."""
+"""The schedule of a step: its actions in order, from a policy and the order of its events."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Pass = tuple[UnitActions, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """A step from one point at which gradients are complete to the next.
+class StepSchedule:
+    """The actions of a step in order, from one point at which gradients are complete to the next.
 
-    It begins with the update of what the step before has summed, and the first forward waits for
-    the parameters that it changes.
+    They begin with the update by the gradients of the step before, and the first forward waits for
+    the updated parameters.
     """
 
     update: Pass
@@ -28,7 +28,7 @@ class StepPlan:
     end: Pass
 
     def actions(self) -> Iterator[Move]:
-        """Return all of them, in order."""
+        """Yield all actions in order."""
         passes = (self.update, *chain.from_iterable(self.micro_batches), self.end)
         return chain.from_iterable(chain.from_iterable(passes))
 
@@ -37,10 +37,10 @@ LISTED_MICRO_BATCHES = 3  # the first, one in the middle, the last: those in the
 
 
 @lru_cache(maxsize=64)
-def step_plan(
+def step_schedule(
     shape: StepShape | RotationShape, num_micro_batches: int, updated_ahead: int | None = None
-) -> StepPlan:
-    """Return the actions of a step of `num_micro_batches` micro-batches.
+) -> StepSchedule:
+    """Compute the schedule of a step of `num_micro_batches` micro-batches.
 
     All-gathers of updated parameters are queued `updated_ahead` units ahead of their first use;
     None: at once.
@@ -60,7 +60,7 @@ def step_plan(
             tuple(_backward(policy, index)) for index in reversed(units[shape.first_trained :])
         )
         micro_batches.append(((begin, *forward), (*backward, tuple(policy.end_backward()))))
-    return StepPlan(
+    return StepSchedule(
         update=tuple(update),
         micro_batches=tuple(micro_batches),
         end=tuple((action,) for action in (*policy.end_step(), (Verb.NORM, 0))),

@@ -15,9 +15,9 @@ from paro.planning.search_space import Workload
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
-from paro.step.plan import StepPlan
+from paro.step.schedule import StepSchedule
 from paro.step.units import Unit
-from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, plan_of
+from tests.paro.planning.cases import BF16, ORDERS, costs, order_case, schedule_of
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks
 
@@ -43,12 +43,12 @@ def engine(given: Workload, strategy: str) -> LoneRank:
     )
 
 
-def from_forward_on(plan: StepPlan, verbs: Container[Verb]) -> list[Move]:
+def from_forward_on(schedule: StepSchedule, verbs: Container[Verb]) -> list[Move]:
     """The actions with these verbs of a step that begins with the forward, not the update."""
     at_once = [
-        move for move in chain.from_iterable(plan.update) if move[0] is Verb.PARAM_ALL_GATHER
+        move for move in chain.from_iterable(schedule.update) if move[0] is Verb.GATHER_UPDATED
     ]
-    moves = [move for move in plan.actions() if move[0] in verbs]
+    moves = [move for move in schedule.actions() if move[0] in verbs]
     return moves[len(at_once) :] + at_once
 
 
@@ -66,8 +66,8 @@ def test_the_engine_does_what_the_plan_lists(
             rank.model.record = []
             rank.step(num_micro_batches)
             several = replace(given, global_batch_size=4 * num_micro_batches)
-            plan = plan_of(costs(several, strategy))
-            wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
+            schedule = schedule_of(costs(several, strategy))
+            wanted = from_forward_on(schedule, {*Verb} - ELSEWHERE)
             assert rank.model.record == wanted, f"{ahead}, {updated} units ahead"
 
 
@@ -84,10 +84,10 @@ def test_a_bucket_is_reduced_and_gathered_once(
     rank.step(1)
     rank.model.record = record = []
     rank.step(2)
-    plan = plan_of(costs(given, "IIG"))
-    wanted = from_forward_on(plan, {*Verb} - ELSEWHERE)
-    moves = [move for move in wanted if move[0] is not Verb.PARAM_ALL_GATHER]
-    assert [move for move in record if move[0] is not Verb.PARAM_ALL_GATHER] == moves
+    schedule = schedule_of(costs(given, "IIG"))
+    wanted = from_forward_on(schedule, {*Verb} - ELSEWHERE)
+    moves = [move for move in wanted if move[0] is not Verb.GATHER_UPDATED]
+    assert [move for move in record if move[0] is not Verb.GATHER_UPDATED] == moves
     assert sorted(record) == sorted(wanted)
     num_blocks = given.model.num_layers
     for verb in (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER):
@@ -103,9 +103,9 @@ def test_updated_parameters_are_gathered_so_many_units_ahead(
     strategy: str, way: Materialize, ahead: int | None
 ) -> None:
     case = order_case("plain", materialize=way, updated_ahead=ahead)
-    plan = plan_of(costs(case, strategy))
-    (_, *forward), found = plan.micro_batches[0][0], {}  # without the wait for replicated norms
-    for place, actions in ((-1, chain.from_iterable(plan.update)), *enumerate(forward)):
+    schedule = schedule_of(costs(case, strategy))
+    (_, *forward), found = schedule.micro_batches[0][0], {}  # without the wait for replicated norms
+    for place, actions in ((-1, chain.from_iterable(schedule.update)), *enumerate(forward)):
         for verb, number, *_ in actions:
             if verb is Verb.PARAM_ALL_GATHER:
                 found[number] = place
