@@ -23,7 +23,7 @@ from paro.planning.planner import (
     plan,
 )
 from paro.planning.remedies import MOST_RANKS, why_nothing_fits
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.report.log import print_line
 from tools.planning import tables
 from tools.planning.failures import expected, failures_of, failures_table
@@ -31,7 +31,13 @@ from tools.planning.launch import launch_lines, why_not
 from tools.planning.longest import longest_table
 from tools.planning.made_machine import described
 from tools.planning.pictures import chrome_trace, draw_front, draw_scaling, draw_timeline
-from tools.planning.workload import case_of, device_flag, machine_of, make_parser, with_context
+from tools.planning.request import (
+    device_flag,
+    machine_of,
+    make_parser,
+    plan_request_of_args,
+    with_context,
+)
 from tools.shared.output import write_json, write_text
 from tools.shared.picture import check_outputs
 
@@ -51,67 +57,67 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     args, lines = with_context(args)
     print_line(*lines, *[""] * bool(lines))
-    workload = case_of(args)
+    request = plan_request_of_args(args)
     if args.mtbf_hours is not None:
-        failures_of(args, workload)  # its mistakes, before the plan takes time
+        failures_of(args, request)  # its mistakes, before the plan takes time
     if args.why_not is not None:
         with about("--why-not: "):
-            workload.strategy(args.why_not)
-    report(args, workload, words)
+            request.strategy(args.why_not)
+    report(args, request, words)
 
 
-def report(args: Namespace, workload: Workload, words: Sequence[str]) -> None:
+def report(args: Namespace, request: PlanRequest, words: Sequence[str]) -> None:
     """Print the plan and write the files; `UserError` at the end if nothing fits."""
-    print_line(tables.title(workload), "")
+    print_line(tables.title(request), "")
     if args.gpu is not None:
-        print_line(described(workload.machine), "")
+        print_line(described(request.machine), "")
     if args.machine_file is not None:
-        write_text(args.machine_file, machine_to_json(workload.machine))
-    rotated = tables.rotated_rows(workload) if workload.materialize.rotates else ()
-    rows = best_first((*tables.letter_rows(workload), *rotated))
+        write_text(args.machine_file, machine_to_json(request.machine))
+    rotated = tables.rotated_rows(request) if request.materialize.rotates else ()
+    rows = best_first((*tables.letter_rows(request), *rotated))
     if any(row.fits for row in rows):
-        notes = (*tables.on_bytes(workload), *tables.misfits(workload, rows), tables.NODES)
-        print_line(tables.rows_table(workload, rows), *notes, "")
+        notes = (*tables.on_bytes(request), *tables.misfits(request, rows), tables.NODES)
+        print_line(tables.rows_table(request, rows), *notes, "")
     else:
-        print_line(*tables.nothing_fits(workload, rows), "")
-    found = plan(workload)
+        print_line(*tables.nothing_fits(request, rows), "")
+    found = plan(request)
     print_line(*describe(found))
     if args.why_not is not None:
-        print_line("", *why_not(workload, found, args.why_not))
-    bought = tables.purchases(workload, found)
+        print_line("", *why_not(request, found, args.why_not))
+    bought = tables.purchases(request, found)
     if found.best is not None:
         print_line("", tables.front_table(found), "")
         print_line("what more would buy:", *tables.purchase_lines(bought))
     failing: dict[str, object] | None = None
     if args.mtbf_hours is not None:
-        failures = failures_of(args, workload)
-        expectation = expected(workload, found, failures)
+        failures = failures_of(args, request)
+        expectation = expected(request, found, failures)
         print_line("", *failures_table(failures, expectation))
         failing = {**asdict(failures), "settings": expectation}
     curves = {}
     if args.scaling is not None:
         print_line("", "the best that fits at the same batch a rank:")
-        curves = scaling(workload, machine_of(args), args.paro_group_size)
-    launch = [] if found.best is None else [*launch_lines(args, workload, found.best, words)]
+        curves = scaling(request, machine_of(args), args.paro_group_size)
+    launch = [] if found.best is None else [*launch_lines(args, request, found.best, words)]
     if args.json is not None:
-        fields = tables.fields_of(workload, rows, found, bought, curves) | {
+        fields = tables.fields_of(request, rows, found, bought, curves) | {
             "failures": failing,
             "launch": launch,
         }
         write_json(args.json, fields)
     if args.plot is not None:
-        draw_front(args.plot, workload, rows, found)
+        draw_front(args.plot, request, rows, found)
     if args.scaling is not None:
-        draw_scaling(args.scaling, curves, f"MFU on {workload.machine.name}, same batch a rank")
+        draw_scaling(args.scaling, curves, f"MFU on {request.machine.name}, same batch a rank")
     if args.trace is not None or args.timeline is not None:
-        draw_step(args, workload, found.best or found.least)
+        draw_step(args, request, found.best or found.least)
     if found.best is None:
-        raise UserError(f"{device_flag(args)}: {why_nothing_fits(workload, found)}")
+        raise UserError(f"{device_flag(args)}: {why_nothing_fits(request, found)}")
     print_line("", *launch)
 
 
 def scaling(
-    workload: Workload, machine: Machine, group_size: int | None
+    request: PlanRequest, machine: Machine, group_size: int | None
 ) -> dict[str, list[tuple[int, float]]]:
     """(ranks, MFU) at the given batch per rank, for some strategies and for the best candidate.
 
@@ -119,12 +125,12 @@ def scaling(
     The search covers all degrees with all other flags as given, and prints each best candidate when
     it is found.
     """
-    per_rank = workload.global_batch_size // workload.world_size
+    per_rank = request.global_batch_size // request.world_size
     curves: dict[str, list[tuple[int, float]]] = {"best that fits": []}
     ranks = machine.world_size if machine.measured else machine.group_size
     while ranks <= (machine.world_size if machine.measured else MOST_RANKS):
         own = replace(
-            workload,
+            request,
             machine=replace(machine, uneven=()).for_world(ranks, subject="--scaling"),
             group_size=min(group_size or machine.group_size, ranks),
             global_batch_size=per_rank * ranks,
@@ -137,7 +143,7 @@ def scaling(
             estimate = estimator.estimate(candidate)
             if estimate.fits:
                 curves.setdefault(name, []).append((ranks, estimate.mfu))
-        best = best_that_fits(own, workload.as_given())
+        best = best_that_fits(own, request.as_given())
         if best is not None:
             curves["best that fits"].append((ranks, best.mfu))
             print_line(f"{ranks:7,} ranks: MFU {best.mfu:.1%} with {best.candidate.describe()}")
@@ -145,13 +151,13 @@ def scaling(
     return curves
 
 
-def draw_step(args: Namespace, workload: Workload, chosen: Estimate) -> None:
+def draw_step(args: Namespace, request: PlanRequest, chosen: Estimate) -> None:
     """Write and draws one step of the best candidate, with at most two micro-batches."""
     size = chosen.candidate.micro_batch_size
     few = replace(
-        workload,
+        request,
         micro_batch_size=size,
-        global_batch_size=size * workload.data_parallel_size * min(2, chosen.num_micro_batches),
+        global_batch_size=size * request.data_parallel_size * min(2, chosen.num_micro_batches),
     )
     activities = Estimator(few).estimate(chosen.candidate, record=True).timeline.activities
     if args.trace is not None:

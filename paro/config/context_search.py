@@ -27,7 +27,7 @@ from paro.errors import UserError
 from paro.planning.description import seconds_text
 from paro.planning.estimator import Estimator
 from paro.planning.planner import TIE, best_by_context
-from paro.planning.search_space import SearchSpace, Workload
+from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.spec.context_layout import ContextLimits
 from paro.strategy import Strategy
 
@@ -86,7 +86,7 @@ def with_batches(
 
 def choose(
     flag: str,
-    workload: Workload,
+    request: PlanRequest,
     found: Iterable[tuple[ContextParallelConfig, int]],
     space: SearchSpace,
 ) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
@@ -96,7 +96,7 @@ def choose(
     """
     pairs = [*found]
     space = replace(space, sharings=tuple((way.layout, size) for way, size in pairs))
-    best = best_by_context(workload, space)
+    best = best_by_context(request, space)
     seconds = {way: own.seconds if (own := best[way.layout]) else math.inf for way, _ in pairs}
     least = min(seconds.values())
 
@@ -106,14 +106,14 @@ def choose(
 
     way, *others = sorted(seconds, key=order)
     if (fastest := best[way.layout]) is None:
-        (strategy, *_) = space.strategies or (workload.strategy("GGG"),)
-        given, estimator = workload.candidate(strategy), Estimator(workload)
+        (strategy, *_) = space.strategies or (request.strategy("GGG"),)
+        given, estimator = request.candidate(strategy), Estimator(request)
         way = min(
             (way, *others),
             key=lambda way: estimator.memory(replace(given, context=way.layout)).total,
         )
         line = f"planner: {flag} auto: {way.describe()}, which needs least: nothing fits"
-        return way, workload.micro_batch_size, (line,)
+        return way, request.micro_batch_size, (line,)
     size = fastest.candidate.micro_batch_size
     line = (
         f"planner: {flag} auto: {way.describe()}, micro-batches of {size}: "
@@ -128,16 +128,18 @@ def choose(
     return way, size, (line, f"planner: {'; '.join(compared)}") if compared else (line,)
 
 
-def faster_type(given: ContextParallelConfig, workload: Workload, strategy: Strategy) -> str | None:
+def faster_type(
+    given: ContextParallelConfig, request: PlanRequest, strategy: Strategy
+) -> str | None:
     """Return the flags of another type if a step is predicted to be clearly faster with it, and
     fits."""
-    candidate, estimator = workload.candidate(strategy), Estimator(workload)
+    candidate, estimator = request.candidate(strategy), Estimator(request)
     own = estimator.estimate(candidate).seconds
     least, fastest = own / (1 + WORTH), None
-    model, compute = workload.model, workload.precision.compute
+    model, compute = request.model, request.precision.compute
     any_sizes = replace(given, hierarchical_context_parallel_sizes=None)
-    types = usable_types(TYPES, model, workload.device_type, compute)
-    for way in ways(any_sizes, [given.context_parallel_size], types, workload.context_limits):
+    types = usable_types(TYPES, model, request.device_type, compute)
+    for way in ways(any_sizes, [given.context_parallel_size], types, request.context_limits):
         other = replace(candidate, context=way.layout)
         if estimator.costs(other).least_seconds() < least:
             estimate = estimator.estimate(other)

@@ -1,4 +1,4 @@
-"""How states are sharded, on --paro-machine, as far as flags say it; and a run as it is planned."""
+"""Takes from flags how states are sharded and on which machine; makes the plan request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paro.machine.files import (
     why_unmeasurable,
 )
 from paro.planning.rotation import rotation_infeasible_reason
-from paro.planning.search_space import Workload, legal_strategies
+from paro.planning.search_space import PlanRequest, legal_strategies
 from paro.planning.survival import check_nodes, survival
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
@@ -40,8 +40,8 @@ DEFAULT_STRATEGY = "IIG"
 DISTRIBUTED_OPTIMIZER_STRATEGY = "NNG"
 
 
-class Taken(NamedTuple):
-    """How states are sharded, as far as flags say it, and log lines."""
+class ShardingFlags(NamedTuple):
+    """The sharding of model states as far as flags say it, and log lines."""
 
     sharding: ShardingConfig
     strategy: Strategy | None  # None: the planner chooses it
@@ -49,8 +49,8 @@ class Taken(NamedTuple):
     is_unmeasured: bool  # the ranks are to measure their machine, and then plan
 
 
-def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
-    """How states are sharded, in groups and on a machine that these ranks can have."""
+def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> ShardingFlags:
+    """Take the sharding of model states, in groups and on a machine that these ranks can have."""
     given = text = args.paro_strategy
     if text is None:
         zero1 = args.use_distributed_optimizer
@@ -98,7 +98,7 @@ def take_sharding(args: Namespace, world: World, model: LlamaConfig) -> Taken:
     is_unmeasured = machine is None and (bool(flags) or args.paro_machine == MEASURE)
     if is_unmeasured:
         check_measurable(flags or [f"--paro-machine {MEASURE}"], sharding.world, args.dry_run)
-    return Taken(sharding, strategy, lines, is_unmeasured)
+    return ShardingFlags(sharding, strategy, lines, is_unmeasured)
 
 
 def check_measurable(flags: Sequence[str], world: World, dry_run: bool) -> None:
@@ -124,8 +124,8 @@ class RankDevice(NamedTuple):
         return cls("cpu" if backend == "gloo" else "cuda", memory_gb)
 
 
-class Task(NamedTuple):
-    """What the ranks of a run train, and on which devices."""
+class TrainingTask(NamedTuple):
+    """The model, data types and sequence that the ranks of a run train, and their devices."""
 
     model: LlamaConfig
     trainable: Trainable
@@ -136,11 +136,13 @@ class Task(NamedTuple):
     apart: bool = False  # whether documents of a sample are kept apart
 
 
-def case_of(task: Task, batches: BatchSchedule, sharding: ShardingConfig) -> Workload:
-    """Return the planner's workload for this run, whose machine is known."""
+def plan_request_of(
+    task: TrainingTask, batches: BatchSchedule, sharding: ShardingConfig
+) -> PlanRequest:
+    """Make the plan request of a run whose machine is known."""
     assert sharding.machine is not None, "measured, or from --paro-machine"
     device = task.device
-    return Workload(
+    return PlanRequest(
         model=task.model,
         machine=sharding.machine,
         group_size=sharding.world.group_size,

@@ -40,7 +40,7 @@ from paro.config.elastic import nodes_line
 from paro.config.fitting import with_values
 from paro.config.inter_bits import inter_bits_notices, take_inter_bits
 from paro.config.parts import take_batches
-from paro.config.plan import Taken, Task, case_of, check_measurable
+from paro.config.plan import ShardingFlags, TrainingTask, check_measurable, plan_request_of
 from paro.config.sharding import ShardingConfig
 from paro.distributed.world import World
 from paro.errors import UserError, check_multiple
@@ -50,7 +50,7 @@ from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.search_space import SearchSpace, Workload
+from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import PrecisionConfig
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.context_layout import ContextLimits
@@ -60,8 +60,8 @@ from paro.strategy import FLAG, Strategy, parse_strategy
 class Question(NamedTuple):
     """A choice that flags leave to the planner, with the facts of the run that it needs."""
 
-    task: Task
-    taken: Taken
+    task: TrainingTask
+    sharding_flags: ShardingFlags
     # The ways to share samples with their batches, by micro-batch size.
     sharings: dict[tuple[ContextParallelConfig, int], BatchSchedule]
     flag: str | None  # of these, which says auto
@@ -70,8 +70,10 @@ class Question(NamedTuple):
 
     def measured(self, machine: Machine) -> Question:
         """Return the question of a run whose machine is now measured."""
-        sharding = replace(self.taken.sharding, machine=machine)
-        return self._replace(taken=self.taken._replace(sharding=sharding, is_unmeasured=False))
+        sharding = replace(self.sharding_flags.sharding, machine=machine)
+        return self._replace(
+            sharding_flags=self.sharding_flags._replace(sharding=sharding, is_unmeasured=False)
+        )
 
 
 class Decision(NamedTuple):
@@ -106,10 +108,10 @@ def with_saved(
 
 
 def question_of(
-    args: Namespace, task: Task, taken: Taken, checkpoint: CheckpointConfig
+    args: Namespace, task: TrainingTask, sharding_flags: ShardingFlags, checkpoint: CheckpointConfig
 ) -> Question:
     """Find the choice that flags leave to the planner, with the ways to share samples."""
-    flag, given, sharding = asked(args), take_context(args), taken.sharding
+    flag, given, sharding = asked(args), take_context(args), sharding_flags.sharding
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
     def batches(way: ContextParallelConfig, size: int) -> BatchSchedule:
@@ -117,7 +119,7 @@ def question_of(
         return take_batches(with_values(args, {"micro_batch_size": size}), readers)
 
     def only(way: ContextParallelConfig, size: int, *lines: str) -> Question:
-        return Question(task, taken, {(way, size): batches(way, size)}, flag, lines=lines)
+        return Question(task, sharding_flags, {(way, size): batches(way, size)}, flag, lines=lines)
 
     if flag is None:
         return only(given, size)
@@ -137,10 +139,10 @@ def question_of(
             with suppress(UserError):  # the batch is no multiple any more
                 return only(way, kept, f"{flag} auto: as in --load {checkpoint.load}")
     is_timed = machine is not None and machine.device is not None
-    if flag != SIZE and not (is_timed or taken.is_unmeasured):
+    if flag != SIZE and not (is_timed or sharding_flags.is_unmeasured):
         way = without_machine(found, world.group_size)
         return only(way, size, f"{flag} auto: {way.describe()}; --paro-machine would compare times")
-    if machine is None and not taken.is_unmeasured:
+    if machine is None and not sharding_flags.is_unmeasured:
         check_measurable([f"{flag} auto"], world, args.dry_run)
         raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
     if flag == SIZE and args.global_batch_size is args.step_batch_size_schedule is None:
@@ -153,7 +155,7 @@ def question_of(
         return made
 
     sharings = with_batches(found, size, whole, grows=flag == SIZE)
-    return Question(task, taken, sharings, flag, searches=True)
+    return Question(task, sharding_flags, sharings, flag, searches=True)
 
 
 def decide(question: Question) -> Decision:
@@ -161,7 +163,7 @@ def decide(question: Question) -> Decision:
 
     Until the machine is measured, a choice that no other flag refuses stands for auto.
     """
-    task, (sharding, strategy, notices, is_unmeasured) = question.task, question.taken
+    task, (sharding, strategy, notices, is_unmeasured) = question.task, question.sharding_flags
     (context, batches), lines = _shared(question)
     sharding, world = replace(sharding, context=context), sharding.world
     flags = context.flags | {"micro_batch_size": batches.micro_batch_size} if question.flag else {}
@@ -177,8 +179,8 @@ def decide(question: Question) -> Decision:
         strategy = strategy or stand_in
         return Decision(sharding, strategy, precision, batches, lines, flags)
     if strategy is None or sharding.inter_bits is not None:
-        workload = case_of(task._replace(precision=precision), batches, sharding)
-        strategy, precision, notices = _chosen(workload, strategy)
+        request = plan_request_of(task._replace(precision=precision), batches, sharding)
+        strategy, precision, notices = _chosen(request, strategy)
         lines += notices
     if sharding.inter_bits is None:
         lines += inter_bits_notices(precision, world.group_size, strategy, world.size)
@@ -189,7 +191,7 @@ def _shared(
     question: Question,
 ) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
     """Return the ranks that share a sample, the batches with them, and log lines about a choice."""
-    sharding, strategy, _, is_unmeasured = question.taken
+    sharding, strategy, _, is_unmeasured = question.sharding_flags
     (way, size), batches = next(iter(question.sharings.items()))
     if question.flag is None or not question.searches or is_unmeasured:
         return (way, batches), question.lines
@@ -198,13 +200,13 @@ def _shared(
         collectives=(sharding.collective,),
         recomputes=(question.task.model.recompute,),
     )
-    workload = case_of(question.task, batches, replace(sharding, context=way))
-    way, size, lines = choose(question.flag, workload, question.sharings, space)
+    request = plan_request_of(question.task, batches, replace(sharding, context=way))
+    way, size, lines = choose(question.flag, request, question.sharings, space)
     return (way, question.sharings[way, size]), lines
 
 
 def _chosen(
-    workload: Workload, strategy: Strategy | None
+    request: PlanRequest, strategy: Strategy | None
 ) -> tuple[Strategy, PrecisionConfig, tuple[str, ...]]:
     """Return the fastest strategy that fits, unless one is given, its bits, and lines that explain
     them.
@@ -212,10 +214,10 @@ def _chosen(
     `UserError` if no strategy fits.
     """
     if strategy is not None:
-        own, other = Estimator(workload).estimate_bits(workload.candidate(strategy))
+        own, other = Estimator(request).estimate_bits(request.candidate(strategy))
         lines = () if other is None else (f"planner: {bits_text(own, other)}",)
         return strategy, own.precision, lines
-    found = plan(workload, workload.as_given())
+    found = plan(request, request.as_given())
     if found.best is None:
-        raise UserError(f"{FLAG} auto: {why_nothing_fits(workload, found)}")
+        raise UserError(f"{FLAG} auto: {why_nothing_fits(request, found)}")
     return found.best.candidate.strategy, found.best.precision, describe(found)

@@ -26,7 +26,7 @@ from paro.config.parts import (
     take_tokenizer,
     take_train,
 )
-from paro.config.plan import RankDevice, Task, take_sharding
+from paro.config.plan import RankDevice, TrainingTask, take_sharding
 from paro.config.planned_checks import needs_of
 from paro.config.resolve import Question, decide, question_of, with_saved
 from paro.config.sharding import ShardingConfig
@@ -145,7 +145,7 @@ def configure(args: Namespace, world: World) -> RunConfig:
     if wrong:
         raise UserError(*wrong)
     question, decision = parts["question"], parts["decision"]
-    is_open = question.taken.is_unmeasured
+    is_open = question.sharding_flags.is_unmeasured
     of_world = {"world_size": world.size, "ranks_per_node": world.ranks_per_node}
     parts |= {
         "notices": notices + decision.lines * (not is_open),
@@ -203,10 +203,10 @@ def _task(
     data: DataConfig,
     runtime: RuntimeConfig,
     launch: LaunchConfig,
-) -> Task:
+) -> TrainingTask:
     device = RankDevice.of(runtime.distributed_backend, launch.device_memory_gb)
     apart = data.reset_attention_mask
-    return Task(model, trainable, as_given, muon, data.seq_length, device, apart)
+    return TrainingTask(model, trainable, as_given, muon, data.seq_length, device, apart)
 
 
 def _scheduled(args: Namespace, readers: int) -> BatchSchedule:
@@ -242,8 +242,8 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("task", _task),
     ("readers", lambda args, world: data_parallel_size_of(world, args.context_parallel_size)),
     ("readers", lambda world: world.size),
-    ("taken", take_sharding),
-    ("bits", lambda taken, as_given: take_inter_bits(taken.sharding, as_given)),
+    ("sharding_flags", take_sharding),
+    ("bits", lambda sharding_flags, as_given: take_inter_bits(sharding_flags.sharding, as_given)),
     ("question", question_of),
     ("decision", lambda question, wrong: None if wrong else decide(question)),
     ("batches", lambda decision: decision.batches),
@@ -251,9 +251,9 @@ _MAKERS: tuple[tuple[str, Callable[..., object]], ...] = (
     ("batches", lambda args, readers: args.step_batch_size_schedule and _scheduled(args, readers)),
     ("batches", _fitting_batches),
     ("sharding", lambda decision: decision.sharding),
-    ("sharding", lambda taken: taken.sharding),
+    ("sharding", lambda sharding_flags: sharding_flags.sharding),
     ("strategy", lambda decision: decision.strategy),
-    ("strategy", lambda taken: taken.strategy),
+    ("strategy", lambda sharding_flags: sharding_flags.strategy),
     ("precision", lambda decision: decision.precision),
     ("precision", lambda as_given: as_given),
     ("train", take_train),

@@ -20,7 +20,7 @@ from paro.distributed.byte_counter import Sent
 from paro.distributed.control import PlannedControl
 from paro.errors import UserError, count_text
 from paro.launch.placement import placement_lines
-from paro.launch.prediction import checkpoint_bytes, remedy_of, workload_of
+from paro.launch.prediction import checkpoint_bytes, plan_request_of_run, remedy_of
 from paro.planning.description import bits_text, describe, describe_launch, describe_time
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimate, Estimator
@@ -29,7 +29,7 @@ from paro.planning.planner import TIE, SearchResult
 from paro.planning.planner import plan as search
 from paro.planning.remedies import why_nothing_fits
 from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import MEMORY_MARGIN, Workload
+from paro.planning.search_space import MEMORY_MARGIN, PlanRequest
 from paro.report.log import print_line
 from paro.report.log_line import arguments_block
 from paro.text import align, size_text
@@ -40,13 +40,13 @@ from paro.training.step import Training, samples_without_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRun:
-    """A run that is not started, and its rank 0 on the meta device: shapes without storage."""
+class RunPrediction:
+    """The prediction of a run that is not started, with its rank 0 on the meta device."""
 
     config: RunConfig
     training: Training
     memory: DeviceMemory
-    workload: Workload | None  # None unless --paro-machine names a device
+    request: PlanRequest | None  # None unless --paro-machine names a device
     launch: Estimate | None  # on that device; None with --skip-train
     other_bits: Estimate | None = None  # the same with 16 bits instead of codes, or the reverse
     consumed: int = 0  # training samples consumed before a resumed run
@@ -59,8 +59,8 @@ class PlannedRun:
     def device_bytes(self) -> int | None:
         """The memory of a device; None where neither flag names one."""
         gigabytes = self.config.launch.device_memory_gb
-        if self.workload is not None:
-            return self.workload.device_bytes
+        if self.request is not None:
+            return self.request.device_bytes
         return None if gigabytes is None else round(gigabytes * 1e9)
 
     @property
@@ -68,7 +68,7 @@ class PlannedRun:
         return self.device_bytes is None or self.memory.total <= self.device_bytes
 
 
-def plan_run(config: RunConfig) -> PlannedRun:
+def predict_run(config: RunConfig) -> RunPrediction:
     """Build one rank on the meta device; `UserError` for what cannot be built."""
     control = PlannedControl(config.world, torch.device("meta"))
     on_meta = build_training(config, control)
@@ -76,20 +76,20 @@ def plan_run(config: RunConfig) -> PlannedRun:
     training = replace(on_meta, device=torch.device(device))  # decides which kernels are assumed
     memory, run = RunMemory(config.sharding.machine), run_spec_of(config, device)
     peak = memory.of(run)
-    workload, launch, other_bits = workload_of(config, device), None, None
-    if workload is not None:
-        workload = replace(workload, memory_margin=MEMORY_MARGIN)
-    if workload is not None and config.trained:
-        estimator, candidate = Estimator(workload), workload.candidate(config.strategy)
+    request, launch, other_bits = plan_request_of_run(config, device), None, None
+    if request is not None:
+        request = replace(request, memory_margin=MEMORY_MARGIN)
+    if request is not None and config.trained:
+        estimator, candidate = Estimator(request), request.candidate(config.strategy)
         # Evaluations and other steps of a schedule may need more memory than the one that is timed.
         launch = replace(estimator.estimate(candidate), memory=peak)
         other = estimator.with_other_bits(candidate)
         other_bits = None if other is None else estimator.estimate(other)
-    return PlannedRun(
+    return RunPrediction(
         config=config,
         training=training,
         memory=peak,
-        workload=workload,
+        request=request,
         launch=launch,
         other_bits=other_bits,
         consumed=resumed_samples(config.checkpoint) if config.batches.changes else 0,
@@ -98,8 +98,8 @@ def plan_run(config: RunConfig) -> PlannedRun:
 
 def run_dry(config: RunConfig) -> None:
     """Print a summary and the details; `UserError` if the launch would fail."""
-    plan = plan_run(config)
-    found = None if plan.workload is None or plan.launch is None else search(plan.workload)
+    plan = predict_run(config)
+    found = None if plan.request is None or plan.launch is None else search(plan.request)
     details: list[str] = []
     mistakes: list[str] = []
     for section in SECTIONS:
@@ -127,7 +127,9 @@ def run_dry(config: RunConfig) -> None:
 # The summary
 
 
-def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str]) -> Iterator[str]:
+def _answer(
+    plan: RunPrediction, found: SearchResult | None, mistakes: Sequence[str]
+) -> Iterator[str]:
     """Yield the first lines: does it start, does it fit, what does it send, how long is a step."""
     world, backend = plan.config.world, plan.config.runtime.distributed_backend
     ranks = count_text(world.size, "rank")
@@ -146,7 +148,7 @@ def _answer(plan: PlannedRun, found: SearchResult | None, mistakes: Sequence[str
     yield from _time(plan, found)
 
 
-def _traffic(plan: PlannedRun) -> Iterator[str]:
+def _traffic(plan: RunPrediction) -> Iterator[str]:
     """Yield lines of the bytes of rank 0, and of the mean if ranks send different amounts."""
     config, run = plan.config, run_spec_of(plan.config, plan.training.device.type)
     memory = RunMemory(config.sharding.machine)
@@ -164,7 +166,7 @@ def _sent_text(sent: Sent) -> str:
     return f"{inside} inside its group, {between} between groups"
 
 
-def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
+def _time(plan: RunPrediction, found: SearchResult | None) -> Iterator[str]:
     machine, launch = plan.config.sharding.machine, plan.launch
     if machine is None:
         yield "> --paro-machine NAME would say how long a step takes, and what is faster"
@@ -187,15 +189,15 @@ def _time(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
             )
 
 
-def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
+def _why_not(plan: RunPrediction, found: SearchResult | None) -> str:
     """How much memory a launch that does not fit needs, and what would make it fit."""
     assert plan.device_bytes is not None, "it fits"
-    if found is not None and plan.workload is not None and found.best is None:
-        return why_nothing_fits(plan.workload, found)
-    gigabytes, workload = plan.config.launch.device_memory_gb, plan.workload
+    if found is not None and plan.request is not None and found.best is None:
+        return why_nothing_fits(plan.request, found)
+    gigabytes, request = plan.config.launch.device_memory_gb, plan.request
     whose = f"the {plan.device_bytes / 1e9:g} GB of a device"
-    if workload is not None:
-        whose += f" of {workload.machine.name}"
+    if request is not None:
+        whose += f" of {request.machine.name}"
     if gigabytes is not None:
         whose = f"--device-memory-gb {gigabytes:g}"
     limit, device = plan.device_bytes, plan.training.device.type
@@ -208,7 +210,7 @@ def _why_not(plan: PlannedRun, found: SearchResult | None) -> str:
     )
 
 
-def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
+def _planner(plan: RunPrediction, found: SearchResult | None) -> Iterator[str]:
     """Where the launch spends its time on --paro-machine, and what would be faster there."""
     if plan.launch is None or found is None:
         return
@@ -217,7 +219,7 @@ def _planner(plan: PlannedRun, found: SearchResult | None) -> Iterator[str]:
         yield f"> {line}"
 
 
-def _batch(plan: PlannedRun) -> Iterator[str]:
+def _batch(plan: RunPrediction) -> Iterator[str]:
     batches, seq_length = plan.config.batches, plan.config.data.seq_length
     size = batches.batch_size_at(plan.consumed)
     yield (
@@ -243,7 +245,7 @@ def _batch(plan: PlannedRun) -> Iterator[str]:
     yield f"> {iterations:,} iterations, {tokens:,} tokens in all"
 
 
-def _model(plan: PlannedRun) -> Iterator[str]:
+def _model(plan: RunPrediction) -> Iterator[str]:
     model, seq_length = plan.config.model, plan.config.data.seq_length
     yield model_line(model, seq_length, plan.config.vocab_size)
     yield from trained_lines(model, plan.config.trainable)
@@ -257,12 +259,12 @@ def _model(plan: PlannedRun) -> Iterator[str]:
     )
 
 
-def _placement(plan: PlannedRun) -> Iterator[str]:
+def _placement(plan: RunPrediction) -> Iterator[str]:
     yield from placement_lines(plan.config, plan.training)
     yield f"> precision: {precision_line(plan.config.model, plan.config.precision)}"
 
 
-def _units(plan: PlannedRun) -> Iterator[str]:
+def _units(plan: RunPrediction) -> Iterator[str]:
     """Yield the units of rank 0 as they were built, units of equal size in one line."""
     units = plan.training.model.units
     yield f"> rank 0 on the meta device, {len(units)} units: elements of each state that it holds"
@@ -282,7 +284,7 @@ def _units(plan: PlannedRun) -> Iterator[str]:
     yield from align(rows).splitlines()
 
 
-def _memory(plan: PlannedRun) -> Iterator[str]:
+def _memory(plan: RunPrediction) -> Iterator[str]:
     memory = plan.memory
     yield f"> memory at {memory.name}: {size_text(memory.total)}"
     for name, num_bytes in memory.parts().items():
@@ -290,7 +292,7 @@ def _memory(plan: PlannedRun) -> Iterator[str]:
             yield f"    {name:<17}  {size_text(num_bytes, like=memory.total):>9}"
 
 
-def _data(plan: PlannedRun) -> Iterator[str]:
+def _data(plan: RunPrediction) -> Iterator[str]:
     """Open and check the corpora on this machine; list the others by name."""
     config = plan.config
     if _lacks_tokenizer(config):
@@ -318,7 +320,7 @@ def _lacks_tokenizer(config: RunConfig) -> bool:
     return is_null and kind != "NullTokenizer" and (any(files) or not config.data.mock_data)
 
 
-def _checkpoints(plan: PlannedRun) -> Iterator[str]:
+def _checkpoints(plan: RunPrediction) -> Iterator[str]:
     checkpoint, base = plan.config.checkpoint, None
     if checkpoint.load is not None:
         found = find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
@@ -336,14 +338,14 @@ def _checkpoints(plan: PlannedRun) -> Iterator[str]:
         check_overwriting(checkpoint, plan.config.train)
 
 
-def _local_copies(plan: PlannedRun) -> Iterator[str]:
+def _local_copies(plan: RunPrediction) -> Iterator[str]:
     interval = plan.config.local_copies_interval
     if interval is not None:
         size = size_text(local_copies_bytes(plan.config.world.ranks_per_node, plan.training))
         yield f"> local copies {every_text(interval)}: {size} of the memory of each node"
 
 
-def _step(plan: PlannedRun) -> Iterator[str]:
+def _step(plan: RunPrediction) -> Iterator[str]:
     """Yield the actions of a step, for --show-step."""
     config, memory = plan.config, plan.memory
     if not config.launch.show_step:
@@ -357,7 +359,7 @@ def _step(plan: PlannedRun) -> Iterator[str]:
     yield from step_lines(plans.tally(run), plan.num_micro_batches, sender, other_bytes=more)
 
 
-SECTIONS: tuple[Callable[[PlannedRun], Iterable[str]], ...] = (
+SECTIONS: tuple[Callable[[RunPrediction], Iterable[str]], ...] = (
     _batch,
     _model,
     _placement,

@@ -9,7 +9,7 @@ from paro.config.context_search import faster_type
 from paro.config.plan import nearest_surviving
 from paro.config.run import RunConfig
 from paro.errors import count_text
-from paro.launch.prediction import workload_of
+from paro.launch.prediction import plan_request_of_run
 from paro.planning.survival import Survival, survival
 from paro.sharding.shards import UnitShards
 from paro.spec.sharding_spec import ModelStateBytes, state_bytes
@@ -93,10 +93,10 @@ def _sharing(config: RunConfig, device_type: str) -> list[str]:
         f"> context parallelism: {context.cp_comm_type} over {size} neighbouring ranks {where}, "
         f"{tokens:,} tokens of a sample on each"
     )
-    workload = workload_of(config, device_type)
+    request = plan_request_of_run(config, device_type)
     faster = None
-    if workload is not None and config.trained:
-        faster = faster_type(context, workload, config.strategy)
+    if request is not None and config.trained:
+        faster = faster_type(context, request, config.strategy)
     return [line] if faster is None else [line, f">   {faster}"]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from model.config import RecomputeConfig
 from model.units import parameter_shapes
-from paro.config.plan import RankDevice, Task, case_of
+from paro.config.plan import RankDevice, TrainingTask, plan_request_of
 from paro.config.run import RunConfig
 from paro.errors import UserError, count_text
 from paro.layout import Shape
@@ -20,7 +20,7 @@ from paro.planning.estimator import Estimator
 from paro.planning.recomputation import least_recomputation, of_first, recompute_flags
 from paro.planning.remedies import fewest_ranks, fewest_sharing
 from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.precision import BYTES_OF
 from paro.report.memory import available_host_bytes
 from paro.report.record import PlannedStep
@@ -184,12 +184,12 @@ def bytes_by_part(memory: DeviceMemory) -> dict[str, int]:
     return {**named, "total": memory.allocated}
 
 
-def workload_of(config: RunConfig, device_type: str) -> Workload | None:
-    """Return the planner's workload; None unless --paro-machine names a device."""
+def plan_request_of_run(config: RunConfig, device_type: str) -> PlanRequest | None:
+    """Make the plan request of a run; None unless --paro-machine names a device."""
     machine = config.sharding.machine
     if machine is None or machine.device is None:
         return None
-    task = Task(
+    task = TrainingTask(
         config.model,
         config.trainable,
         config.precision,
@@ -198,20 +198,20 @@ def workload_of(config: RunConfig, device_type: str) -> Workload | None:
         RankDevice(device_type, config.launch.device_memory_gb),
         config.data.reset_attention_mask,
     )
-    return case_of(task, config.batches, config.sharding)
+    return plan_request_of(task, config.batches, config.sharding)
 
 
 def planned_step(config: RunConfig, device_type: str) -> PlannedStep | None:
     """What a step of the largest global batch takes; None where the planner cannot say."""
-    workload = workload_of(config, device_type)
-    if workload is None or not config.trained or config.train.skip_train:
+    request = plan_request_of_run(config, device_type)
+    if request is None or not config.trained or config.train.skip_train:
         return None
-    timeline = Estimator(workload).estimate(workload.candidate(config.strategy)).timeline
+    timeline = Estimator(request).estimate(request.candidate(config.strategy)).timeline
     waits = timeline.exposed
-    context = {"context": waits["context"]} if workload.context.size > 1 else {}
+    context = {"context": waits["context"]} if request.context.size > 1 else {}
     return PlannedStep(
-        machine=workload.machine.name,
-        global_batch_size=workload.global_batch_size,
+        machine=request.machine.name,
+        global_batch_size=request.global_batch_size,
         seconds={
             "step": timeline.seconds,
             "computing": timeline.compute_seconds + waits["agree"],

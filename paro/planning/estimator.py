@@ -16,7 +16,7 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_memory import RunMemory
-from paro.planning.search_space import FEWEST_BITS, Candidate, Workload
+from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
 from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import Timeline, simulate
 from paro.precision import PrecisionConfig
@@ -60,40 +60,40 @@ def faster_bits(full: Estimate | None, coded: Estimate | None) -> Estimate | Non
 
 
 class Estimator:
-    """Estimates candidates of one workload; parts that they share are computed once."""
+    """Estimates candidates of one request; parts that they share are computed once."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self._times_of = cache(partial(CollectiveTimes, workload.machine))
-        overlaps = workload.prefetch_units > 0
+    def __init__(self, request: PlanRequest) -> None:
+        self.request = request
+        self._times_of = cache(partial(CollectiveTimes, request.machine))
+        overlaps = request.prefetch_units > 0
         self._context_of = cache(
             partial(
                 ContextCosts,
-                trained=workload.trained,
-                group_size=workload.group_size,
+                trained=request.trained,
+                group_size=request.group_size,
                 overlaps=overlaps,
             )
         )
-        self._memory = RunMemory(workload.machine)
-        self._given = {one.name: getattr(workload, one.name) for one in fields(RunSettings)}
+        self._memory = RunMemory(request.machine)
+        self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
 
     @cached_property
     def first_trained(self) -> int:
         """The index of the first unit that trains; the number of units if none does."""
-        trains = self.workload.trained.__contains__
-        return first_trained_unit(unit_specs(self.workload.model), trains)
+        trains = self.request.trained.__contains__
+        return first_trained_unit(unit_specs(self.request.model), trains)
 
     @cached_property
     def _flops_per_token(self) -> float:
         """As a training counts them for its MFU."""
-        workload = self.workload
-        return flops_per_token(workload.model, workload.seq_length, workload.trained, causal=False)
+        request = self.request
+        return flops_per_token(request.model, request.seq_length, request.trained, causal=False)
 
     def run_spec(self, candidate: Candidate) -> RunSpec:
         """Compute the description of a run of the candidate."""
-        workload, size, context = self.workload, candidate.micro_batch_size, candidate.context
+        request, size, context = self.request, candidate.micro_batch_size, candidate.context
         chosen = {
-            "precision": candidate.precision(workload),
+            "precision": candidate.precision(request),
             "collective": candidate.collective,
             "materialize": candidate.materialize,
             "micro_batch_size": size,
@@ -101,11 +101,11 @@ class Estimator:
         }
         return RunSpec(
             **(self._given | chosen),
-            trained=workload.trained,
+            trained=request.trained,
             recompute=candidate.recompute,
-            world_size=workload.world_size,
+            world_size=request.world_size,
             strategy=candidate.strategy,
-            num_micro_batches=workload.micro_batches(size, context),
+            num_micro_batches=request.micro_batches(size, context),
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
@@ -145,7 +145,7 @@ class Estimator:
             model=run.config,
             step=self._memory.step(run),
             batch=run.batch,
-            device=device_of(self.workload.machine),
+            device=device_of(self.request.machine),
         )
 
     def memory(self, candidate: Candidate) -> DeviceMemory:
@@ -162,21 +162,21 @@ class Estimator:
 
     def estimate(self, candidate: Candidate, *, record: bool = False) -> Estimate:
         """Return memory, time and traffic of a candidate; `record` keeps what every stream does."""
-        workload, costs = self.workload, self.costs(candidate)
+        request, costs = self.request, self.costs(candidate)
         memory = self.memory(candidate)
         timeline = simulate(costs, record=record)
-        tokens = workload.global_batch_size * workload.seq_length
-        flops = self._flops_per_token * tokens / workload.world_size  # of a rank, in a step
+        tokens = request.global_batch_size * request.seq_length
+        flops = self._flops_per_token * tokens / request.world_size  # of a rank, in a step
         return Estimate(
             candidate=candidate,
             num_micro_batches=costs.num_micro_batches,
-            fits=memory.total <= workload.device_bytes,
+            fits=memory.total <= request.device_bytes,
             memory=memory,
             timeline=timeline,
             tokens_per_second=tokens / timeline.seconds,
             mfu=flops / timeline.seconds / costs.device.peak_flops,
             sent=self.sent(candidate),
-            precision=candidate.precision(workload),
+            precision=candidate.precision(request),
             coding_seconds=coding_seconds(costs.device, costs.comm_costs.coding_bytes),
             muon_seconds=costs.muon_seconds,
         )
@@ -187,22 +187,22 @@ class Estimator:
 
     def with_other_bits(self, candidate: Candidate) -> Candidate | None:
         """With 16 bits instead of codes, or with the codes that may be chosen; None: no codes."""
-        if candidate.precision(self.workload).has_codes:
+        if candidate.precision(self.request).has_codes:
             coded, other = candidate, replace(candidate, inter_bits=FULL_BITS)
-        elif self.workload.chooses_bits:
+        elif self.request.chooses_bits:
             coded = other = replace(candidate, inter_bits=FEWEST_BITS)
         else:
             return None
         return other if self.has_codes(coded) else None
 
     def estimate_bits(self, candidate: Candidate) -> tuple[Estimate, Estimate | None]:
-        """Return a candidate with its bits, chosen where the workload allows it, and with the
+        """Return a candidate with its bits, chosen where the request allows it, and with the
         others."""
         own, other = self.estimate(candidate), self.with_other_bits(candidate)
         if other is None:
             return own, None
         second = self.estimate(other)
-        if not self.workload.chooses_bits:
+        if not self.request.chooses_bits:
             return own, second
         full, coded = sorted((own, second), key=lambda e: e.precision.has_codes)
         better = faster_bits(full, coded)

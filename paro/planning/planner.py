@@ -20,8 +20,8 @@ from paro.planning.recomputation import saved_bytes, with_fewest_blocks, with_mo
 from paro.planning.search_space import (
     FEWEST_BITS,
     Candidate,
+    PlanRequest,
     SearchSpace,
-    Workload,
     all_candidates,
 )
 from paro.spec.context_layout import ContextLayout
@@ -87,13 +87,13 @@ class _Bounded:
 
 
 class _Search:
-    """A workload's candidates, smallest first, and the estimates of those simulated so far."""
+    """A request's candidates, smallest first, and the estimates of those simulated so far."""
 
-    def __init__(self, workload: Workload, space: SearchSpace, enough: float = _ANY) -> None:
-        self._estimator = Estimator(workload)
+    def __init__(self, request: PlanRequest, space: SearchSpace, enough: float = _ANY) -> None:
+        self._estimator = Estimator(request)
         bounds = (
             (candidate, self._estimator.costs(candidate).least_seconds())
-            for candidate in all_candidates(workload, space)
+            for candidate in all_candidates(request, space)
             if candidate.inter_bits != FEWEST_BITS or self._estimator.has_codes(candidate)
         )
         rows = [
@@ -102,11 +102,11 @@ class _Search:
             if least <= enough
         ]
         if not rows and enough == _ANY:
-            reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
+            reason = request.infeasible_reason(request.strategy("III"), request.materialize)
             assert reason is not None, "a feasible candidate is among them"
             raise UserError(reason)
         self.rows = sorted(rows, key=lambda row: (row.memory_bytes, row.least_seconds))
-        self._device_bytes = workload.device_bytes
+        self._device_bytes = request.device_bytes
         self._done: dict[_Bounded, Estimate | None] = {}
         self._counts_blocks = space.recomputes is None
         self._least = {row.candidate: row.least_seconds for row in rows}
@@ -234,25 +234,29 @@ def _by_bits(rows: Sequence[_Bounded]) -> tuple[list[_Bounded], list[_Bounded]]:
     return [row for row in rows if row.candidate.inter_bits != FEWEST_BITS], coded
 
 
-def best_that_fits(workload: Workload, space: SearchSpace, enough: float = _ANY) -> Estimate | None:
+def best_that_fits(
+    request: PlanRequest, space: SearchSpace, enough: float = _ANY
+) -> Estimate | None:
     """Return the best candidate of `plan`, if it may take no longer than `enough` seconds."""
-    search = _Search(workload, space, enough)
-    return search.best(search.within(workload.choice_bytes))
+    search = _Search(request, space, enough)
+    return search.best(search.within(request.choice_bytes))
 
 
-def best_by_context(workload: Workload, space: SearchSpace) -> dict[ContextLayout, Estimate | None]:
+def best_by_context(
+    request: PlanRequest, space: SearchSpace
+) -> dict[ContextLayout, Estimate | None]:
     """Return the best candidate that fits for each way to share samples in the space."""
-    search = _Search(workload, space)
+    search = _Search(request, space)
     by_context: dict[ContextLayout, list[_Bounded]] = {own: [] for own, _ in space.sharings or ()}
-    for row in search.within(workload.choice_bytes):
+    for row in search.within(request.choice_bytes):
         by_context[row.candidate.context].append(row)
     return {context: search.best(rows) for context, rows in by_context.items()}
 
 
-def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
-    """Solve the workload exactly over the search space; `UserError` if that is empty."""
-    search = _Search(workload, search_space)
-    within = search.within(workload.choice_bytes)
+def plan(request: PlanRequest, search_space: SearchSpace = _EVERYTHING) -> SearchResult:
+    """Solve the request exactly over the search space; `UserError` if that is empty."""
+    search = _Search(request, search_space)
+    within = search.within(request.choice_bytes)
     best = search.best(within)
     chosen = best.candidate.strategy.degrees if best else None
     others = [row for row in within if row.candidate.strategy.degrees != chosen]
@@ -266,7 +270,7 @@ def plan(workload: Workload, search_space: SearchSpace = _EVERYTHING) -> SearchR
         num_candidates=len({*search.rows, *within}),
         num_simulated=search.num_simulated,
         searched=search_space.describe(),
-        limit_text=workload.choice_text,
+        limit_text=request.choice_text,
         other_bits=search.other_bits(best),
         with_memory=lambda limit: search.about_fastest(search.within(limit)),
     )

@@ -56,7 +56,7 @@ def saved_bytes(estimator: Estimator, candidate: Candidate) -> float:
 
 def with_fewest_blocks(estimator: Estimator, candidate: Candidate, share: float) -> Candidate:
     """With the fewest first blocks that save `share` times what one saves at most."""
-    model = estimator.workload.model
+    model = estimator.request.model
     frozen = max(0, estimator.first_trained - 1)
     count = min(frozen + math.ceil(share), model.num_layers)
     return replace(candidate, recompute=of_first(count, model))
@@ -64,7 +64,7 @@ def with_fewest_blocks(estimator: Estimator, candidate: Candidate, share: float)
 
 def with_more_blocks(estimator: Estimator, candidate: Candidate, limit: int) -> Candidate | None:
     """With as few more recomputed blocks as fit, or all in the smallest groups; None: none fit."""
-    model, given = estimator.workload.model, candidate.recompute
+    model, given = estimator.request.model, candidate.recompute
     assert given is not None, "some blocks are recomputed"
 
     def fits(recompute: RecomputeConfig) -> bool:

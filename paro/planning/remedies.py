@@ -16,7 +16,7 @@ from paro.planning.recomputation import (
     of_first,
     recompute_flags,
 )
-from paro.planning.search_space import Candidate, Workload
+from paro.planning.search_space import Candidate, PlanRequest
 from paro.spec.context_layout import ContextLayout, ContextLimits
 from paro.spec.run_spec import Materialize
 from paro.text import size_text
@@ -33,55 +33,55 @@ class Change(NamedTuple):
     """A single change after which a candidate fits: what to give, and what is planned then."""
 
     what: str
-    workload: Workload
+    request: PlanRequest
     candidate: Candidate
 
 
-def why_nothing_fits(workload: Workload, plan: SearchResult) -> str:
+def why_nothing_fits(request: PlanRequest, plan: SearchResult) -> str:
     """Return a line: the least memory, and each single change that would make it fit.
 
     Also more ranks with recomputation, where these are fewer than without.
     """
     least = plan.least
-    found = [*single_changes(workload, least.candidate), *_recomputed(workload, least.candidate)]
+    found = [*single_changes(request, least.candidate), *_recomputed(request, least.candidate)]
     changes = "; or ".join(change.what for change in found)
     return (
-        f"nothing fits the {workload.choice_text}: the least is "
+        f"nothing fits the {request.choice_text}: the least is "
         f"{size_text(least.memory_bytes)} with {least.candidate.describe()} "
         f"({least.memory.describe()}); use larger devices{changes and f'; or {changes}'}"
     )
 
 
-def single_changes(workload: Workload, least: Candidate) -> Iterator[Change]:
+def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     """Flags, and a number of ranks, each of which would be enough alone."""
-    at_once = replace(workload, prefetch_units=0)
-    if workload.prefetch_units and _fits(at_once, least):
+    at_once = replace(request, prefetch_units=0)
+    if request.prefetch_units and _fits(at_once, least):
         yield Change("--paro-prefetch-units 0", at_once, least)
     recompute = least_recomputation(
-        replace(workload.model, recompute=least.recompute),
-        lambda recompute: _fits(workload, replace(least, recompute=recompute)),
+        replace(request.model, recompute=least.recompute),
+        lambda recompute: _fits(request, replace(least, recompute=recompute)),
     )
     if recompute is not None:
-        yield Change(recompute_flags(recompute), workload, replace(least, recompute=recompute))
+        yield Change(recompute_flags(recompute), request, replace(least, recompute=recompute))
     given = least.micro_batch_size  # the largest smaller size that divides it, and so the batch
     for size in (size for size in range(given - 1, 0, -1) if given % size == 0):
         smaller = replace(least, micro_batch_size=size)
-        if _fits(workload, smaller):
-            yield Change(f"--micro-batch-size {size}", workload, smaller)
+        if _fits(request, smaller):
+            yield Change(f"--micro-batch-size {size}", request, smaller)
             break
     if not least.materialize.rotates:
-        compute = workload.precision.compute
+        compute = request.precision.compute
         sharing = fewest_sharing(
             least.context,
-            workload.context_limits,
-            lambda layout: _fits(workload, replace(least, context=layout)),
-            in_parts=workload.model.parts_misfit(workload.device_type, compute) is None,
+            request.context_limits,
+            lambda layout: _fits(request, replace(least, context=layout)),
+            in_parts=request.model.parts_misfit(request.device_type, compute) is None,
         )
         if sharing is not None:
             flags, layout = sharing
-            yield Change(flags, workload, replace(least, context=layout))
-    yield from _smaller_way(workload, least)
-    yield from _more_ranks(workload, least)
+            yield Change(flags, request, replace(least, context=layout))
+    yield from _smaller_way(request, least)
+    yield from _more_ranks(request, least)
 
 
 def fewest_sharing(
@@ -108,19 +108,19 @@ def fewest_sharing(
     return None
 
 
-def _smaller_way(workload: Workload, least: Candidate) -> Iterator[Change]:
+def _smaller_way(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     """Yield the flag that makes weights rotate, or rotate in place, if that is enough."""
     further = _SMALLER.get(least.materialize)
     if further is not None:
         materialize, flag = further
-        possible = workload.infeasible_reason(least.strategy, materialize) is None
+        possible = request.infeasible_reason(least.strategy, materialize) is None
         rotated = replace(least, materialize=materialize)
-        if possible and _fits(workload, rotated):
-            yield Change(flag, workload, rotated)
+        if possible and _fits(request, rotated):
+            yield Change(flag, request, rotated)
 
 
-def _fits(workload: Workload, candidate: Candidate) -> bool:
-    return estimator_of(workload).memory(candidate).total <= workload.choice_bytes
+def _fits(request: PlanRequest, candidate: Candidate) -> bool:
+    return estimator_of(request).memory(candidate).total <= request.choice_bytes
 
 
 def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | None:
@@ -138,35 +138,35 @@ def fewest_ranks(given: int, step: int, fits: Callable[[int], bool]) -> int | No
     return counts[found] * step if found < len(counts) else None
 
 
-def _recomputed(workload: Workload, least: Candidate) -> Iterator[Change]:
+def _recomputed(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     """Fewer ranks than without, with recomputation of all blocks; not if that is enough alone."""
-    every = of_first(workload.model.num_layers, workload.model)
+    every = of_first(request.model.num_layers, request.model)
     recomputed = replace(least, recompute=every)
-    if least.recompute == every or _fits(workload, recomputed):
+    if least.recompute == every or _fits(request, recomputed):
         return
-    fewest = [change.workload.world_size for change in _more_ranks(workload, least)]
-    for change in _more_ranks(workload, recomputed):
-        if not fewest or change.workload.world_size < fewest[0]:
+    fewest = [change.request.world_size for change in _more_ranks(request, least)]
+    for change in _more_ranks(request, recomputed):
+        if not fewest or change.request.world_size < fewest[0]:
             yield change._replace(what=f"{change.what}, and {recompute_flags(every)}")
 
 
-def _more_ranks(workload: Workload, least: Candidate) -> Iterator[Change]:
+def _more_ranks(request: PlanRequest, least: Candidate) -> Iterator[Change]:
     """Yield the fewest whole groups of ranks that are enough at the same batch per rank.
 
     None where collectives were measured: measurements hold only for their own ranks.
     """
-    if workload.machine.measured:
+    if request.machine.measured:
         return
 
-    def spread(ranks: int) -> tuple[Workload, Candidate]:
-        machine = replace(workload.machine, uneven=()).for_world(ranks, subject="more ranks")
-        batch = workload.global_batch_size * ranks // workload.world_size
-        more = replace(workload, machine=machine, global_batch_size=batch)
+    def spread(ranks: int) -> tuple[PlanRequest, Candidate]:
+        machine = replace(request.machine, uneven=()).for_world(ranks, subject="more ranks")
+        batch = request.global_batch_size * ranks // request.world_size
+        more = replace(request, machine=machine, global_batch_size=batch)
         strategy = more.strategy(f"{ranks},{ranks},{ranks}")
         return more, replace(least, strategy=strategy, materialize=Materialize.GATHER)
 
-    step = lcm(workload.group_size, workload.machine.group_size, least.context.size)
-    ranks = fewest_ranks(workload.world_size, step, lambda ranks: _fits(*spread(ranks)))
+    step = lcm(request.group_size, request.machine.group_size, least.context.size)
+    ranks = fewest_ranks(request.world_size, step, lambda ranks: _fits(*spread(ranks)))
     if ranks is not None:
         how = ", gathered" if least.materialize.rotates else ""
         yield Change(f"{ranks} ranks, with all states spread over all of them{how}", *spread(ranks))

@@ -1,4 +1,4 @@
-"""The workload to plan for, a candidate, and the search space of candidates."""
+"""The request to the planner, a candidate, and the search space of candidates."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FEWEST_BITS = 4  # 8 are never faster: they take as long to encode and twice as 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload(RunSettings):
-    """The model, machine and batch to plan for, and the other flags as given."""
+class PlanRequest(RunSettings):
+    """A request to the planner: the model, machine and batch to plan for, with the other flags."""
 
     machine: Machine  # with the world size of the run
     global_batch_size: int
@@ -96,7 +96,7 @@ class Workload(RunSettings):
     def micro_batches(self, size: int, context: ContextLayout | None = None) -> int:
         """Return micro-batches of this size per rank and step; `UserError` if it does not divide.
 
-        None: samples are shared as the workload has it.
+        None: samples are shared as the request has it.
         """
         check_least(1, micro_batch_size=size)
         num_sharing = (context or self.context).size
@@ -119,7 +119,7 @@ class Workload(RunSettings):
         )
 
     def as_given(self, strategies: tuple[Strategy, ...] | None = None) -> SearchSpace:
-        """Return a search of these strategies, or of any, with all else as the workload has it."""
+        """Return a search of these strategies, or of any, with all else as the request has it."""
         return SearchSpace(
             strategies=strategies,
             micro_batch_sizes=(self.micro_batch_size,),
@@ -157,7 +157,7 @@ class Candidate:
     recompute: RecomputeConfig | None
     materialize: Materialize = Materialize.GATHER
     letters: str | None = None  # of degrees that have letters at another group size
-    inter_bits: int | None = None  # of updates and gradients between groups; None: the workload's
+    inter_bits: int | None = None  # of updates and gradients between groups; None: the request's
 
     @property
     def name(self) -> str:
@@ -167,9 +167,9 @@ class Candidate:
             suffix += f" {self.inter_bits}-bit"
         return self.strategy.name + suffix
 
-    def precision(self, workload: Workload) -> PrecisionConfig:
-        """Return the workload's, with the bits that were chosen."""
-        given = workload.precision
+    def precision(self, request: PlanRequest) -> PrecisionConfig:
+        """Return the request's, with the bits that were chosen."""
+        given = request.precision
         return given if self.inter_bits is None else given.with_inter_bits(self.inter_bits)
 
     def describe(self) -> str:
@@ -211,25 +211,25 @@ class SearchSpace:
         return listed([name for name, given in choices.items() if given is None or len(given) > 1])
 
 
-def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Candidate]:
+def all_candidates(request: PlanRequest, search_space: SearchSpace) -> Iterator[Candidate]:
     """Yield every feasible combination in the search space."""
     strategies = search_space.strategies or tuple(
-        legal_strategies(workload.world_size, workload.group_size, workload.machine.group_size)
+        legal_strategies(request.world_size, request.group_size, request.machine.group_size)
     )
     sharings = search_space.sharings or [
-        (workload.context, size)
-        for size in search_space.micro_batch_sizes or micro_batch_sizes(workload)
+        (request.context, size)
+        for size in search_space.micro_batch_sizes or micro_batch_sizes(request)
     ]
-    machine = workload.machine
+    machine = request.machine
     collectives = search_space.collectives or algorithms_of(machine, by_nccl=machine.is_of_gpus)
     recomputes = search_space.recomputes or (
         None,
         RecomputeConfig(granularity="selective"),
-        RecomputeConfig(granularity="full", keeps_core=workload.model.keeps_core),
+        RecomputeConfig(granularity="full", keeps_core=request.model.keeps_core),
     )
-    way = workload.materialize
-    possible = [s for s in strategies if workload.infeasible_reason(s, way) is None]
-    inter_bits = (FULL_BITS, FEWEST_BITS) if workload.chooses_bits else (None,)
+    way = request.materialize
+    possible = [s for s in strategies if request.infeasible_reason(s, way) is None]
+    inter_bits = (FULL_BITS, FEWEST_BITS) if request.chooses_bits else (None,)
     for strategy, (context, size), collective, recompute, bits in product(
         possible, sharings, collectives, recomputes, inter_bits
     ):
@@ -240,7 +240,7 @@ def all_candidates(workload: Workload, search_space: SearchSpace) -> Iterator[Ca
             collective=collective,
             recompute=recompute,
             materialize=way,
-            letters=_letters_elsewhere(strategy, workload.world_size),
+            letters=_letters_elsewhere(strategy, request.world_size),
             inter_bits=bits,
         )
 
@@ -284,11 +284,11 @@ def legal_strategies(
         yield replace(strategy, name=letters or text)
 
 
-def micro_batch_sizes(workload: Workload) -> tuple[int, ...]:
+def micro_batch_sizes(request: PlanRequest) -> tuple[int, ...]:
     """Return all sizes that divide a data-parallel rank's share of the global batch, and may be in
     fp8."""
-    per_rank = workload.global_batch_size // workload.data_parallel_size
-    tokens = workload.seq_length // workload.context.size
-    multiple = 1 if workload.model.fp8_format is None else FP8_MULTIPLE
+    per_rank = request.global_batch_size // request.data_parallel_size
+    tokens = request.seq_length // request.context.size
+    multiple = 1 if request.model.fp8_format is None else FP8_MULTIPLE
     sizes = (size for size in range(1, per_rank + 1) if per_rank % size == 0)
     return tuple(size for size in sizes if size * tokens % multiple == 0)

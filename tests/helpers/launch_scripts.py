@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from paro.launch.dry_run import PlannedRun, plan_run
+from paro.launch.dry_run import RunPrediction, predict_run
 from tests.helpers.flags import configured
 from tests.helpers.ranks import ROOT
 
@@ -56,5 +56,5 @@ def start(recorders: Path, script: str | Path, *args: object, **environment: obj
     return Started(words, dict(setting.split("=", 1) for setting in settings))
 
 
-def planned(started: Started) -> PlannedRun:
-    return plan_run(configured(started.flags))
+def planned(started: Started) -> RunPrediction:
+    return predict_run(configured(started.flags))

@@ -21,7 +21,7 @@ from paro.training.assembly import build_training, run_facts
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY
-from tests.paro.planning.cases import workload
+from tests.paro.planning.cases import plan_request
 from tests.paro.report.test_report import record
 
 EIGHT = World(size=8, rank=5, ranks_per_node=4)
@@ -71,7 +71,7 @@ def test_speed_counts_samples_once_and_devices_all(capsys: pytest.CaptureFixture
 
 
 def test_plans_count_data_parallel_ranks() -> None:
-    pairs = workload(context=ContextLayout(size=2, heads=2))
+    pairs = plan_request(context=ContextLayout(size=2, heads=2))
     assert (pairs.world_size, pairs.data_parallel_size) == (32, 16)
     assert pairs.micro_batches(2) == 6
     assert micro_batch_sizes(pairs) == (1, 2, 3, 4, 6, 12)

@@ -19,12 +19,12 @@ from paro.strategy import legal_letters
 from tests.helpers.commands import measured, output_of, printed
 from tests.helpers.processes import python_apart
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import BF16, FEW, machine, workload
+from tests.paro.planning.cases import BF16, FEW, machine, plan_request
 from tools import plan
 from tools.plan import main
 from tools.planning.pictures import chrome_trace
+from tools.planning.request import make_parser, plan_request_of_args
 from tools.planning.tables import as_json, front_table, letter_rows, rows_table
-from tools.planning.workload import case_of, make_parser
 
 CASE = (
     "--llama-preset 7B --num-layers 3 --paro-machine dgx-a100-roce100 --world-size 16 "
@@ -132,8 +132,8 @@ def test_a_search_among_what_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def curves_of(tmp_path: Path, flags: str) -> dict[str, list[list[float]]]:
-    workload = CASE.replace("--paro-group-size 8 ", "")
-    fields = planned(f"{workload} --scaling {tmp_path / 'curve.png'} {flags}")
+    request = CASE.replace("--paro-group-size 8 ", "")
+    fields = planned(f"{request} --scaling {tmp_path / 'curve.png'} {flags}")
     found: dict[str, list[list[float]]] = fields["scaling"]
     return found
 
@@ -169,7 +169,7 @@ def test_nothing_overlaps_without_prefetching() -> None:
 
 
 def test_a_trace_has_every_span() -> None:
-    given = workload(global_batch_size=64)
+    given = plan_request(global_batch_size=64)
     estimate = Estimator(given).estimate(given.candidate(given.strategy("IIG")), record=True)
     events = json.loads(chrome_trace(estimate.timeline.activities))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -228,7 +228,7 @@ def test_a_trillion_parameters_on_16384_ranks_need_few_simulations_and_no_torch(
 def test_newton_schulz_and_codes_have_a_column_and_a_field(
     precision: PrecisionConfig, column: str, field: str, bits: int
 ) -> None:
-    for case, has_column in ((workload(), False), (workload(precision=precision), True)):
+    for case, has_column in ((plan_request(), False), (plan_request(precision=precision), True)):
         rows = letter_rows(case)
         assert (column in rows_table(case, rows).splitlines()[0]) is has_column
         fields = {row.candidate.name: as_json(case, row) for row in rows}
@@ -244,7 +244,7 @@ def test_newton_schulz_and_codes_have_a_column_and_a_field(
 
 @pytest.mark.parametrize(("strategy", "is_explained"), [("IIG", False), ("2,4,8", True)])
 def test_the_choice_is_marked_and_degrees_are_explained(strategy: str, is_explained: bool) -> None:
-    case = workload(machine=machine(world_size=8, group_size=4), group_size=4)
+    case = plan_request(machine=machine(world_size=8, group_size=4), group_size=4)
     space = replace(FEW, strategies=(case.strategy(strategy), case.strategy("GGG")))
     table = front_table(search(case, space))
     assert len(re.findall(rf" \(chosen\) {strategy}, ", table)) == 1
@@ -253,7 +253,10 @@ def test_the_choice_is_marked_and_degrees_are_explained(strategy: str, is_explai
 
 def test_newton_schulz_takes_the_steps_that_are_given() -> None:
     words = f"{CASE} --optimizer muon --muon-num-ns-steps"
-    cases = (case_of(make_parser().parse_args(f"{words} {steps}".split())) for steps in (5, 10))
+    cases = (
+        plan_request_of_args(make_parser().parse_args(f"{words} {steps}".split()))
+        for steps in (5, 10)
+    )
     rows = (Estimator(one).estimate(one.candidate(one.strategy("NNN"))) for one in cases)
     few, many = (row.muon_seconds for row in rows)
     assert many == pytest.approx(2 * few)

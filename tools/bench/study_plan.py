@@ -24,7 +24,7 @@ from paro.errors import UserError, about, check_least
 from paro.machine.collective_time import speed_of
 from paro.machine.files import read_machine
 from paro.machine.machine import Machine, bits_per_second, rate_text
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.strategy import legal_letters
 from paro.topology import Link
 from tools.bench.peers.own import parse_setting
@@ -258,22 +258,24 @@ def chapters_of(folder: Path) -> list[Chapter]:
         nics = "a NIC of {} per rank" if part.nic == "per-rank" else "one NIC of {} a node"
         cluster_name = f"{part.shape}, {nics.format(_inter_of(machine))}"
         for (collective, count, rotates), settings in by_key.items():
-            workload = case_of(part, machine, collective, count)
+            request = plan_request_of_part(part, machine, collective, count)
             found.append(
                 Chapter(
                     cluster=cluster_name,
                     collective=f"{collective}, rotated" if rotates else collective,
                     micro_batches=count,
-                    compared=compare(workload, [*settings.values()]),
+                    compared=compare(request, [*settings.values()]),
                 )
             )
     return found
 
 
-def case_of(part: StudyPart, machine: Machine, collective: str, count: int) -> Workload:
-    """Return the measured training as a workload of the planner."""
+def plan_request_of_part(
+    part: StudyPart, machine: Machine, collective: str, count: int
+) -> PlanRequest:
+    """Return the measured training as a request of the planner."""
     config = training_config(part.train_flags, "gloo")
-    return Workload(
+    return PlanRequest(
         model=config.model,
         machine=machine,
         group_size=machine.group_size,

@@ -12,7 +12,7 @@ from paro.errors import UserError, count_text
 from paro.machine.machine import Nic
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult, best_that_fits
-from paro.planning.search_space import SearchSpace, Workload
+from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.precision import BYTES_OF
 from paro.spec.sharding_spec import specs_of
 from paro.spec.states import MASTER, bytes_of
@@ -23,31 +23,31 @@ Row = dict[str, Any]  # a setting, how it recovers, and the tokens a second that
 _MOST_NODES = 2  # that the settings to compare may lose
 
 
-def failures_of(args: Namespace, workload: Workload) -> Failures:
+def failures_of(args: Namespace, request: PlanRequest) -> Failures:
     """Return the failures of --mtbf-hours and its companions; a `UserError` names the flag to
     change."""
     rate = args.storage_gb_per_second * 1e9
     if not rate > 0.0:
         raise UserError(f"--storage-gb-per-second {args.storage_gb_per_second:g} must be positive")
-    node = workload.ranks_per_node or workload.machine.group_size
-    units = workload.units
-    frozen = sum(unit.frozen.numel for unit in units) * BYTES_OF[workload.precision.compute]
-    trained = _trained_bytes(workload)
+    node = request.ranks_per_node or request.machine.group_size
+    units = request.units
+    frozen = sum(unit.frozen.numel for unit in units) * BYTES_OF[request.precision.compute]
+    trained = _trained_bytes(request)
     return Failures(
-        num_nodes=-(-workload.world_size // node),
+        num_nodes=-(-request.world_size // node),
         mtbf_hours=args.mtbf_hours,
         restart_seconds=args.restart_seconds,
         checkpoint_seconds=(frozen + trained) / rate,
     )
 
 
-def expected(workload: Workload, found: SearchResult, failures: Failures) -> list[Row]:
+def expected(request: PlanRequest, found: SearchResult, failures: Failures) -> list[Row]:
     """Return the best setting of a plan, and the best of those that survive more nodes;
     best first."""
     if found.best is None:
         return []
     settings = [found.best]
-    for survive in range(workload.survive + 1, min(_MOST_NODES, failures.num_nodes - 1) + 1):
+    for survive in range(request.survive + 1, min(_MOST_NODES, failures.num_nodes - 1) + 1):
         # With the micro-batch size and recomputation of the best, as for what more would buy.
         candidate = found.best.candidate
         space = SearchSpace(
@@ -55,22 +55,22 @@ def expected(workload: Workload, found: SearchResult, failures: Failures) -> lis
             collectives=(candidate.collective,),
             recomputes=(candidate.recompute,),
         )
-        best = best_that_fits(replace(workload, survive=survive), space)
+        best = best_that_fits(replace(request, survive=survive), space)
         if best is not None and all(best.candidate != other.candidate for other in settings):
             settings.append(best)
-    rows = [row for setting in settings for row in _rows(workload, setting, failures)]
+    rows = [row for setting in settings for row in _rows(request, setting, failures)]
     return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
-def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Row]:
-    survives = workload.survival(setting.candidate.strategy).nodes
+def _rows(request: PlanRequest, setting: Estimate, failures: Failures) -> list[Row]:
+    survives = request.survival(setting.candidate.strategy).nodes
     found = {"disk": from_disk(failures)}
     if survives:
         found["memory"] = from_memory(
             failures,
             survives=survives,
             step_seconds=setting.seconds,
-            transfer_seconds=_transfer_seconds(workload, setting),
+            transfer_seconds=_transfer_seconds(request, setting),
         )
     return [
         {
@@ -88,23 +88,23 @@ def _rows(workload: Workload, setting: Estimate, failures: Failures) -> list[Row
     ]
 
 
-def _transfer_seconds(workload: Workload, setting: Estimate) -> float:
+def _transfer_seconds(request: PlanRequest, setting: Estimate) -> float:
     """To send a new node its ranks' states, each over its share of the links between nodes."""
-    machine = workload.machine
+    machine = request.machine
     if machine.inter is None:
         return 0.0
     ranks = machine.group_size if machine.nic is Nic.SHARED else 1
-    num_bytes = _trained_bytes(workload) / setting.candidate.strategy.optim
+    num_bytes = _trained_bytes(request) / setting.candidate.strategy.optim
     return num_bytes / (machine.inter.bits_per_second / 8 / ranks)
 
 
-def _trained_bytes(workload: Workload) -> int:
+def _trained_bytes(request: PlanRequest) -> int:
     """Of all trained parameters: master and moments."""
-    strategy, size = workload.strategy("NNN"), workload.world_size
+    strategy, size = request.strategy("NNN"), request.world_size
     topology = make_topology(world_size=size, group_size=size, degrees=())
     return sum(
         numel * bytes_of([state])
-        for spec in specs_of(workload.units, strategy, topology, workload.precision)
+        for spec in specs_of(request.units, strategy, topology, request.precision)
         if spec.buffer.trains
         for whole in [spec.layout.numel]
         for state, numel in (spec.optimizer_numels(whole) | {MASTER: whole}).items()

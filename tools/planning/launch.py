@@ -14,7 +14,7 @@ from paro.planning.description import behind, exposed_text, seconds_text
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult, plan
 from paro.planning.recomputation import recompute_flags
-from paro.planning.search_space import SearchSpace, Workload
+from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.quantization.formats import FULL_BITS
 from paro.text import size_text
 from tools.planning.tables import enough_alone
@@ -32,7 +32,7 @@ _YOURS = "--mock-data --lr 3e-4 --train-iters 1000"  # a plan depends on neither
 
 
 def launch_flags(
-    args: Namespace, workload: Workload, best: Estimate, words: Sequence[str]
+    args: Namespace, request: PlanRequest, best: Estimate, words: Sequence[str]
 ) -> list[list[str]]:
     """Return the flags of pretrain_llama.py, each with its values, for a candidate of a plan.
 
@@ -43,15 +43,15 @@ def launch_flags(
         group for group in by_flag(words)
         if (flag := group[0].partition("=")[0]) in known and flag not in _ANEW
     ]  # fmt: skip
-    candidate, model, precision = best.candidate, workload.model, best.precision
+    candidate, model, precision = best.candidate, request.model, best.precision
     preset = args.llama_preset and LLAMA_PRESETS[args.llama_preset]
-    positions = preset.max_position_embeddings if preset else workload.seq_length
+    positions = preset.max_position_embeddings if preset else request.seq_length
     if model.max_position_embeddings != positions:
         groups.append(["--max-position-embeddings", str(model.max_position_embeddings)])
     groups += [
-        ["--seq-length", str(workload.seq_length)],
+        ["--seq-length", str(request.seq_length)],
         ["--micro-batch-size", str(candidate.micro_batch_size)],
-        ["--global-batch-size", str(workload.global_batch_size)],
+        ["--global-batch-size", str(request.global_batch_size)],
         ["--paro-strategy", candidate.strategy.name],
     ]
     context = take_context(args)
@@ -68,26 +68,26 @@ def launch_flags(
     ):
         if bits != FULL_BITS:
             groups.append([flag, str(bits)])
-    if not workload.machine.is_of_gpus:
+    if not request.machine.is_of_gpus:
         groups.append(["--distributed-backend", "gloo"])
     return groups
 
 
 def launch_lines(
-    args: Namespace, workload: Workload, best: Estimate, words: Sequence[str]
+    args: Namespace, request: PlanRequest, best: Estimate, words: Sequence[str]
 ) -> Iterator[str]:
     """Yield lines for bash: the flags as an array, a dry run with them, and both ways to launch
     them."""
     yield "to launch it, with data, learning rate and length of your own in the last line:"
     yield "FLAGS=("
-    yield from wrapped(launch_flags(args, workload, best, words))
+    yield from wrapped(launch_flags(args, request, best, words))
     yield f"    {_YOURS}"
     yield ")"
-    yield f'python pretrain_llama.py "${{FLAGS[@]}}" {shlex.join(_dry_run(args, workload))}'
-    per_node = workload.machine.group_size
-    nodes = workload.world_size // per_node
+    yield f'python pretrain_llama.py "${{FLAGS[@]}}" {shlex.join(_dry_run(args, request))}'
+    per_node = request.machine.group_size
+    nodes = request.world_size // per_node
     program = 'pretrain_llama.py "${FLAGS[@]}"'
-    if workload.machine.is_of_gpus:
+    if request.machine.is_of_gpus:
         yield "export PYTORCH_ALLOC_CONF=expandable_segments:True"
     if nodes == 1:
         yield f"bash examples/one_machine.sh --nproc-per-node {per_node} {program}"
@@ -97,7 +97,7 @@ def launch_lines(
             f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --node-rank $NODE_RANK "
             f"--master-addr $MASTER_ADDR --master-port 6000 {program}"
         )
-    gpus = f" --gpus-per-node {per_node}" if workload.machine.is_of_gpus else ""
+    gpus = f" --gpus-per-node {per_node}" if request.machine.is_of_gpus else ""
     yield f"# or once, in a SLURM allocation of {nodes if nodes > 1 else 'one'} of them:"
     yield (
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
@@ -106,33 +106,33 @@ def launch_lines(
     )
 
 
-def _dry_run(args: Namespace, workload: Workload) -> list[str]:
+def _dry_run(args: Namespace, request: PlanRequest) -> list[str]:
     """Of the launch, by the machine of the plan if a file has it."""
-    words = ["--dry-run", "--world-size", str(workload.world_size)]
+    words = ["--dry-run", "--world-size", str(request.world_size)]
     machine = args.paro_machine or args.machine_file
     if machine is not None:
         words += ["--paro-machine", str(machine)]
-    words += ["--ranks-per-node", str(workload.machine.group_size)]
+    words += ["--ranks-per-node", str(request.machine.group_size)]
     if machine is None or args.device_memory_gb is not None:
-        words += ["--device-memory-gb", f"{workload.device_bytes / 1e9:g}"]
+        words += ["--device-memory-gb", f"{request.device_bytes / 1e9:g}"]
     return words
 
 
-def why_not(workload: Workload, found: SearchResult, text: str) -> tuple[str, str]:
+def why_not(request: PlanRequest, found: SearchResult, text: str) -> tuple[str, str]:
     """Return two lines: what the best setting with a strategy costs, and where its time or memory
     goes."""
-    strategy, best = workload.strategy(text), found.best
+    strategy, best = request.strategy(text), found.best
     name = f"why not {text}: "
-    reason = workload.infeasible_reason(strategy, workload.materialize)
+    reason = request.infeasible_reason(strategy, request.materialize)
     if reason is not None:
         return f"{name}it is not among the candidates", reason
-    own = plan(workload, SearchSpace(strategies=(strategy,)))
+    own = plan(request, SearchSpace(strategies=(strategy,)))
     if own.best is None:
         least = own.least
         needs = f"{size_text(least.memory_bytes)} with {least.candidate.describe()}"
         return (
             f"{name}it does not fit, the least is {needs}",
-            f"{least.memory.describe()}; {enough_alone(workload, least.candidate)}",
+            f"{least.memory.describe()}; {enough_alone(request, least.candidate)}",
         )
     if best is None or own.best.candidate.strategy.degrees == best.candidate.strategy.degrees:
         return f"{name}it is the best", _spends(own.best)

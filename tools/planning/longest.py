@@ -19,10 +19,10 @@ from paro.errors import UserError
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import plan
 from paro.planning.remedies import why_nothing_fits
-from paro.planning.search_space import Workload, recompute_text
+from paro.planning.search_space import PlanRequest, recompute_text
 from paro.strategy import Strategy, legal_letters
 from paro.text import align
-from tools.planning.workload import case_of, device_flag
+from tools.planning.request import device_flag, plan_request_of_args
 
 _STEP = 1024  # tokens, to a multiple of which lengths are rounded down
 _NEAR = 0.01  # share of a length up to which it is found
@@ -39,80 +39,80 @@ def longest_table(args: Namespace) -> str:
     the given number of ranks cannot share samples, or no sequence fits.
     """
     fields = {**ContextParallelConfig().flags, "global_batch_size": None, "micro_batch_size": 1}
-    workload = case_of(Namespace(**vars(args) | fields))
-    sharing = [*filter(None, (_ways(args, workload, size) for size in _sizes(args, workload)))]
+    request = plan_request_of_args(Namespace(**vars(args) | fields))
+    sharing = [*filter(None, (_ways(args, request, size) for size in _sizes(args, request)))]
     rows: list[tuple[str, ...]] = []
     without: list[str] = []
-    for name, strategy in _strategies(workload):
-        lengths = [[(_longest(workload, way, strategy), way) for way in alike] for alike in sharing]
+    for name, strategy in _strategies(request):
+        lengths = [[(_longest(request, way, strategy), way) for way in alike] for alike in sharing]
         found = [max(each, key=lambda one: one[0]) for each in lengths]
         if not any(length for length, _ in found):
             without.append(name)
         for length, way in found:
             if length:
-                own = _at(workload, way, length)
+                own = _at(request, way, length)
                 estimate = Estimator(own).estimate(own.candidate(strategy))
                 rows.append((name, *_cells(way, length, estimate)))
     if not rows:
-        raise UserError(f"{device_flag(args)}: {_why_none(workload, sharing[-1])}")
+        raise UserError(f"{device_flag(args)}: {_why_none(request, sharing[-1])}")
     lines = [f"{name}: not even {_STEP:,} tokens fit" for name in without]
     return "\n".join([align([_HEADS, *rows], left=(0, 2, 3)), *lines])
 
 
-def _ways(args: Namespace, workload: Workload, size: int) -> list[ContextParallelConfig]:
+def _ways(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
     """How `size` ranks can share a sample; `UserError` if they cannot and the flags ask for it."""
-    context, model, compute = take_context(args), workload.model, workload.precision.compute
-    types = types_asked(args, model, workload.device_type, compute)
-    limits = replace(workload.context_limits, seq_length=_unit(size))
+    context, model, compute = take_context(args), request.model, request.precision.compute
+    types = types_asked(args, model, request.device_type, compute)
+    limits = replace(request.context_limits, seq_length=_unit(size))
     found = [*ways(context, [size], types, limits)]
-    rotates = workload.materialize.rotates
+    rotates = request.materialize.rotates
     if context.context_parallel_size == size > 1 and (rotates or not found):
         context.check(limits, rotates=rotates)
-        check_parts(model, context, workload.device_type, compute)
+        check_parts(model, context, request.device_type, compute)
     return found
 
 
-def _why_none(workload: Workload, sharing: Sequence[ContextParallelConfig]) -> str:
+def _why_none(request: PlanRequest, sharing: Sequence[ContextParallelConfig]) -> str:
     """What the shortest sequence needs, in the way that needs least, and what would be enough."""
-    shortest = [_at(workload, way, _unit(way.context_parallel_size)) for way in sharing]
+    shortest = [_at(request, way, _unit(way.context_parallel_size)) for way in sharing]
     plans = [(own, plan(own, own.as_given())) for own in shortest]
     own, found = min(plans, key=lambda pair: pair[1].least.memory_bytes)
     return f"with {own.seq_length:,} tokens {why_nothing_fits(own, found)}"
 
 
-def _strategies(workload: Workload) -> Iterator[tuple[str, Strategy]]:
+def _strategies(request: PlanRequest) -> Iterator[tuple[str, Strategy]]:
     """Those of different degrees, with all their letters; `UserError` if none is possible."""
     found: dict[tuple[int, ...], list[Strategy]] = {}
-    for strategy in map(workload.strategy, legal_letters()):
-        if workload.infeasible_reason(strategy, workload.materialize) is None:
+    for strategy in map(request.strategy, legal_letters()):
+        if request.infeasible_reason(strategy, request.materialize) is None:
             found.setdefault(strategy.degrees, []).append(strategy)
     if not found:
-        reason = workload.infeasible_reason(workload.strategy("III"), workload.materialize)
+        reason = request.infeasible_reason(request.strategy("III"), request.materialize)
         assert reason is not None, "III is among them"
         raise UserError(reason)
     for alike in found.values():
         yield "=".join(one.name for one in alike), alike[0]
 
 
-def _sizes(args: Namespace, workload: Workload) -> list[int]:
+def _sizes(args: Namespace, request: PlanRequest) -> list[int]:
     """Return the number of ranks that is given, or 1 and all that divide the world."""
     if args.context_parallel_size not in (1, AUTO):
         return [args.context_parallel_size]
-    if workload.materialize.rotates:
+    if request.materialize.rotates:
         return [1]
-    return [n for n in range(1, workload.world_size + 1) if workload.world_size % n == 0]
+    return [n for n in range(1, request.world_size + 1) if request.world_size % n == 0]
 
 
 def _unit(size: int) -> int:
     return math.lcm(_STEP, 2 * size)
 
 
-def _longest(workload: Workload, way: ContextParallelConfig, strategy: Strategy) -> int:
+def _longest(request: PlanRequest, way: ContextParallelConfig, strategy: Strategy) -> int:
     """Return the most tokens that fit; 0 if none do."""
     unit = _unit(way.context_parallel_size)
 
     def fits(count: int) -> bool:
-        own = _at(workload, way, count * unit)
+        own = _at(request, way, count * unit)
         return Estimator(own).memory(own.candidate(strategy)).total <= own.device_bytes
 
     return unit * _most(fits)
@@ -129,13 +129,13 @@ def _most(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _at(workload: Workload, way: ContextParallelConfig, length: int) -> Workload:
+def _at(request: PlanRequest, way: ContextParallelConfig, length: int) -> PlanRequest:
     return replace(
-        workload,
-        model=replace(workload.model, max_position_embeddings=length),
+        request,
+        model=replace(request.model, max_position_embeddings=length),
         context=way.layout,
         seq_length=length,
-        global_batch_size=workload.world_size // way.context_parallel_size,
+        global_batch_size=request.world_size // way.context_parallel_size,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from paro.errors import count_text
 from paro.planning.estimator import Estimate
 from paro.planning.planner import SearchResult
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.planning.simulation import Activity
 from paro.strategy import legal_letters
 from tools.shared.picture import drawing, log_scale, name_rows
@@ -23,12 +23,12 @@ COLORS = {
 
 
 def draw_front(
-    path: Path, workload: Workload, rows: Sequence[Estimate], found: SearchResult
+    path: Path, request: PlanRequest, rows: Sequence[Estimate], found: SearchResult
 ) -> None:
     """Plot memory against time: strategies with the flags as given, and the Pareto front."""
     from tools.planning.labels import place_labels  # with matplotlib, which takes long to import
 
-    limit = workload.device_bytes / 1e9
+    limit = request.device_bytes / 1e9
     with drawing(path, 1, 1, size=(9, 5.5)) as (figure, (axes,)):
         axes.plot(
             [e.memory_bytes / 1e9 for e in found.front],
@@ -48,7 +48,7 @@ def draw_front(
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_minor_formatter("{x:g}")
             axis.set_tick_params(which="both", labelsize=8, length=3, pad=4)
-        axes.set_title(f"{count_text(workload.world_size, 'rank')} on {workload.machine.name}")
+        axes.set_title(f"{count_text(request.world_size, 'rank')} on {request.machine.name}")
         figure.legend(loc="outside lower center", ncols=4, fontsize=8)
         front = [(e.memory_bytes / 1e9, e.seconds) for e in found.front]
         bottom, top = axes.get_ylim()

@@ -19,7 +19,7 @@ from paro.planning.planner import (
     best_that_fits,
 )
 from paro.planning.remedies import estimator_of, single_changes
-from paro.planning.search_space import Candidate, SearchSpace, Workload
+from paro.planning.search_space import Candidate, PlanRequest, SearchSpace
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from paro.text import align, ranks_text
@@ -35,40 +35,40 @@ SECONDS = {
 NODES = "nodes: how many may be lost at once while the others still hold every state"
 
 
-def letter_rows(workload: Workload) -> tuple[Estimate, ...]:
+def letter_rows(request: PlanRequest) -> tuple[Estimate, ...]:
     """Return every legal letter strategy, gathered, with the other flags as given; best first."""
-    return _rows(workload, (Materialize.GATHER,))
+    return _rows(request, (Materialize.GATHER,))
 
 
-def rotated_rows(workload: Workload) -> tuple[Estimate, ...]:
+def rotated_rows(request: PlanRequest) -> tuple[Estimate, ...]:
     """Letter strategies under which weights may rotate, out of place and in place; best first."""
-    return _rows(workload, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
+    return _rows(request, (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE))
 
 
-def _rows(workload: Workload, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
-    estimator = Estimator(workload)
+def _rows(request: PlanRequest, materializes: Sequence[Materialize]) -> tuple[Estimate, ...]:
+    estimator = Estimator(request)
     return best_first(
-        estimator.estimate_bits(replace(workload.candidate(strategy), materialize=materialize))[0]
-        for strategy in map(workload.strategy, legal_letters())
+        estimator.estimate_bits(replace(request.candidate(strategy), materialize=materialize))[0]
+        for strategy in map(request.strategy, legal_letters())
         for materialize in materializes
-        if workload.infeasible_reason(strategy, materialize) is None
+        if request.infeasible_reason(strategy, materialize) is None
     )
 
 
-def enough_alone(workload: Workload, least: Candidate) -> str:
+def enough_alone(request: PlanRequest, least: Candidate) -> str:
     """Return the single changes after which a candidate fits, in words."""
-    changes = "; or ".join(change.what for change in single_changes(workload, least))
+    changes = "; or ".join(change.what for change in single_changes(request, least))
     return f"enough alone: {changes}" if changes else "no flag is enough alone"
 
 
-def title(workload: Workload) -> str:
-    machine = workload.machine
+def title(request: PlanRequest) -> str:
+    machine = request.machine
     return (
-        f"{num_parameters(workload.model) / 1e9:.2f}B parameters on "
-        f"{ranks_text(workload.world_size, workload.group_size)}, machine {machine.name}; "
-        f"{count_text(workload.global_batch_size, 'sample')} of {workload.seq_length} tokens a "
+        f"{num_parameters(request.model) / 1e9:.2f}B parameters on "
+        f"{ranks_text(request.world_size, request.group_size)}, machine {machine.name}; "
+        f"{count_text(request.global_batch_size, 'sample')} of {request.seq_length} tokens a "
         "step, "
-        f"{workload.precision.describe()}"
+        f"{request.precision.describe()}"
     )
 
 
@@ -83,7 +83,7 @@ def _alike(rows: Sequence[Estimate]) -> list[tuple[str, Estimate]]:
     return [("=".join(row.candidate.name for row in same), same[0]) for same in found.values()]
 
 
-def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
+def rows_table(request: PlanRequest, rows: Sequence[Estimate]) -> str:
     """Return one row per strategy: memory, step time, traffic and exposed communication of a rank.
 
     `NODES` explains a column. What codes between groups take to encode and decode has a column if
@@ -96,7 +96,7 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
                 "strategy": name + ("" if row.fits else " *"),
                 "GB": f"{row.memory_bytes / 1e9:.1f}",
                 "states GB": f"{row.memory.allocations.states / 1e9:.1f}",
-                "nodes": str(workload.survival(row.candidate.strategy).nodes),
+                "nodes": str(request.survival(row.candidate.strategy).nodes),
                 "s/step": f"{row.seconds:.3f}",
                 "tokens/s": f"{row.tokens_per_second:,.0f}",
                 "MFU": f"{row.mfu:.1%}",
@@ -111,41 +111,41 @@ def rows_table(workload: Workload, rows: Sequence[Estimate]) -> str:
     )
 
 
-def on_bytes(workload: Workload) -> list[str]:
+def on_bytes(request: PlanRequest) -> list[str]:
     """What the columns of bytes leave out, if anything."""
-    name = workload.collective
+    name = request.collective
     more = f"intra GB, inter GB: axis by axis; {name} sends more of them between groups"
     return [more] if name in ("flat", "ring") else []
 
 
-def misfits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
+def misfits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Return one line for each strategy that does not fit, with its peak memory."""
     found = [f"* {name} needs {e.memory.describe()}" for name, e in _alike(rows) if not e.fits]
-    gigabytes = workload.device_bytes / 1e9
+    gigabytes = request.device_bytes / 1e9
     return [f"*: does not fit the {gigabytes:g} GB of a device", *found] if found else []
 
 
-def nothing_fits(workload: Workload, rows: Sequence[Estimate]) -> list[str]:
+def nothing_fits(request: PlanRequest, rows: Sequence[Estimate]) -> list[str]:
     """Where no row fits: the least need, what it is for, and what would make each row fit."""
     alike = _alike(rows)
     name, least = min(alike, key=lambda row: row[1].memory_bytes)
     return [
-        f"as given nothing fits the {workload.device_bytes / 1e9:g} GB of a device",
+        f"as given nothing fits the {request.device_bytes / 1e9:g} GB of a device",
         f"{name} needs the least: {least.memory.describe()}",
-        f"largest part: {least.memory.largest_part}; {enough_alone(workload, least.candidate)}",
+        f"largest part: {least.memory.largest_part}; {enough_alone(request, least.candidate)}",
         "",
-        _changes_table(workload, alike),
+        _changes_table(request, alike),
     ]
 
 
-def _changes_table(workload: Workload, alike: Sequence[tuple[str, Estimate]]) -> str:
+def _changes_table(request: PlanRequest, alike: Sequence[tuple[str, Estimate]]) -> str:
     """For each row the flag after which it fits and is fastest; rows without one at the end."""
     found = []
     for name, row in alike:
         fitting = (
-            (estimator_of(change.workload).estimate(change.candidate), change.what)
-            for change in single_changes(workload, row.candidate)
-            if change.workload.world_size == workload.world_size
+            (estimator_of(change.request).estimate(change.candidate), change.what)
+            for change in single_changes(request, row.candidate)
+            if change.request.world_size == request.world_size
         )
         best = min(fitting, key=lambda pair: pair[0].seconds, default=None)
         found.append((best is None, best[0].seconds if best else row.memory_bytes, name, row, best))
@@ -182,7 +182,7 @@ def front_table(found: SearchResult) -> str:
     return "\n".join(lines)
 
 
-def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
+def purchases(request: PlanRequest, found: SearchResult) -> list[dict[str, Any]]:
     """Return the speed-up from more memory, or from more bandwidth between or inside groups.
 
     More memory: the same candidates under another limit. More bandwidth: a search with the
@@ -190,10 +190,10 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     where the best is chosen.
     """
     bought = {
-        f"memory x {factor:g}": found.with_memory(round(workload.choice_bytes * factor))
+        f"memory x {factor:g}": found.with_memory(round(request.choice_bytes * factor))
         for factor in (1.25, 1.5, 2.0)
     }
-    if workload.machine.measured or found.best is None:  # measured times ignore links
+    if request.machine.measured or found.best is None:  # measured times ignore links
         return [_purchase(what, best, found.best) for what, best in bought.items()]
     candidate = found.best.candidate
     search_space = SearchSpace(
@@ -201,11 +201,11 @@ def purchases(workload: Workload, found: SearchResult) -> list[dict[str, Any]]:
     )
     enough = found.best.seconds / (1 + MEMORY_TIE)
     for link in (Link.INTER, Link.INTRA):
-        if (speed := workload.machine.link(link)) is None:
+        if (speed := request.machine.link(link)) is None:
             continue
         doubled = replace(speed, bits_per_second=2 * speed.bits_per_second)
         links: dict[str, Any] = {link.value: doubled}
-        other = replace(workload, machine=replace(workload.machine, **links))
+        other = replace(request, machine=replace(request.machine, **links))
         bought[f"{link.value} bandwidth x 2"] = best_that_fits(other, search_space, enough)
     return [_purchase(what, best, found.best) for what, best in bought.items()]
 
@@ -238,7 +238,7 @@ def purchase_lines(bought: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
+def as_json(request: PlanRequest, estimate: Estimate) -> dict[str, Any]:
     """Return the JSON fields of a row or a candidate."""
     candidate = estimate.candidate
     recompute = candidate.recompute
@@ -246,7 +246,7 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "strategy": candidate.strategy.name,
         "degrees": list(candidate.strategy.degrees),
         "materialize": candidate.materialize.value,
-        "group_size": workload.group_size,
+        "group_size": request.group_size,
         "micro_batch_size": candidate.micro_batch_size,
         "num_micro_batches": estimate.num_micro_batches,
         "collective": candidate.collective,
@@ -258,7 +258,7 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
         "memory_bytes": estimate.memory_bytes,
         "memory_parts": estimate.memory.parts(),
         "memory_moment": estimate.memory.name,
-        "survives": asdict(workload.survival(estimate.candidate.strategy)),
+        "survives": asdict(request.survival(estimate.candidate.strategy)),
         "model_state_bytes": estimate.memory.allocations.states,
         "step_seconds": estimate.seconds,
         "compute_seconds": estimate.timeline.compute_seconds,
@@ -275,7 +275,7 @@ def as_json(workload: Workload, estimate: Estimate) -> dict[str, Any]:
 
 
 def fields_of(
-    workload: Workload,
+    request: PlanRequest,
     rows: Sequence[Estimate],
     found: SearchResult,
     bought: Sequence[dict[str, Any]],
@@ -285,16 +285,16 @@ def fields_of(
     weighed = (found.best, found.runner_up, *found.front, found.least)
     candidates = {id(estimate): estimate for estimate in weighed if estimate}
     return {
-        "case": title(workload),
-        "machine": workload.machine.name,
-        "world_size": workload.world_size,
-        "memory_limit_bytes": workload.device_bytes,
-        "rows": [as_json(workload, row) for row in rows if not row.candidate.materialize.rotates],
-        "rotated": [as_json(workload, row) for row in rows if row.candidate.materialize.rotates],
-        "candidates": [as_json(workload, estimate) for estimate in best_first(candidates.values())],
-        "best": found.best and as_json(workload, found.best),
-        "runner_up": found.runner_up and as_json(workload, found.runner_up),
-        "least": as_json(workload, found.least),
+        "case": title(request),
+        "machine": request.machine.name,
+        "world_size": request.world_size,
+        "memory_limit_bytes": request.device_bytes,
+        "rows": [as_json(request, row) for row in rows if not row.candidate.materialize.rotates],
+        "rotated": [as_json(request, row) for row in rows if row.candidate.materialize.rotates],
+        "candidates": [as_json(request, estimate) for estimate in best_first(candidates.values())],
+        "best": found.best and as_json(request, found.best),
+        "runner_up": found.runner_up and as_json(request, found.runner_up),
+        "least": as_json(request, found.least),
         "num_settings": found.num_candidates,
         "more": list(bought),
         "scaling": curves,

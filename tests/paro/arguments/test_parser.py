@@ -18,7 +18,7 @@ from paro.arguments.unknown import SYNONYMS, hint_for
 from paro.errors import UserError
 from tests.helpers.flags import configured
 from tests.helpers.refusals import refused
-from tools.planning.workload import make_parser
+from tools.planning.request import make_parser
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from paro.config.record import recorded_arguments
 from paro.config.run import RunConfig
 from paro.config.settings import settings_of
 from paro.distributed.world import World
-from paro.launch.prediction import workload_of
+from paro.launch.prediction import plan_request_of_run
 from paro.machine.files import machine_to_json
 from paro.planning.estimator import Estimate, Estimator
 from paro.spec.context_layout import ContextLayout
@@ -44,8 +44,8 @@ def on(tmp_path: Path) -> str:
 
 
 def estimated(config: RunConfig) -> Estimate:
-    workload = workload_of(config, "cuda")
-    return Estimator(workload).estimate(workload.candidate(config.strategy))
+    request = plan_request_of_run(config, "cuda")
+    return Estimator(request).estimate(request.candidate(config.strategy))
 
 
 @pytest.mark.parametrize("strategy", ["NNG", "GGG"])
@@ -140,14 +140,14 @@ def test_another_type_is_named_where_it_is_clearly_faster(on: str) -> None:
             seconds[name + sizes] = estimated(configured(f"{words}--cp-comm-type {name}{sizes}"))
     best = min(seconds, key=lambda name: seconds[name].seconds)
     config = configured(f"{words}--cp-comm-type allgather")
-    workload = workload_of(config, "cuda")
-    assert workload is not None
+    request = plan_request_of_run(config, "cuda")
+    assert request is not None
     gain = seconds["allgather"].seconds / seconds[best].seconds - 1
     assert gain > 0.05
-    told = faster_type(config.context, workload, config.strategy)
+    told = faster_type(config.context, request, config.strategy)
     assert told == f"--cp-comm-type {best} would be {gain:.0%} faster, as the planner predicts"
     near = ContextParallelConfig(context_parallel_size=8)
-    assert faster_type(near, replace(workload, context=near.layout), config.strategy) is None
+    assert faster_type(near, replace(request, context=near.layout), config.strategy) is None
 
 
 def test_a_type_is_chosen_by_the_rates_of_the_kernels(tmp_path: Path) -> None:
@@ -160,9 +160,9 @@ def test_a_type_is_chosen_by_the_rates_of_the_kernels(tmp_path: Path) -> None:
         own = machine(world_size=8, group_size=4, inter=200, device=device)
         path.write_text(machine_to_json(own), encoding="utf-8")
         config = configured(f"--paro-machine {path} {TYPE}{words}{more}")
-        workload = workload_of(config, "cuda")
-        assert workload is not None
-        return config.context.cp_comm_type, workload.apart
+        request = plan_request_of_run(config, "cuda")
+        assert request is not None
+        return config.context.cp_comm_type, request.apart
 
     fast, slow = 1e12, 1e11
     documents = "--reset-position-ids --reset-attention-mask"

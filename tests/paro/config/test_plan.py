@@ -20,8 +20,8 @@ from paro.planning.survival import survival
 from tests.helpers.flags import configured as configured_on
 from tests.helpers.refusals import refused
 from tests.paro.planning.cases import machine
-from tools.planning.workload import case_of as plan_case
-from tools.planning.workload import make_parser
+from tools.planning.request import make_parser
+from tools.planning.request import plan_request_of_args as plan_case
 
 # Blocks as wide as LLaMA-7B's, so that links and memory decide as they do for a user.
 RUN = (

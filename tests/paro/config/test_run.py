@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from model.config import LLAMA_PRESETS, LlamaConfig, RecomputeConfig
-from paro.config.plan import RankDevice, Task, case_of
+from paro.config.plan import RankDevice, TrainingTask, plan_request_of
 from paro.config.run import RunConfig
 from paro.distributed.world import World
 from paro.planning.remedies import recompute_flags
@@ -182,8 +182,8 @@ def test_the_planner_plans_for_the_last_size() -> None:
     words += "--paro-group-size 2"
     config = configure(f"{NO_BATCH} {words}")
     device = RankDevice("cuda")
-    task = Task(config.model, config.trainable, config.precision, config.muon, 32, device)
-    case = case_of(task, config.batches, config.sharding)
+    task = TrainingTask(config.model, config.trainable, config.precision, config.muon, 32, device)
+    case = plan_request_of(task, config.batches, config.sharding)
     assert case.global_batch_size == 16
 
 

@@ -12,7 +12,7 @@ import torch
 
 from paro.distributed.control import Control
 from paro.distributed.world import World
-from paro.launch.dry_run import PlannedRun, plan_run, run_dry
+from paro.launch.dry_run import RunPrediction, predict_run, run_dry
 from paro.launch.placement import placement_lines
 from paro.launch.prediction import planned_step, predict_memory
 from paro.machine.files import machine_to_json, shipped_machines
@@ -36,8 +36,8 @@ HUGE = (
 )
 
 
-def planned(words: str) -> PlannedRun:
-    return plan_run(configured(words))
+def planned(words: str) -> RunPrediction:
+    return predict_run(configured(words))
 
 
 def run(words: str) -> None:
@@ -159,7 +159,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-num-layers 3"
 )
 def test_the_planner_predicts_the_memory_that_the_launch_does(words: str) -> None:
     plan = planned(f"{PLANNED} {words}")
-    assert plan.memory == Estimator(plan.workload).memory(plan.launch.candidate)
+    assert plan.memory == Estimator(plan.request).memory(plan.launch.candidate)
 
 
 @pytest.mark.parametrize("flags", ["GGG", "IIG", "NNI", "IIG --context-parallel-size 16"])
@@ -189,7 +189,7 @@ def test_the_largest_step_of_a_schedule_decides_the_memory() -> None:
     longer = PLANNED.replace("--seq-length 512", "--seq-length 2048 --paro-strategy GGG")
     words = longer.replace("--global-batch-size 256", "--step-batch-size-schedule 0:512,64K:128")
     plan = planned(words)
-    alone = Estimator(plan.workload).memory(plan.launch.candidate)
+    alone = Estimator(plan.request).memory(plan.launch.candidate)
     assert alone.total < plan.memory.total
     assert plan.launch.memory == plan.memory == planned(longer).memory
 
@@ -314,7 +314,7 @@ MUST_FIT = 5  # of the sample; for the others auto must report that nothing fits
 LARGE = "--micro-batch-size 8"
 
 
-def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> PlannedRun:
+def launch(preset: str, ranks: int, gigabytes: float, machine: str, more: str) -> RunPrediction:
     words = (
         f"--llama-preset {preset} --mock-data --seq-length 2048 --micro-batch-size 1 --bf16 "
         f"--global-batch-size 1024 --train-iters 10 --lr 1e-4 --recompute-granularity selective "
@@ -338,8 +338,8 @@ def test_what_auto_chooses_the_dry_run_of_the_same_flags_accepts() -> None:
         accepted += 1
         assert plan.fits, combination
         assert plan.memory.total <= combination[2] * 1e9
-        assert plan.workload is not None
-        own = Estimator(plan.workload).memory(plan.launch.candidate)
+        assert plan.request is not None
+        own = Estimator(plan.request).memory(plan.launch.candidate)
         assert own == plan.memory, combination
     assert accepted >= MUST_FIT
 

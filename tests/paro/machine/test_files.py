@@ -33,7 +33,7 @@ from paro.machine.machine import (
 from paro.topology import Axes
 from tests.helpers.ranks import ROOT
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import DEVICE, machine, speed, workload
+from tests.paro.planning.cases import DEVICE, machine, plan_request, speed
 from tools.planning.tables import letter_rows
 
 MACHINE = Machine(
@@ -160,7 +160,7 @@ def test_the_page_shows_a_file_to_copy(tmp_path: Path) -> None:
     named = {f.name for kind in (Device, GroupSpeed) for f in dataclasses.fields(kind)}
     section = page[page.index("\n## Machine files\n") : page.index("\n### Measure a machine\n")]
     assert {*json.loads(example), *named} <= set(re.findall(r"\w+", section))
-    found = letter_rows(workload(machine=copied, group_size=4, global_batch_size=64))
+    found = letter_rows(plan_request(machine=copied, group_size=4, global_batch_size=64))
     assert all(row.seconds > 0 for row in found)
 
 
@@ -207,7 +207,7 @@ def test_machines_that_do_not_exist_or_do_not_match() -> None:
     more = partial(machine(measured=(row,)).for_world, 64, subject="--paro-machine")
     refused(more, "--paro-machine", "32 ranks in groups of 8 ... 64")
     bare = replace(machine(), device=None)
-    refused(lambda: workload(machine=bare), "machine typed: device is missing")
-    unlinked = workload(machine=machine(inter=100, **{"uneven": ()}))
+    refused(lambda: plan_request(machine=bare), "machine typed: device is missing")
+    unlinked = plan_request(machine=machine(inter=100, **{"uneven": ()}))
     unlinked = replace(unlinked, machine=replace(unlinked.machine, inter=None))
     refused(lambda: letter_rows(unlinked), "machine typed: links.inter is missing")

@@ -13,7 +13,7 @@ from paro.machine.machine import Device, Machine
 from paro.measuring import device as timing
 from paro.measuring.device import Effort, measure_device
 from paro.planning.estimator import Estimator
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from tests.paro.measuring.test_race import alone
 from tools.collective_timing.training import training_config
 
@@ -53,7 +53,7 @@ def test_the_planner_computes_what_was_timed(timed: Timing, part: str) -> None:
 
 def planned_seconds(config: RunConfig, device: Device, length: int, count: int = 1) -> float:
     """A step of one rank alone of `count` micro-batches of one sample."""
-    case = Workload(
+    case = PlanRequest(
         model=config.model,
         machine=Machine(name="one", source="", world_size=1, group_size=1, device=device),
         group_size=1,

@@ -15,7 +15,7 @@ from paro.machine.machine import (
     bits_per_second,
 )
 from paro.planning.estimator import Estimator
-from paro.planning.search_space import SearchSpace, Workload
+from paro.planning.search_space import PlanRequest, SearchSpace
 from paro.planning.step_costs import StepCosts
 from paro.precision import PrecisionConfig
 from paro.step.schedule import StepSchedule
@@ -62,7 +62,7 @@ def machine(*, intra: float = 2000, inter: float = 100, **changes: Any) -> Machi
     return replace(made, **changes)
 
 
-def workload(model: LlamaConfig = SMALL, **changes: Any) -> Workload:
+def plan_request(model: LlamaConfig = SMALL, **changes: Any) -> PlanRequest:
     given: dict[str, Any] = {
         "machine": machine(),
         "group_size": 8,
@@ -71,10 +71,10 @@ def workload(model: LlamaConfig = SMALL, **changes: Any) -> Workload:
         "global_batch_size": 192,
         "precision": BF16,
     }
-    return Workload(model=model, **(given | changes))
+    return PlanRequest(model=model, **(given | changes))
 
 
-def costs(given: Workload, strategy: str = "IIG") -> StepCosts:
+def costs(given: PlanRequest, strategy: str = "IIG") -> StepCosts:
     return Estimator(given).costs(given.candidate(given.strategy(strategy)))
 
 
@@ -114,10 +114,10 @@ ORDERS: dict[str, tuple[LlamaConfig, dict[str, Any]]] = {
 }
 
 
-def order_case(name: str, **more: Any) -> Workload:
+def order_case(name: str, **more: Any) -> PlanRequest:
     """One of `ORDERS` on 2 groups of 2."""
     config, changes = ORDERS[name]
-    return workload(
+    return plan_request(
         config,
         machine=machine(world_size=4, group_size=2),
         group_size=2,

@@ -22,7 +22,7 @@ from paro.machine.files import find_machine
 from paro.machine.machine import Machine
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
-from paro.planning.search_space import Candidate, SearchSpace, Workload, legal_strategies
+from paro.planning.search_space import Candidate, PlanRequest, SearchSpace, legal_strategies
 from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
 from tests.paro.planning.cases import DEVICE, machine
@@ -32,22 +32,22 @@ NUMBER, PLANNED_EVERY = 300, 15
 WORLDS = ((8, 8), (16, 8), (32, 8), (8, 4), (24, 8), (64, 16))  # ranks, ranks of a group
 
 
-def drawn(index: int) -> tuple[Workload, Candidate]:
-    """The workload of a number and a candidate; the first drawn that is legal."""
+def drawn(index: int) -> tuple[PlanRequest, Candidate]:
+    """The request of a number and a candidate; the first drawn that is legal."""
     for attempt in range(1000):
         random = Random(f"{index}/{attempt}")
         try:
-            workload = _workload(random)
-            return workload, _candidate(random, workload)
+            request = _request(random)
+            return request, _candidate(random, request)
         except UserError:
             continue
     raise AssertionError("nothing legal was drawn")
 
 
 def predicted(index: int) -> dict[str, Any]:
-    """What the planner says of a workload's candidate, and for some what it would choose."""
-    workload, candidate = drawn(index)
-    estimate = Estimator(workload).estimate(candidate)
+    """What the planner says of a request's candidate, and for some what it would choose."""
+    request, candidate = drawn(index)
+    estimate = Estimator(request).estimate(candidate)
     found: dict[str, Any] = {
         "candidate": candidate.describe(),
         "memory": [estimate.memory.name, {k: v for k, v in estimate.memory.parts().items() if v}],
@@ -56,20 +56,20 @@ def predicted(index: int) -> dict[str, Any]:
     }
     if index % PLANNED_EVERY == 0:
         space = SearchSpace(
-            micro_batch_sizes=(workload.micro_batch_size,), collectives=(candidate.collective,)
+            micro_batch_sizes=(request.micro_batch_size,), collectives=(candidate.collective,)
         )
-        best = plan(workload, space).best
+        best = plan(request, space).best
         found["best"] = None if best is None else [best.candidate.describe(), best.seconds.hex()]
     return found
 
 
-def _workload(random: Random) -> Workload:
+def _request(random: Random) -> PlanRequest:
     world_size, group_size = random.choice(WORLDS)
     micro, count = random.choice((1, 1, 2, 4)), random.choice((1, 2, 3, 8))
     compute = random.choice(("bf16", "bf16", "fp32", "fp16"))
     bits = random.choice((16, 16, 4)) if compute == "bf16" else 16
     model = _model(random)
-    return Workload(
+    return PlanRequest(
         model=model,
         machine=_machine(random, world_size, group_size),
         group_size=group_size,
@@ -137,15 +137,15 @@ def _trainable(random: Random) -> Trainable:
     return Trainable(kind=TrainableKind.LAST_BLOCKS, share=random.choice((0.25, 0.5)))
 
 
-def _candidate(random: Random, workload: Workload) -> Candidate:
-    strategies = [*legal_strategies(workload.world_size, workload.group_size)]
+def _candidate(random: Random, request: PlanRequest) -> Candidate:
+    strategies = [*legal_strategies(request.world_size, request.group_size)]
     named = [strategy for strategy in strategies if "," not in strategy.name]
     strategy = random.choice(random.choice((strategies, named)))
-    reason = workload.infeasible_reason(strategy, workload.materialize)
+    reason = request.infeasible_reason(strategy, request.materialize)
     if reason is not None:
         raise UserError(reason)
-    names = NCCL_COLLECTIVES if workload.machine.is_of_gpus else ("native", "ring", "ho-ring")
-    return replace(workload.candidate(strategy), collective=random.choice([*names]))
+    names = NCCL_COLLECTIVES if request.machine.is_of_gpus else ("native", "ring", "ho-ring")
+    return replace(request.candidate(strategy), collective=random.choice([*names]))
 
 
 def recorded() -> Iterator[tuple[int, dict[str, Any]]]:

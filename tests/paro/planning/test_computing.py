@@ -11,20 +11,20 @@ from model.flops import flops_per_token
 from model.lora_config import LoraConfig, targets_of
 from model.trainable import Trainable, TrainableKind
 from paro.planning.estimator import Estimator
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.spec.context_layout import ContextLayout
 from paro.spec.run_spec import Materialize
-from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
+from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, plan_request
 
 
-def mfu(given: Workload, strategy: str = "III") -> float:
+def mfu(given: PlanRequest, strategy: str = "III") -> float:
     return Estimator(given).estimate(given.candidate(given.strategy(strategy))).mfu
 
 
 @pytest.mark.parametrize("materialize", [Materialize.GATHER, Materialize.ROTATE])
 def test_all_that_trains_is_counted_as_in_a_training(materialize: Materialize) -> None:
     model = replace(SMALL, recompute=RecomputeConfig(granularity="full"))
-    given = workload(model, materialize=materialize)
+    given = plan_request(model, materialize=materialize)
     estimate = Estimator(given).estimate(given.candidate(given.strategy("III")))
     of_token = flops_per_token(model, given.seq_length, causal=False)
     per_device = of_token * given.global_batch_size * given.seq_length / given.world_size
@@ -48,7 +48,7 @@ def test_attention_is_computed_at_its_own_rate(
 
     def seconds(attention_flops: float | None) -> float:
         own = machine(device=replace(DEVICE, attention_flops=attention_flops))
-        given = workload(model, machine=own, seq_length=length, context=layout)
+        given = plan_request(model, machine=own, seq_length=length, context=layout)
         return compute_seconds(costs(given, "III"))
 
     width = model.num_attention_heads * model.kv_channels
@@ -85,7 +85,7 @@ def test_every_way_of_attention_has_the_rate_of_its_kernel(
 
     def seconds(**given: float) -> float:
         own = machine(device=replace(DEVICE, **given))
-        case = workload(model, machine=own, seq_length=2**16, context=layout, apart=apart)
+        case = plan_request(model, machine=own, seq_length=2**16, context=layout, apart=apart)
         return compute_seconds(costs(case, "III"))
 
     fast, slow = DEVICE.sustained_flops, DEVICE.sustained_flops / 3
@@ -100,7 +100,7 @@ def test_blocks_that_keep_nothing_are_not_computed_as_if_they_did() -> None:
     device = replace(DEVICE, attention_flops=DEVICE.sustained_flops, parts_flops=1e12)
 
     def seconds(recompute: RecomputeConfig | None) -> float:
-        given = workload(replace(SMALL, recompute=recompute), machine=machine(device=device))
+        given = plan_request(replace(SMALL, recompute=recompute), machine=machine(device=device))
         return compute_seconds(costs(given, "III"))
 
     none, one, every = map(seconds, (None, some, KEPT))
@@ -115,9 +115,9 @@ def test_blocks_that_keep_nothing_are_not_computed_as_if_they_did() -> None:
     ],
 )
 def test_what_is_not_computed_does_not_count(trainable: Trainable, lora: LoraConfig | None) -> None:
-    given = workload(replace(SMALL, lora=lora), trainable=trainable)
+    given = plan_request(replace(SMALL, lora=lora), trainable=trainable)
     assert 0 < mfu(given) <= DEVICE.sustained_flops / DEVICE.peak_flops
-    part, everything = (costs(one, "III").computing for one in (given, workload()))
+    part, everything = (costs(one, "III").computing for one in (given, plan_request()))
     assert everything.seconds / 3 < part.seconds < everything.seconds
     trained = trainable.names(given.model)
     of_token = flops_per_token(given.model, given.seq_length, trained, causal=False)

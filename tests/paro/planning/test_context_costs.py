@@ -12,13 +12,13 @@ from paro.machine.machine import Nic
 from paro.planning.comm_costs import THREAD
 from paro.planning.context_costs import ContextCosts
 from paro.planning.context_parallel import AttentionOfBlocks, context_traffic, messages_of
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
 from paro.planning.step_costs import StepCosts
 from paro.planning.timeline import simulate
 from paro.spec.context_layout import ContextLayout
 from paro.step.actions import Verb
-from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, workload
+from tests.paro.planning.cases import DEVICE, SMALL, compute_seconds, costs, machine, plan_request
 
 LAYOUTS = {
     "p2p in groups": ContextLayout(size=4),
@@ -39,10 +39,10 @@ RECOMPUTES = {
 }
 
 
-def shared(layout: ContextLayout, **changes: object) -> Workload:
+def shared(layout: ContextLayout, **changes: object) -> PlanRequest:
     recompute = changes.pop("recompute", None)
     given = {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 96} | changes
-    return workload(replace(SMALL, recompute=recompute), context=layout, **given)
+    return plan_request(replace(SMALL, recompute=recompute), context=layout, **given)
 
 
 def context_of(step: StepCosts) -> ContextCosts:

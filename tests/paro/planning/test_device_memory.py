@@ -32,7 +32,7 @@ from paro.spec.run_spec import Materialize
 from paro.spec.units import units_of_run
 from paro.topology import AxisSpan, Spans, StreamKind
 from paro.training import assembly
-from tests.paro.planning.cases import DEVICE, machine, workload
+from tests.paro.planning.cases import DEVICE, machine, plan_request
 from tests.paro.planning.lone_rank import lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks, run_of
 from tests.paro.planning.test_gathering import SMALL
@@ -50,7 +50,7 @@ def communication(
     is_trained: Callable[[str], bool] = lambda _name: True,
     precision: PrecisionConfig = BF16,
 ) -> Communication:
-    given = workload(
+    given = plan_request(
         TINY,
         machine=machine(world_size=8, group_size=4),
         group_size=4,
@@ -213,7 +213,7 @@ def test_cpu_ranks_have_only_what_their_process_takes() -> None:
     assert device_memory(SNAPSHOT, groups, None, "cpu") == allocated
     typed = replace(DEVICE, reserved_bytes=5, communicator_bytes=7, fragmentation=0.5)
     assert device_memory(SNAPSHOT, groups, typed, "cpu") == replace(allocated, context=5)
-    given = workload(device_type="cpu", collective="ho-ring")
+    given = plan_request(device_type="cpu", collective="ho-ring")
     memory = Estimator(given).memory(given.candidate(given.strategy("GGG")))
     assert memory == DeviceMemory(allocations=memory.allocations)
 
@@ -236,7 +236,7 @@ def test_the_parts_in_words() -> None:
 
 
 def test_auto_makes_the_groups_of_all_that_was_measured() -> None:
-    given = workload(machine=machine(device=replace(DEVICE, communicator_bytes=1)))
+    given = plan_request(machine=machine(device=replace(DEVICE, communicator_bytes=1)))
     assert algorithms_of(given.machine, by_nccl=True) == algorithms_of(None, by_nccl=True)
     candidate = given.candidate(given.strategy("2,4,16"))
     numbers = {

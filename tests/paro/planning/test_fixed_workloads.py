@@ -12,4 +12,4 @@ from tests.paro.planning.fixed_workloads import predicted, recorded
 def test_predictions_are_the_recorded_ones(part: int) -> None:
     for index, wanted in recorded():
         if index % 10 == part:
-            assert predicted(index) == wanted, f"workload {index}"
+            assert predicted(index) == wanted, f"request {index}"

@@ -11,7 +11,7 @@ from paro.planning.description import bits_text, describe
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
 from paro.planning.search_space import SearchSpace
-from tests.paro.planning.cases import BF16, DEVICE, machine, workload
+from tests.paro.planning.cases import BF16, DEVICE, machine, plan_request
 from tools.planning.tables import letter_rows
 
 FEW = SearchSpace(micro_batch_sizes=(2,), collectives=("native",), recomputes=(None,))
@@ -19,14 +19,14 @@ FEW = SearchSpace(micro_batch_sizes=(2,), collectives=("native",), recomputes=(N
 
 def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
     """Slow links gain from codes; on fast ones packing costs more, and 16 bits stay."""
-    slow = workload(machine=machine(inter=1))
+    slow = plan_request(machine=machine(inter=1))
     assert all(not row.precision.has_codes for row in letter_rows(slow))
     found = plan(replace(slow, chooses_bits=True), FEW)
     assert found.best.candidate.inter_bits == 4
     assert found.best.seconds < found.other_bits.seconds
     assert found.best.sent.inter < found.other_bits.sent.inter / 2
     assert "with gradients and updates in 4 bits between groups" in describe(found)[3]
-    fast = plan(workload(machine=machine(inter=10_000), chooses_bits=True), FEW)
+    fast = plan(plan_request(machine=machine(inter=10_000), chooses_bits=True), FEW)
     assert fast.best.candidate.inter_bits == 16
     assert "packing costs more than it saves" in describe(fast)[3] or fast.other_bits is None
 
@@ -34,7 +34,7 @@ def test_bits_are_chosen_only_where_allowed_and_where_they_save() -> None:
 def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
     """Also where they cost more than they save; the line has both times."""
     precision = BF16.with_inter_bits(4)
-    case = workload(machine=machine(inter=10_000), precision=precision)
+    case = plan_request(machine=machine(inter=10_000), precision=precision)
     estimator = Estimator(case)
     own, other = estimator.estimate_bits(case.candidate(case.strategy("IIG")))
     assert (own.precision, other.precision) == (precision, BF16)
@@ -49,7 +49,7 @@ def test_bits_that_were_asked_for_are_kept_and_compared() -> None:
 def test_codes_take_their_time_at_the_rate_of_the_machine_file() -> None:
     slow = replace(DEVICE, coding_bytes_per_second=DEVICE.memory_bytes_per_second / 50)
     cases = [
-        workload(machine=machine(device=device), precision=BF16.with_inter_bits(4))
+        plan_request(machine=machine(device=device), precision=BF16.with_inter_bits(4))
         for device in (DEVICE, slow)
     ]
     fast, late = (Estimator(c).estimate(c.candidate(c.strategy("IIG"))) for c in cases)
@@ -60,7 +60,7 @@ def test_codes_take_their_time_at_the_rate_of_the_machine_file() -> None:
 @pytest.mark.parametrize("group_size", [2, 4, 16])
 def test_groups_of_the_run_need_not_be_nodes(group_size: int) -> None:
     """What crosses the run's groups has codes; links are the machine's."""
-    case = workload(group_size=group_size, precision=BF16.with_inter_bits(4))
+    case = plan_request(group_size=group_size, precision=BF16.with_inter_bits(4))
     estimator = Estimator(case)
     for text in ("IIG", "III", "NNG", "NNI", "IGG", "GGG"):
         strategy = case.strategy(text)

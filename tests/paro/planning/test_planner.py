@@ -24,14 +24,14 @@ from paro.planning.search_space import (
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import FEW, SMALL, machine, workload
+from tests.paro.planning.cases import FEW, SMALL, machine, plan_request
 from tests.paro.planning.fixed_workloads import drawn
 
 
 @pytest.mark.parametrize("gigabytes", [0.6, 1.0, 3.0, 80.0])
 @pytest.mark.parametrize("inter", [2, 100])
 def test_nothing_that_fits_is_faster(gigabytes: float, inter: float) -> None:
-    given = workload(
+    given = plan_request(
         machine=machine(world_size=8, group_size=4, inter=inter),
         group_size=4,
         global_batch_size=32,
@@ -125,7 +125,7 @@ def weighed(
     name: str, seconds: float, inter: int, *, states: int = 0, fits: bool = True
 ) -> Estimate:
     """An estimate that differs from others in the values that order them."""
-    given = workload()
+    given = plan_request()
     found = Estimator(given).estimate(given.candidate(given.strategy(name)))
     return replace(
         found,
@@ -159,7 +159,7 @@ def test_memory_of_many_is_that_of_one(
     strategy: str, recompute: RecomputeConfig | None, ahead: int
 ) -> None:
     for trainable in (Trainable(), Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.5)):
-        given = workload(
+        given = plan_request(
             replace(SMALL, recompute=recompute), prefetch_units=ahead, trainable=trainable
         )
         estimator = Estimator(given)
@@ -169,13 +169,15 @@ def test_memory_of_many_is_that_of_one(
 
 
 def test_batches_that_cannot_be_are_refused() -> None:
-    refused(lambda: workload(global_batch_size=100), "--global-batch-size 100 is no multiple of")
-    refused(lambda: workload(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
+    refused(
+        lambda: plan_request(global_batch_size=100), "--global-batch-size 100 is no multiple of"
+    )
+    refused(lambda: plan_request(SMALL).micro_batches(0), "--micro-batch-size 0 must be at least 1")
 
 
 @pytest.mark.slow("plans LLaMA-65B three times")
 def test_a_large_model_is_recognised_as_too_large() -> None:
-    given = workload(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
+    given = plan_request(LLAMA_PRESETS["65B"], machine=machine(world_size=8), global_batch_size=16)
     found = plan(given)
     assert found.best is None
     told = why_nothing_fits(given, found)
@@ -194,7 +196,7 @@ def test_the_fewest_whole_groups_are_found(enough: int) -> None:
 
 
 def test_more_ranks_with_recomputation_are_named_where_without_too_many_are_needed() -> None:
-    given = workload(memory_bytes=220_000_000)
+    given = plan_request(memory_bytes=220_000_000)
     told = why_nothing_fits(given, plan(given, given.as_given()))
     named = re.search(r"or (\d+) ranks, .* of them, and --recompute-granularity full$", told)
     assert named, told
@@ -233,10 +235,10 @@ WIDE_BLOCKS = {
 )
 def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told: str) -> None:
     """A limit between the memory of the flags as given and of those with one changed."""
-    before = workload(**changes)
+    before = plan_request(**changes)
     model = replace(before.model, recompute=given.get("recompute"))
     others = {k: v for k, v in given.items() if k != "recompute"}
-    after = workload(**(changes | others | {"model": model}))
+    after = plan_request(**(changes | others | {"model": model}))
     as_given = [
         plan(own, SearchSpace(micro_batch_sizes=(own.micro_batch_size,), collectives=("native",),
                           recomputes=(own.model.recompute,)))
@@ -248,7 +250,7 @@ def test_what_would_do_does(changes: dict[str, Any], given: dict[str, Any], told
 
 
 def test_letters_in_groups_of_another_size_are_told() -> None:
-    given = workload()
+    given = plan_request()
     found = {s.strategy.degrees: s.describe() for s in all_candidates(given, FEW)}
     assert found[16, 16, 32].startswith("16,16,32 (IIG in groups of 16), ")
     assert found[8, 8, 32].startswith("IIG, ")
@@ -258,4 +260,4 @@ def test_letters_in_groups_of_another_size_are_told() -> None:
 def test_groups_of_a_run_and_of_its_machine_both_nest() -> None:
     degrees = {d for s in legal_strategies(48, 24, 8) for d in s.degrees}
     assert degrees == {1, 2, 4, 8, 24, 48}
-    assert plan(workload(machine=machine(world_size=48), group_size=24), FEW).best is not None
+    assert plan(plan_request(machine=machine(world_size=48), group_size=24), FEW).best is not None

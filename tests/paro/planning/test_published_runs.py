@@ -13,8 +13,8 @@ from model.trainable import Trainable
 from paro.machine.files import find_machine
 from paro.planning.computing import device_of
 from paro.planning.estimator import Estimate, Estimator
-from paro.planning.search_space import Workload
-from tests.paro.planning.cases import workload
+from paro.planning.search_space import PlanRequest
+from tests.paro.planning.cases import plan_request
 
 SMALL = LLAMA_PRESETS["7B"]
 LARGE = replace(LLAMA_PRESETS["65B"], recompute=RecomputeConfig(granularity="full"))
@@ -22,23 +22,23 @@ ADAPTED = replace(LARGE, lora=LoraConfig(rank=16, targets=targets_of("all-linear
 SIXTEENTH = Trainable.of_flag("last-blocks:0.0625")
 
 
-def run_on(name: str, ranks: int, size: int, count: int, **changes: Any) -> Workload:
+def run_on(name: str, ranks: int, size: int, count: int, **changes: Any) -> PlanRequest:
     """A run with `count` micro-batches of `size` a step and flat collectives."""
     batch = {"micro_batch_size": size, "global_batch_size": size * ranks * count}
     machine = find_machine(name).for_world(ranks, subject="--paro-machine")
-    return workload(machine=machine, **{"collective": "flat"} | batch | changes)
+    return plan_request(machine=machine, **{"collective": "flat"} | batch | changes)
 
 
-def paro(ranks: int = 32, size: int = 4, count: int = 10, **changes: Any) -> Workload:
+def paro(ranks: int = 32, size: int = 4, count: int = 10, **changes: Any) -> PlanRequest:
     """PaRO's runs; nothing overlaps in the code that was released."""
     return run_on("dgx-a100-roce100", ranks, size, count, prefetch_units=0, **changes)
 
 
-def estimate(run: Workload, strategy: str) -> Estimate:
+def estimate(run: PlanRequest, strategy: str) -> Estimate:
     return Estimator(run).estimate(run.candidate(run.strategy(strategy)))
 
 
-def gain(run: Workload, slower: str, faster: str) -> float:
+def gain(run: PlanRequest, slower: str, faster: str) -> float:
     return estimate(run, slower).seconds / estimate(run, faster).seconds
 
 
@@ -79,7 +79,7 @@ def test_partial_training_gains_in_paros_order() -> None:
     ],
     ids=["AMSP, 4 micro-batches", "AMSP, 8 micro-batches", "InternEvo"],
 )
-def test_tokens_per_second_where_links_do_not_limit(run: Workload, published: float) -> None:
+def test_tokens_per_second_where_links_do_not_limit(run: PlanRequest, published: float) -> None:
     """From these runs come the sustained FLOP/s of their machines."""
     tokens = estimate(run, "1,1,8").tokens_per_second / run.world_size
     assert tokens == pytest.approx(published, rel=0.02)

@@ -13,14 +13,14 @@ from paro.precision import PrecisionConfig
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Verb
 from tests.helpers.refusals import refused
-from tests.paro.planning.cases import BF16, DEVICE, costs, machine, workload
+from tests.paro.planning.cases import BF16, DEVICE, costs, machine, plan_request
 from tools.planning.tables import letter_rows, rotated_rows
 
 
 def test_a_part_costs_what_its_slices_do() -> None:
     """On rings of 4: FLOPs of the whole, and for 3 extra slices their cost and their sums."""
     device = replace(DEVICE, piece_seconds=3e-3)
-    given = workload(machine=machine(device=device), materialize=Materialize.ROTATE)
+    given = plan_request(machine=machine(device=device), materialize=Materialize.ROTATE)
     config, tokens = given.model, given.micro_batch_size * given.seq_length
     (query, hidden) = (config.num_attention_heads * config.kv_channels, config.hidden_size)
     residual = 2 * tokens * hidden / device.memory_bytes_per_second
@@ -56,7 +56,7 @@ def test_gradients_are_added_on_their_way_and_at_home(
     precision: PrecisionConfig, wire: int, accumulator: int
 ) -> None:
     """On rings of 4: 3 of 4 ranks read the incoming slice, all read their own and write the sum."""
-    given = workload(materialize=Materialize.ROTATE, precision=precision)
+    given = plan_request(materialize=Materialize.ROTATE, precision=precision)
     of_element = 2 + 0.75 * wire + wire
     at_home = (wire + 2 * accumulator) / 4
     taken = costs(given, "4,4,8").collect_seconds(1_000_000)
@@ -67,7 +67,9 @@ def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
     """Other devices have one comm stream for both, as the ring in paro/rotation/."""
     for cores, together in ((None, False), (1.0, True)):
         device = replace(DEVICE, cores=cores)
-        given = workload(machine=machine(intra=50, device=device), materialize=Materialize.ROTATE)
+        given = plan_request(
+            machine=machine(intra=50, device=device), materialize=Materialize.ROTATE
+        )
         activities = simulate(costs(given, "III"), record=True).activities
         weights, gradients = (
             [s for s in activities if s.kind == kind] for kind in ("gather", "reduce")
@@ -81,7 +83,7 @@ def test_weights_and_gradients_of_cpu_ranks_pass_each_other() -> None:
 
 
 def test_rows_show_what_may_rotate_beside_what_is_gathered() -> None:
-    given = workload()
+    given = plan_request()
     rows = {row.candidate.name: row for row in (*letter_rows(given), *rotated_rows(given))}
     assert {name for name in rows if " " in name} == {
         "III rotated", "III rotated in place", "IIG rotated", "IIG rotated in place",
@@ -95,7 +97,7 @@ def test_rows_show_what_may_rotate_beside_what_is_gathered() -> None:
 def test_a_search_keeps_to_the_way_of_the_case() -> None:
     few = SearchSpace(collectives=("native",), recomputes=(None,), micro_batch_sizes=(2,))
     for way in Materialize:
-        found = plan(workload(materialize=way), few)
+        found = plan(plan_request(materialize=way), few)
         assert {e.candidate.materialize for e in (*found.front, found.least)} == {way}
         if way.rotates:
             degrees = {e.candidate.strategy.degrees for e in found.front}
@@ -103,6 +105,6 @@ def test_a_search_keeps_to_the_way_of_the_case() -> None:
 
 
 def test_a_model_that_cannot_rotate_is_refused_with_what_could() -> None:
-    given = workload(materialize=Materialize.ROTATE)
+    given = plan_request(materialize=Materialize.ROTATE)
     odd = replace(given, model=replace(given.model, num_attention_heads=3, num_query_groups=3))
     refused(lambda: plan(odd), "cannot cut --num-attention-heads 3")

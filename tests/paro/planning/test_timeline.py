@@ -27,7 +27,7 @@ from tests.paro.planning.cases import (
     compute_seconds,
     costs,
     machine,
-    workload,
+    plan_request,
 )
 
 ROTATIONS = (Materialize.ROTATE, Materialize.ROTATE_IN_PLACE)
@@ -42,7 +42,7 @@ LAST = Trainable(kind=TrainableKind.LAST_BLOCKS, share=0.3)
 def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str) -> None:
     for recompute, tied in product((None, EACH, PAIRS), (False, True)):
         model = replace(SMALL, recompute=recompute, tie_embeddings_and_output_weights=tied)
-        given = workload(model, materialize=way)
+        given = plan_request(model, materialize=way)
         estimator, candidate = Estimator(given), given.candidate(given.strategy(strategy))
         step, sent = estimator.costs(candidate), estimator.sent(candidate)
         busy = step.busy(step.counts.of_step(step.num_micro_batches))
@@ -54,7 +54,7 @@ def test_links_carry_the_bytes_of_the_cost_model(way: Materialize, strategy: str
 def test_without_overlap_parts_add_up(way: Materialize, strategy: str) -> None:
     for recompute, trainable in product((None, EACH), (Trainable(), LAST)):
         model = replace(SMALL, recompute=recompute)
-        given = workload(model, prefetch_units=0, materialize=way, trainable=trainable)
+        given = plan_request(model, prefetch_units=0, materialize=way, trainable=trainable)
         step = costs(given, strategy)
         timeline = simulate(step)
         assert timeline.seconds == pytest.approx(step.least_seconds())
@@ -82,7 +82,7 @@ def test_nothing_is_faster_than_its_bound(collective: str, way: Materialize, str
     ):
         times = []
         for ahead in (0, 1, 3):
-            given = workload(
+            given = plan_request(
                 replace(SMALL, recompute=recompute),
                 machine=machine(intra=intra, inter=inter),
                 collective=collective,
@@ -101,13 +101,13 @@ def test_nothing_is_faster_than_its_bound(collective: str, way: Materialize, str
 def test_the_bound_is_near_where_passes_wait_for_gathers_or_reductions(strategy: str) -> None:
     """Some passes take as long as their compute, others as long as what they send."""
     for inter in (5, 15):
-        step = costs(workload(machine=machine(inter=inter), global_batch_size=64 * 4), strategy)
+        step = costs(plan_request(machine=machine(inter=inter), global_batch_size=64 * 4), strategy)
         assert step.least_seconds() > 0.94 * simulate(step).seconds
 
 
 @pytest.mark.parametrize("strategy", ["GGG", "IIG", "NGG"])
 def test_micro_batches_in_the_middle_are_alike(strategy: str) -> None:
-    step = costs(workload(global_batch_size=64 * 9), strategy)
+    step = costs(plan_request(global_batch_size=64 * 9), strategy)
     assert step.num_micro_batches == 9
     whole = simulate(step, record=True)
     assert simulate(step).seconds == pytest.approx(whole.seconds, rel=2e-3)
@@ -154,7 +154,9 @@ def test_collectives_slow_computing_down_by_their_number() -> None:
 def test_a_curve_of_the_device_makes_overlapped_steps_longer() -> None:
     def took(strategy: str, *points: tuple[int, float]) -> float:
         device = replace(DEVICE, slowed=points or None)
-        return simulate(costs(workload(machine=machine(device=device)), strategy)).compute_seconds
+        return simulate(
+            costs(plan_request(machine=machine(device=device)), strategy)
+        ).compute_seconds
 
     alone = took("IIG")
     assert took("IIG", (4, 1.0), (128, 1.0)) == alone
@@ -168,7 +170,7 @@ def test_a_job_beside_collectives_has_a_fixed_cost() -> None:
     """NII adds every unit's reduced gradient in a job of its own, and NNI none."""
 
     def seconds(strategy: str, **device: float) -> float:
-        given = workload(machine=machine(device=replace(DEVICE, cores=0.25, **device)))
+        given = plan_request(machine=machine(device=replace(DEVICE, cores=0.25, **device)))
         return simulate(costs(given, strategy)).seconds
 
     cost, num_units, num_micro_batches = 1e-3, 6, 3
@@ -178,7 +180,7 @@ def test_a_job_beside_collectives_has_a_fixed_cost() -> None:
 
 
 def test_uneven_groups_slow_all_down() -> None:
-    given = workload()
+    given = plan_request()
     even = simulate(costs(given, "IIG")).seconds
     slower = {}
     for name in ("compute", "intra", "inter"):
@@ -221,7 +223,7 @@ def step_seconds(
     name: str, order: LaunchOrder, ahead: int | None, way: Materialize, nodes: int
 ) -> float:
     given = replace(find_machine(name), launch_order=order)
-    case = workload(
+    case = plan_request(
         replace(LLAMA_PRESETS["65B"], num_layers=16),
         machine=given.for_world(8 * nodes, subject=""),
         global_batch_size=2 * 8 * nodes * 2,

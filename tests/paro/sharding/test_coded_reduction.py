@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from paro.launch.dry_run import plan_run
+from paro.launch.dry_run import predict_run
 from paro.precision import PrecisionConfig
 from paro.training.step import FORGOTTEN_AFTER, Training
 from tests.helpers.ranks import run_ranks
@@ -65,7 +65,7 @@ def test_feedback_needs_one_scale_of_the_loss() -> None:
 @pytest.mark.parametrize("strategy", ["IIG", "NNG", "NNN", "2,2,4"])
 def test_a_dry_run_counts_the_buffers(strategy: str) -> None:
     bits = ("", "--paro-inter-param-bits 4", EIGHT, f"{EIGHT} {FEEDBACK}")
-    plans = [plan_run(coded_run(f"--paro-strategy {strategy} {more}")) for more in bits]
+    plans = [predict_run(coded_run(f"--paro-strategy {strategy} {more}")) for more in bits]
     none, of_params, of_grads, with_errors = (plan.memory.codes for plan in plans)
     updates = [unit.coded_update for unit in plans[1].training.model.units]
     assert none == 0 < of_grads

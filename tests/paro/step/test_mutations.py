@@ -16,7 +16,7 @@ from paro.step.gathering import GatheringPolicy
 from paro.step.rotating import RotationPolicy
 from tests.paro.late_mutations import Mutation
 from tests.paro.planning import cases
-from tests.paro.planning.cases import TINY, costs, machine, order_case, workload
+from tests.paro.planning.cases import TINY, costs, machine, order_case, plan_request
 from tests.paro.planning.lone_rank import silence
 from tests.paro.step.test_schedule import engine
 
@@ -39,7 +39,7 @@ MUTATIONS = {
 }
 # Links are about as busy as the device, so that every wait counts.
 DEVICE = replace(cases.DEVICE, sustained_flops=4e10)
-GIVEN = workload(
+GIVEN = plan_request(
     replace(TINY, ffn_hidden_size=512),
     machine=machine(world_size=4, group_size=2, intra=20, inter=5, device=DEVICE),
     group_size=2,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.lora_config import LoraConfig, targets_of
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, Verb
 from tests.paro.planning.cases import ORDERS, costs, machine, order_case, schedule_of
@@ -26,7 +26,7 @@ def by_buffer(moves: list[Move]) -> dict[int, list[Move]]:
     return dict(found)
 
 
-def check(given: Workload, strategy: str) -> None:
+def check(given: PlanRequest, strategy: str) -> None:
     rank = engine(given, strategy)
     rank.step(1)
     for num_micro_batches in (1, 2):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paro.layout import UnitLayout
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.spec.run_spec import Materialize
 from paro.step.actions import Move, StepShape, Verb, number_buffers
 from paro.step.gathering import GatheringPolicy
@@ -27,7 +27,7 @@ ELSEWHERE = {Verb.UPDATE, Verb.NORM, *(v for v in Verb if v >= Verb.FORWARD)}
 FLAT = UnitLayout((), decayed_stop=0, numel=8)
 
 
-def engine(given: Workload, strategy: str) -> LoneRank:
+def engine(given: PlanRequest, strategy: str) -> LoneRank:
     world_size = given.machine.world_size
     parsed, topology = on_ranks(strategy, world_size=world_size, group_size=given.group_size)
     return lone_rank(

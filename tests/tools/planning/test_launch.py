@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paro.launch.dry_run import PlannedRun, plan_run
+from paro.launch.dry_run import RunPrediction, predict_run
 from paro.machine.files import find_machine
 from paro.machine.machine import Nic
 from tests.helpers.commands import measured
@@ -25,14 +25,14 @@ MEASURED = (
 )
 
 
-def dry_run(lines: list[str]) -> PlannedRun:
+def dry_run(lines: list[str]) -> RunPrediction:
     """The dry run among the lines of a launch, as bash would start it."""
     begin, end = lines.index("FLAGS=("), lines.index(")")
     flags = shlex.split(" ".join(lines[begin + 1 : end]))
     (command,) = (line for line in lines if line.startswith("python pretrain_llama.py "))
     program, array, *words = shlex.split(command)[1:]
     assert (program, array) == ("pretrain_llama.py", "${FLAGS[@]}")
-    return plan_run(configured([*flags, *words]))
+    return predict_run(configured([*flags, *words]))
 
 
 @pytest.mark.slow("searches all candidates of a model, and builds it")

@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 
 from paro.planning.estimator import Estimator
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from paro.spec.context_layout import ContextLayout
 from tests.helpers.commands import printed
 from tests.helpers.refusals import refused
 from tools.plan import main
-from tools.planning.workload import case_of, make_parser
+from tools.planning.request import make_parser, plan_request_of_args
 
 FLAGS = (
     "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --bf16 "
@@ -22,8 +22,8 @@ FLAGS = (
 )
 
 
-def workload() -> Workload:
-    return case_of(make_parser().parse_args(FLAGS.split()))
+def plan_request() -> PlanRequest:
+    return plan_request_of_args(make_parser().parse_args(FLAGS.split()))
 
 
 def rows(flags: str) -> list[list[str]]:
@@ -36,7 +36,7 @@ def length_of(row: list[str]) -> int:
 
 
 def needs(length: int, layout: ContextLayout) -> int:
-    given = workload()
+    given = plan_request()
     own = replace(
         given,
         model=replace(given.model, max_position_embeddings=length),

@@ -12,8 +12,8 @@ import pytest
 from matplotlib.text import Text
 
 from paro.planning.planner import plan
-from paro.planning.search_space import Workload
-from tests.paro.planning.cases import FEW, machine, workload
+from paro.planning.search_space import PlanRequest
+from tests.paro.planning.cases import FEW, machine, plan_request
 from tools.planning import pictures
 from tools.planning.labels import is_within
 from tools.planning.pictures import draw_front
@@ -26,16 +26,16 @@ ONE_NODE = {"machine": machine(world_size=8), "global_batch_size": 48}
 @pytest.mark.parametrize(
     "case",
     [
-        workload(),
-        workload(machine=machine(inter=1), seq_length=2048),
-        workload(memory_bytes=10**8),
-        workload(**ONE_NODE),
-        workload(machine=machine(intra=30, inter=25), micro_batch_size=1),
+        plan_request(),
+        plan_request(machine=machine(inter=1), seq_length=2048),
+        plan_request(memory_bytes=10**8),
+        plan_request(**ONE_NODE),
+        plan_request(machine=machine(intra=30, inter=25), micro_batch_size=1),
     ],
     ids=["fast", "slow links", "nothing fits", "one node", "close together"],
 )
 def test_labels_cover_neither_each_other_nor_points(
-    case: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: PlanRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
 

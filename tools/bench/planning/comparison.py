@@ -12,7 +12,7 @@ from typing import Any
 from paro.planning.computing import device_of
 from paro.planning.estimator import Estimator
 from paro.planning.planner import plan
-from paro.planning.search_space import FEWEST_BITS, Candidate, Workload
+from paro.planning.search_space import FEWEST_BITS, Candidate, PlanRequest
 from paro.spec.run_spec import Materialize
 from tools.bench.peers.own import parse_setting
 from tools.bench.planning.rounds import median_row
@@ -98,29 +98,29 @@ class Comparison:
                 yield Pair(fast=one, slow=other, ratios=ratios)
 
 
-def setting_of(workload: Workload, text: str) -> Candidate:
+def setting_of(request: PlanRequest, text: str) -> Candidate:
     """Return the candidate STRATEGY@COLLECTIVE[+rotate|+in-place|+4-bit]; the rest is the
-    workload's."""
+    request's."""
     named = parse_setting(text)
     return replace(
-        workload.candidate(workload.strategy(named.strategy)),
+        request.candidate(request.strategy(named.strategy)),
         collective=named.collective,
         materialize=ROTATIONS.get(named.way, Materialize.GATHER),
         inter_bits=FEWEST_BITS if named.way == "4-bit" else None,
     )
 
 
-def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
-    """Return the predictions for a workload and rows of tools/bench/planning/steps.py, of one
+def compare(request: PlanRequest, measured: Sequence[Sequence[dict[str, Any]]]) -> Comparison:
+    """Return the predictions for a request and rows of tools/bench/planning/steps.py, of one
     collective.
 
     The rows of all turns of a candidate become one.
     """
-    estimator = Estimator(workload)
+    estimator = Estimator(request)
     rows = []
     for turns in measured:
         row = median_row(turns)
-        candidate = setting_of(workload, row["setting"])
+        candidate = setting_of(request, row["setting"])
         estimate = estimator.estimate(candidate)
         rows.append(
             Row(
@@ -134,11 +134,11 @@ def compare(workload: Workload, measured: Sequence[Sequence[dict[str, Any]]]) ->
             )
         )
     rotates = any(parse_setting(turns[0]["setting"]).rotates for turns in measured)
-    choices = () if rotates else tuple(_choices(workload, rows))
+    choices = () if rotates else tuple(_choices(request, rows))
     return Comparison(rows=tuple(rows), choices=choices)
 
 
-def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[float]:
+def _choices(request: PlanRequest, rows: Sequence[Row]) -> Iterator[float]:
     """Yield the time of what auto chooses by that of the best that fits, under several memory
     limits.
 
@@ -147,23 +147,23 @@ def _choices(workload: Workload, rows: Sequence[Row]) -> Iterator[float]:
     sizes = sorted({row.predicted_bytes for row in rows})
     count = min(NUM_LIMITS, len(sizes))
     times = {row.strategy: row.seconds for row in rows}
-    search_space = workload.as_given(tuple(workload.strategy(row.strategy) for row in rows))
+    search_space = request.as_given(tuple(request.strategy(row.strategy) for row in rows))
     for index in range(count):
         limit = sizes[round(index * (len(sizes) - 1) / max(1, count - 1))]
-        found = plan(_with_room_for(workload, limit), search_space).best
+        found = plan(_with_room_for(request, limit), search_space).best
         assert found is not None, f"nothing fits {limit} bytes"
         fitting = [row for row in rows if row.predicted_bytes <= limit]
         yield times[found.candidate.strategy.name] / min(row.seconds for row in fitting)
 
 
-def _with_room_for(workload: Workload, num_bytes: int) -> Workload:
-    """Return the workload on devices that have this many bytes for what is allocated, and
+def _with_room_for(request: PlanRequest, num_bytes: int) -> PlanRequest:
+    """Return the request on devices that have this many bytes for what is allocated, and
     no more."""
     device = replace(
-        device_of(workload.machine),
+        device_of(request.machine),
         memory_bytes=num_bytes,
         reserved_bytes=0,
         communicator_bytes=0,
         fragmentation=0.0,
     )
-    return replace(workload, machine=replace(workload.machine, device=device), memory_bytes=None)
+    return replace(request, machine=replace(request.machine, device=device), memory_bytes=None)

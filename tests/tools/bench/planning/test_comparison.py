@@ -13,7 +13,7 @@ from paro.planning.estimator import Estimator
 from paro.spec.run_spec import Materialize
 from paro.strategy import legal_letters
 from tests.helpers.ranks import ROOT
-from tests.paro.planning.cases import workload
+from tests.paro.planning.cases import plan_request
 from tools.bench.planning.comparison import CONSTANT_BYTES, Comparison, Row, compare, setting_of
 from tools.bench.planning.steps_page import Chapter
 from tools.bench.study_plan import chapters_of
@@ -24,10 +24,10 @@ ALL_ROUNDS = {"round": 1, "turn": 1, "peak_in_use": None, "exposed": {}}
 
 def measured(factors: dict[str, float]) -> list[list[dict[str, Any]]]:
     """Measurements of one turn, if the planner were wrong by these factors."""
-    estimator = Estimator(workload())
+    estimator = Estimator(plan_request())
     rows = []
     for name, factor in factors.items():
-        candidate = workload().candidate(workload().strategy(name))
+        candidate = plan_request().candidate(plan_request().strategy(name))
         seconds = factor * estimator.estimate(candidate).seconds
         rows.append([{"setting": f"{name}@native", "seconds": seconds, **ALL_ROUNDS}])
     return rows
@@ -38,20 +38,20 @@ def errors_of(found: Comparison) -> list[float]:
 
 
 def test_what_was_predicted_has_no_error() -> None:
-    found = compare(workload(), measured({"NNI": 1.0, "IIG": 1.0, "GGG": 1.0}))
+    found = compare(plan_request(), measured({"NNI": 1.0, "IIG": 1.0, "GGG": 1.0}))
     assert max(errors_of(found)) == pytest.approx(0.0, abs=1e-9)
     assert not any(pair.is_wrong for pair in found.pairs())
     assert set(found.choices) == {1.0}
 
 
 def test_errors_are_of_what_was_measured() -> None:
-    found = compare(workload(), measured({"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
+    found = compare(plan_request(), measured({"NNI": 2.0, "IIG": 1.0, "GGG": 0.8}))
     assert [round(row.error, 3) for row in found.rows] == [-0.5, 0.0, 0.25]
     assert median(errors_of(found)) == pytest.approx(0.25)
 
 
 def test_a_pair_in_the_wrong_order_is_found_and_costs_auto() -> None:
-    found = compare(workload(), measured({"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
+    found = compare(plan_request(), measured({"NNI": 1.0, "IIG": 100.0, "GGG": 1.0}))
     wrong = [(pair.fast.strategy, pair.slow.strategy) for pair in found.pairs() if pair.is_wrong]
     assert ("GGG", "IIG") in wrong
     assert max(found.choices) > 2
@@ -93,16 +93,16 @@ def test_a_pair_is_clear_if_it_differs_in_three_of_four_turns() -> None:
 def test_what_rotates_is_compared_as_such_and_chosen_by_nobody() -> None:
     ((gathered,),) = measured({"IIG": 1.0})
     for way, name in (("rotate", "IIG rotated"), ("in-place", "IIG rotated in place")):
-        found = compare(workload(), [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
+        found = compare(plan_request(), [[gathered | {"setting": f"{gathered['setting']}+{way}"}]])
         assert found.rows[0].strategy == name
         assert found.rows[0].predicted > gathered["seconds"]  # of the gathering strategy
         assert found.choices == ()
 
 
 def test_fewer_bits_are_compared_as_such() -> None:
-    found = setting_of(workload(), "IIG@native+4-bit")
+    found = setting_of(plan_request(), "IIG@native+4-bit")
     assert (found.inter_bits, found.materialize) == (4, Materialize.GATHER)
-    assert setting_of(workload(), "IIG@native").inter_bits is None
+    assert setting_of(plan_request(), "IIG@native").inter_bits is None
 
 
 @pytest.mark.parametrize(

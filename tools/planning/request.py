@@ -1,4 +1,4 @@
-"""The command line of tools/plan.py: its flags, and the workload that they describe."""
+"""The command line of tools/plan.py: its flags, and the plan request that they make."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from paro.config.context_parallel import ContextParallelConfig, data_parallel_si
 from paro.config.context_search import SIZE, asked, choose, types_asked, ways_asked, with_batches
 from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model, vocab_size_given
-from paro.config.plan import RankDevice, Task
-from paro.config.plan import case_of as workload_of
+from paro.config.plan import RankDevice, TrainingTask, plan_request_of
 from paro.config.planned_checks import check_feedback, check_plan
 from paro.config.sharding import ShardingConfig, units_ahead
 from paro.distributed.world import LaunchConfig, World
 from paro.errors import UserError, check_least
 from paro.machine.files import find_machine, machine_of_launch
 from paro.machine.machine import Machine, Nic
-from paro.planning.search_space import MEMORY_MARGIN, SearchSpace, Workload
+from paro.planning.search_space import MEMORY_MARGIN, PlanRequest, SearchSpace
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.spec.optim_config import MuonConfig
 from tools.planning.made_machine import GPUS, machine_of_gpus
@@ -157,8 +156,8 @@ def add_failure_args(parser: Parser) -> None:
     )
 
 
-def case_of(args: Namespace) -> Workload:
-    """Return the workload to plan; a `UserError` names the flag to change."""
+def plan_request_of_args(args: Namespace) -> PlanRequest:
+    """Make the plan request of the flags; a `UserError` names the flag to change."""
     machine = machine_of(args)
     world_size = machine.world_size if args.world_size is None else args.world_size
     machine, group_size = machine_of_launch(
@@ -198,13 +197,13 @@ def case_of(args: Namespace) -> Workload:
     )
     fields = task._asdict() | {"device_type": task.device.type}
     check_plan(fields | {"batches": batches, "sharding": sharding})
-    workload = workload_of(task, batches, sharding)
-    return replace(workload, memory_margin=args.memory_margin)
+    request = plan_request_of(task, batches, sharding)
+    return replace(request, memory_margin=args.memory_margin)
 
 
 def task_of(
     args: Namespace, model: LlamaConfig, sharding: ShardingConfig
-) -> tuple[Task, ShardingConfig]:
+) -> tuple[TrainingTask, ShardingConfig]:
     """What the ranks train, and whether bits between groups are to be chosen for it."""
     world, machine = sharding.world, sharding.machine
     assert machine is not None, "of a plan"
@@ -218,7 +217,7 @@ def task_of(
     launch = LaunchConfig(dry_run=True, world_size=world.size, device_memory_gb=gigabytes)
     trainable = Trainable.of_flag(args.trainable)
     trainable.names(model)  # refuses patterns that match no parameter
-    task = Task(
+    task = TrainingTask(
         model,
         trainable,
         precision,
@@ -245,17 +244,19 @@ def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     if (flag := asked(args)) is None or args.paro_materialize == "rotate":
         return args, ()
     alone = ContextParallelConfig()
-    base = case_of(_with(args, **alone.flags, global_batch_size=None))
+    base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
     types = types_asked(args, base.model, base.device_type, base.precision.compute)
     found = ways_asked(args, types, base.context_limits)
 
-    def make(way: ContextParallelConfig, micro_batch_size: int) -> Workload:
-        return case_of(_with(args, **way.flags | {"micro_batch_size": micro_batch_size}))
+    def make(way: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
+        return plan_request_of_args(
+            _with(args, **way.flags | {"micro_batch_size": micro_batch_size})
+        )
 
     if not found:  # says why
-        case_of(_with(args, **take_context(args).flags))
+        plan_request_of_args(_with(args, **take_context(args).flags))
     made = with_batches(found, args.micro_batch_size, make, grows=flag == SIZE)
     space = SearchSpace(collectives=(args.paro_collective,))
     way, size, lines = choose(flag, next(iter(made.values())), made, space)

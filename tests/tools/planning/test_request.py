@@ -10,12 +10,12 @@ import pytest
 
 from paro.arguments.words import by_flag
 from paro.machine.files import machine_to_json
-from paro.planning.search_space import Workload, micro_batch_sizes
+from paro.planning.search_space import PlanRequest, micro_batch_sizes
 from tests.helpers.refusals import refused
 from tests.paro.config.test_refusals import MISTAKES, OF_SHARED_SAMPLES
 from tests.paro.config.test_run import SMALL
-from tests.paro.planning.cases import machine, workload
-from tools.planning.workload import case_of, make_parser, with_context
+from tests.paro.planning.cases import machine, plan_request
+from tools.planning.request import make_parser, plan_request_of_args, with_context
 
 KNOWN = make_parser()._option_string_actions.keys()
 # What only a training lacks, which has to measure its machine.
@@ -28,9 +28,9 @@ def of_plan(words: str) -> str | None:
     return words if flags <= KNOWN and not words.startswith(OF_MACHINES) else None
 
 
-def planned(words: str) -> Workload:
+def planned(words: str) -> PlanRequest:
     args, _ = with_context(make_parser().parse_args(shlex.split(words)))
-    return case_of(args)
+    return plan_request_of_args(args)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_a_training_refuses_a_plan_refuses(
 
 
 def test_micro_batches_are_such_as_fp8_takes() -> None:
-    given = workload(seq_length=8, global_batch_size=4 * 32)
+    given = plan_request(seq_length=8, global_batch_size=4 * 32)
     assert micro_batch_sizes(given) == (1, 2, 4)
     in_fp8 = replace(given, model=replace(given.model, fp8_format="e4m3"))
     assert micro_batch_sizes(in_fp8) == (2, 4)
