@@ -135,13 +135,13 @@ class ContextParallelConfig:
         }
 
 
-def ways(
+def context_options(
     given: ContextParallelConfig,
     sizes: Iterable[int],
     types: Sequence[str],
     limits: ContextLimits,
 ) -> Iterator[ContextParallelConfig]:
-    """Yield every way in which one of these numbers of ranks can share a sample.
+    """Yield every context-parallel layout of some sizes and types that the limits allow.
 
     All else is as given.
     """
@@ -155,20 +155,20 @@ def ways(
                 if size % n == limits.group_size % n == 0
             ]
         for split in splits:
-            way = replace(
+            cp = replace(
                 given,
                 context_parallel_size=size,
                 cp_comm_type=name,
                 hierarchical_context_parallel_sizes=split,
             )
-            if way.misfit(size, limits) is None:
-                yield way
+            if cp.misfit(size, limits) is None:
+                yield cp
 
 
 def usable_types(
     types: Sequence[str], model: LlamaConfig, device_type: str, compute: str
 ) -> Sequence[str]:
-    """Those that this model's attention can do: without a log-sum-exp keys do not travel."""
+    """Return the types that the model's attention can do: without a log-sum-exp only a2a."""
     in_parts = model.parts_misfit(device_type, compute) is None
     return types if in_parts else [name for name in types if name == "a2a"]
 
@@ -187,10 +187,10 @@ def check_parts(
 def without_machine(
     found: Iterable[ContextParallelConfig], group_size: int
 ) -> ContextParallelConfig:
-    """Of ways with equally many ranks the one that exchanges most heads inside a group."""
+    """Choose, of layouts of one size, the one that exchanges most heads inside a group."""
 
-    def order(way: ContextParallelConfig) -> tuple[bool, bool, int]:
-        return not way.layout.gathers, way.layout.heads <= group_size, way.layout.heads
+    def order(cp: ContextParallelConfig) -> tuple[bool, bool, int]:
+        return not cp.layout.gathers, cp.layout.heads <= group_size, cp.layout.heads
 
     return max(found, key=order)
 

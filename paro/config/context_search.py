@@ -19,9 +19,9 @@ from paro.config.context_parallel import (
     AUTO,
     TYPES,
     ContextParallelConfig,
+    context_options,
     take_context,
     usable_types,
-    ways,
 )
 from paro.errors import UserError
 from paro.planning.description import seconds_text
@@ -37,14 +37,14 @@ WORTH = 0.05  # share of a step that another type must save to be named
 Made = TypeVar("Made")
 
 
-def asked(args: Namespace) -> str | None:
+def auto_flag(args: Namespace) -> str | None:
     """Return the flag that says auto, the number of ranks first; None if neither does."""
     if args.context_parallel_size == AUTO:
         return SIZE
     return _TYPE if {*args.cp_comm_type} == {AUTO} else None
 
 
-def types_asked(
+def requested_types(
     args: Namespace, model: LlamaConfig, device_type: str, compute: str
 ) -> Sequence[str]:
     """Return the types among which the flags let choose, of those that this model's attention can
@@ -53,14 +53,14 @@ def types_asked(
     return usable_types(given, model, device_type, compute)
 
 
-def ways_asked(
+def requested_options(
     args: Namespace, types: Sequence[str], limits: ContextLimits
 ) -> list[ContextParallelConfig]:
     """Those among which the flags let choose, of these types."""
     sizes: Sequence[int] = (args.context_parallel_size,)
     if args.context_parallel_size == AUTO:
         sizes = [n for n in range(1, limits.world_size + 1) if limits.world_size % n == 0]
-    return [*ways(take_context(args), sizes, types, limits)]
+    return [*context_options(take_context(args), sizes, types, limits)]
 
 
 def with_batches(
@@ -76,11 +76,11 @@ def with_batches(
     `UserError` if the batch allows none.
     """
     made = {}
-    for way in found:
-        most = way.context_parallel_size if grows else 1
+    for cp in found:
+        most = cp.context_parallel_size if grows else 1
         for size in (n * micro_batch_size for n in range(1, most + 1) if most % n == 0):
             with suppress(UserError):  # the batch is no multiple
-                made[way, size] = make(way, size)
+                made[cp, size] = make(cp, size)
     return made or {(found[0], micro_batch_size): make(found[0], micro_batch_size)}  # says why
 
 
@@ -90,61 +90,62 @@ def choose(
     found: Iterable[tuple[ContextParallelConfig, int]],
     space: SearchSpace,
 ) -> tuple[ContextParallelConfig, int, tuple[str, ...]]:
-    """Return the best way and its size of micro-batches, of all that are found, and log lines.
+    """Choose the fastest layout and micro-batch size of those found; return them with log lines.
 
-    If nothing fits, the way that needs least memory, with micro-batches as given.
+    If nothing fits, the layout that needs least memory, with micro-batches as given.
     """
     pairs = [*found]
-    space = replace(space, sharings=tuple((way.layout, size) for way, size in pairs))
+    space = replace(space, contexts=tuple((cp.layout, size) for cp, size in pairs))
     best = best_by_context(request, space)
-    seconds = {way: own.seconds if (own := best[way.layout]) else math.inf for way, _ in pairs}
+    seconds = {cp: own.seconds if (own := best[cp.layout]) else math.inf for cp, _ in pairs}
     least = min(seconds.values())
 
-    def order(way: ContextParallelConfig) -> tuple[float, int]:
-        tied = seconds[way] <= least * (1 + TIE)
-        return 0.0 if tied else seconds[way], way.context_parallel_size
+    def order(cp: ContextParallelConfig) -> tuple[float, int]:
+        tied = seconds[cp] <= least * (1 + TIE)
+        return 0.0 if tied else seconds[cp], cp.context_parallel_size
 
-    way, *others = sorted(seconds, key=order)
-    if (fastest := best[way.layout]) is None:
+    cp, *others = sorted(seconds, key=order)
+    if (fastest := best[cp.layout]) is None:
         (strategy, *_) = space.strategies or (request.strategy("GGG"),)
         given, estimator = request.candidate(strategy), Estimator(request)
-        way = min(
-            (way, *others),
-            key=lambda way: estimator.memory(replace(given, context=way.layout)).total,
+        cp = min(
+            (cp, *others),
+            key=lambda cp: estimator.memory(replace(given, context=cp.layout)).total,
         )
-        line = f"planner: {flag} auto: {way.describe()}, which needs least: nothing fits"
-        return way, request.micro_batch_size, (line,)
+        line = f"planner: {flag} auto: {cp.describe()}, which needs least: nothing fits"
+        return cp, request.micro_batch_size, (line,)
     size = fastest.candidate.micro_batch_size
     line = (
-        f"planner: {flag} auto: {way.describe()}, micro-batches of {size}: "
+        f"planner: {flag} auto: {cp.describe()}, micro-batches of {size}: "
         f"{seconds_text(fastest.seconds)} a step, the best of {len(seconds)} ways"
     )
-    sizes, compared = {way.context_parallel_size}, []
+    sizes, compared = {cp.context_parallel_size}, []
     for other in others:
         if other.context_parallel_size not in sizes or flag == _TYPE:
             sizes.add(other.context_parallel_size)
             more = f"{seconds[other] / fastest.seconds - 1:.1%} more"
             compared.append(f"{other.describe()}: {more if best[other.layout] else 'does not fit'}")
-    return way, size, (line, f"planner: {'; '.join(compared)}") if compared else (line,)
+    return cp, size, (line, f"planner: {'; '.join(compared)}") if compared else (line,)
 
 
 def faster_type(
     given: ContextParallelConfig, request: PlanRequest, strategy: Strategy
 ) -> str | None:
-    """Return the flags of another type if a step is predicted to be clearly faster with it, and
-    fits."""
+    """Return the flags of another type with which a step fits and is clearly faster, if any."""
     candidate, estimator = request.candidate(strategy), Estimator(request)
     own = estimator.estimate(candidate).seconds
     least, fastest = own / (1 + WORTH), None
     model, compute = request.model, request.precision.compute
     any_sizes = replace(given, hierarchical_context_parallel_sizes=None)
     types = usable_types(TYPES, model, request.device_type, compute)
-    for way in ways(any_sizes, [given.context_parallel_size], types, request.context_limits):
-        other = replace(candidate, context=way.layout)
+    for cp in context_options(
+        any_sizes, [given.context_parallel_size], types, request.context_limits
+    ):
+        other = replace(candidate, context=cp.layout)
         if estimator.costs(other).least_seconds() < least:
             estimate = estimator.estimate(other)
             if estimate.fits and estimate.seconds < least:
-                least, fastest = estimate.seconds, way
+                least, fastest = estimate.seconds, cp
     if fastest is None:
         return None
     return f"{fastest.flag_text} would be {own / least - 1:.0%} faster, as the planner predicts"

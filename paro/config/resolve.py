@@ -35,7 +35,14 @@ from paro.config.context_parallel import (
     take_context,
     without_machine,
 )
-from paro.config.context_search import SIZE, asked, choose, types_asked, ways_asked, with_batches
+from paro.config.context_search import (
+    SIZE,
+    auto_flag,
+    choose,
+    requested_options,
+    requested_types,
+    with_batches,
+)
 from paro.config.elastic import nodes_line
 from paro.config.fitting import with_values
 from paro.config.inter_bits import inter_bits_notices, take_inter_bits
@@ -62,8 +69,8 @@ class Question(NamedTuple):
 
     task: TrainingTask
     sharding_flags: ShardingFlags
-    # The ways to share samples with their batches, by micro-batch size.
-    sharings: dict[tuple[ContextParallelConfig, int], BatchSchedule]
+    # The batches of every context-parallel layout and micro-batch size to choose from.
+    batches_of: dict[tuple[ContextParallelConfig, int], BatchSchedule]
     flag: str | None  # of these, which says auto
     searches: bool = False  # whether the planner chooses among them
     lines: tuple[str, ...] = ()  # for the log
@@ -110,16 +117,16 @@ def with_saved(
 def question_of(
     args: Namespace, task: TrainingTask, sharding_flags: ShardingFlags, checkpoint: CheckpointConfig
 ) -> Question:
-    """Find the choice that flags leave to the planner, with the ways to share samples."""
-    flag, given, sharding = asked(args), take_context(args), sharding_flags.sharding
+    """Find the choice that flags leave to the planner, with the context-parallel layouts."""
+    flag, given, sharding = auto_flag(args), take_context(args), sharding_flags.sharding
     world, machine, size = sharding.world, sharding.machine, args.micro_batch_size
 
-    def batches(way: ContextParallelConfig, size: int) -> BatchSchedule:
-        readers = data_parallel_size_of(world, way.context_parallel_size)
+    def batches(cp: ContextParallelConfig, size: int) -> BatchSchedule:
+        readers = data_parallel_size_of(world, cp.context_parallel_size)
         return take_batches(with_values(args, {"micro_batch_size": size}), readers)
 
-    def only(way: ContextParallelConfig, size: int, *lines: str) -> Question:
-        return Question(task, sharding_flags, {(way, size): batches(way, size)}, flag, lines=lines)
+    def only(cp: ContextParallelConfig, size: int, *lines: str) -> Question:
+        return Question(task, sharding_flags, {(cp, size): batches(cp, size)}, flag, lines=lines)
 
     if flag is None:
         return only(given, size)
@@ -128,34 +135,34 @@ def question_of(
     limits = ContextLimits.of(
         task.model, world_size=world.size, group_size=world.group_size, seq_length=args.seq_length
     )
-    types = types_asked(args, task.model, task.device.type, task.precision.compute)
-    found = ways_asked(args, types, limits)
+    types = requested_types(args, task.model, task.device.type, task.precision.compute)
+    found = requested_options(args, types, limits)
     if not found:  # check_context says why
         return only(given, size)
     saved = resumed_arguments(checkpoint)
-    for way in found if saved.get("world_size") == world.size else ():
-        if all(saved.get(name) == value for name, value in way.flags.items()):
+    for cp in found if saved.get("world_size") == world.size else ():
+        if all(saved.get(name) == value for name, value in cp.flags.items()):
             kept = int(saved.get("micro_batch_size", 0)) if flag == SIZE else size
             with suppress(UserError):  # the batch is no multiple any more
-                return only(way, kept, f"{flag} auto: as in --load {checkpoint.load}")
+                return only(cp, kept, f"{flag} auto: as in --load {checkpoint.load}")
     is_timed = machine is not None and machine.device is not None
     if flag != SIZE and not (is_timed or sharding_flags.is_unmeasured):
-        way = without_machine(found, world.group_size)
-        return only(way, size, f"{flag} auto: {way.describe()}; --paro-machine would compare times")
+        cp = without_machine(found, world.group_size)
+        return only(cp, size, f"{flag} auto: {cp.describe()}; --paro-machine would compare times")
     if machine is None and not sharding_flags.is_unmeasured:
         check_measurable([f"{flag} auto"], world, args.dry_run)
         raise UserError(f"{flag} auto: give --paro-machine, a shipped name, a file or {MEASURE}")
     if flag == SIZE and args.global_batch_size is args.step_batch_size_schedule is None:
         raise UserError(f"{flag} auto compares steps of one batch: give --global-batch-size")
 
-    def whole(way: ContextParallelConfig, size: int) -> BatchSchedule:
-        made = batches(way, size)
+    def whole(cp: ContextParallelConfig, size: int) -> BatchSchedule:
+        made = batches(cp, size)
         batch, readers = made.global_batch_size, made.data_parallel_size
         check_multiple("--global-batch-size", batch, size, readers)
         return made
 
-    sharings = with_batches(found, size, whole, grows=flag == SIZE)
-    return Question(task, sharding_flags, sharings, flag, searches=True)
+    batches_of = with_batches(found, size, whole, grows=flag == SIZE)
+    return Question(task, sharding_flags, batches_of, flag, searches=True)
 
 
 def decide(question: Question) -> Decision:
@@ -192,17 +199,17 @@ def _shared(
 ) -> tuple[tuple[ContextParallelConfig, BatchSchedule], tuple[str, ...]]:
     """Return the ranks that share a sample, the batches with them, and log lines about a choice."""
     sharding, strategy, _, is_unmeasured = question.sharding_flags
-    (way, size), batches = next(iter(question.sharings.items()))
+    (cp, size), batches = next(iter(question.batches_of.items()))
     if question.flag is None or not question.searches or is_unmeasured:
-        return (way, batches), question.lines
+        return (cp, batches), question.lines
     space = SearchSpace(
         strategies=None if strategy is None else (strategy,),
         collectives=(sharding.collective,),
         recomputes=(question.task.model.recompute,),
     )
-    request = plan_request_of(question.task, batches, replace(sharding, context=way))
-    way, size, lines = choose(question.flag, request, question.sharings, space)
-    return (way, question.sharings[way, size]), lines
+    request = plan_request_of(question.task, batches, replace(sharding, context=cp))
+    cp, size, lines = choose(question.flag, request, question.batches_of, space)
+    return (cp, question.batches_of[cp, size]), lines
 
 
 def _chosen(

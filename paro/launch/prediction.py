@@ -18,7 +18,7 @@ from paro.layout import Shape
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.estimator import Estimator
 from paro.planning.recomputation import least_recomputation, of_first, recompute_flags
-from paro.planning.remedies import fewest_ranks, fewest_sharing
+from paro.planning.remedies import fewest_ranks, smallest_context
 from paro.planning.run_memory import RunMemory
 from paro.planning.search_space import PlanRequest
 from paro.precision import BYTES_OF
@@ -123,7 +123,7 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
 
     enough = least_recomputation(config.model, lambda recompute: fits(predicted(recompute)))
     advice = [] if enough is None else [f"give {recompute_flags(enough)}"]
-    sharing = fewest_sharing(
+    context = smallest_context(
         run.context,
         ContextLimits.of(
             run.model,
@@ -134,8 +134,8 @@ def remedy_of(config: RunConfig, device_type: str, fits: Callable[[DeviceMemory]
         lambda layout: fits(memory.of(replace(run, context=layout))),
         in_parts=config.model.parts_misfit(device_type, config.precision.compute) is None,
     )
-    if sharing is not None and not run.materialize.rotates:
-        advice.append(f"give {sharing[0]}")
+    if context is not None and not run.materialize.rotates:
+        advice.append(f"give {context[0]}")
     if config.batches.micro_batch_size > 1:
         advice.append("lower --micro-batch-size")
     snapshot = predicted(config.model.recompute).allocations

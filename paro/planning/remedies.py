@@ -71,20 +71,20 @@ def single_changes(request: PlanRequest, least: Candidate) -> Iterator[Change]:
             break
     if not least.materialize.rotates:
         compute = request.precision.compute
-        sharing = fewest_sharing(
+        context = smallest_context(
             least.context,
             request.context_limits,
             lambda layout: _fits(request, replace(least, context=layout)),
             in_parts=request.model.parts_misfit(request.device_type, compute) is None,
         )
-        if sharing is not None:
-            flags, layout = sharing
+        if context is not None:
+            flags, layout = context
             yield Change(flags, request, replace(least, context=layout))
     yield from _smaller_way(request, least)
     yield from _more_ranks(request, least)
 
 
-def fewest_sharing(
+def smallest_context(
     given: ContextLayout,
     limits: ContextLimits,
     fits: Callable[[ContextLayout], bool],
@@ -98,10 +98,10 @@ def fewest_sharing(
     """
     ranks = limits.world_size
     for size in (n for n in range(given.size + 1, ranks + 1) if ranks % n == 0):
-        ways = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
+        options = {f"--context-parallel-size {size} --cp-comm-type a2a": size}
         if in_parts:
-            ways = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **ways}
-        for flags, heads in ways.items():
+            options = {f"--context-parallel-size {size} --cp-comm-type p2p": 1, **options}
+        for flags, heads in options.items():
             layout = ContextLayout(size=size, heads=heads)
             if limits.misfit(layout) is None and fits(layout):
                 return flags, layout

@@ -196,7 +196,7 @@ class SearchSpace:
 
     strategies: tuple[Strategy, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
-    sharings: tuple[tuple[ContextLayout, int], ...] | None = None  # with sizes; None: as given
+    contexts: tuple[tuple[ContextLayout, int], ...] | None = None  # with sizes; None: as given
     collectives: tuple[str, ...] | None = None
     recomputes: tuple[RecomputeConfig | None, ...] | None = None
 
@@ -216,7 +216,7 @@ def all_candidates(request: PlanRequest, search_space: SearchSpace) -> Iterator[
     strategies = search_space.strategies or tuple(
         legal_strategies(request.world_size, request.group_size, request.machine.group_size)
     )
-    sharings = search_space.sharings or [
+    contexts = search_space.contexts or [
         (request.context, size)
         for size in search_space.micro_batch_sizes or micro_batch_sizes(request)
     ]
@@ -231,7 +231,7 @@ def all_candidates(request: PlanRequest, search_space: SearchSpace) -> Iterator[
     possible = [s for s in strategies if request.infeasible_reason(s, way) is None]
     inter_bits = (FULL_BITS, FEWEST_BITS) if request.chooses_bits else (None,)
     for strategy, (context, size), collective, recompute, bits in product(
-        possible, sharings, collectives, recomputes, inter_bits
+        possible, contexts, collectives, recomputes, inter_bits
     ):
         yield Candidate(
             strategy=strategy,

@@ -11,10 +11,10 @@ from paro.config.context_parallel import (
     AUTO,
     ContextParallelConfig,
     check_parts,
+    context_options,
     take_context,
-    ways,
 )
-from paro.config.context_search import types_asked
+from paro.config.context_search import requested_types
 from paro.errors import UserError
 from paro.planning.estimator import Estimate, Estimator
 from paro.planning.planner import plan
@@ -40,31 +40,31 @@ def longest_table(args: Namespace) -> str:
     """
     fields = {**ContextParallelConfig().flags, "global_batch_size": None, "micro_batch_size": 1}
     request = plan_request_of_args(Namespace(**vars(args) | fields))
-    sharing = [*filter(None, (_ways(args, request, size) for size in _sizes(args, request)))]
+    options = [*filter(None, (_options(args, request, size) for size in _sizes(args, request)))]
     rows: list[tuple[str, ...]] = []
     without: list[str] = []
     for name, strategy in _strategies(request):
-        lengths = [[(_longest(request, way, strategy), way) for way in alike] for alike in sharing]
+        lengths = [[(_longest(request, cp, strategy), cp) for cp in alike] for alike in options]
         found = [max(each, key=lambda one: one[0]) for each in lengths]
         if not any(length for length, _ in found):
             without.append(name)
-        for length, way in found:
+        for length, cp in found:
             if length:
-                own = _at(request, way, length)
+                own = _at(request, cp, length)
                 estimate = Estimator(own).estimate(own.candidate(strategy))
-                rows.append((name, *_cells(way, length, estimate)))
+                rows.append((name, *_cells(cp, length, estimate)))
     if not rows:
-        raise UserError(f"{device_flag(args)}: {_why_none(request, sharing[-1])}")
+        raise UserError(f"{device_flag(args)}: {_why_none(request, options[-1])}")
     lines = [f"{name}: not even {_STEP:,} tokens fit" for name in without]
     return "\n".join([align([_HEADS, *rows], left=(0, 2, 3)), *lines])
 
 
-def _ways(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
-    """How `size` ranks can share a sample; `UserError` if they cannot and the flags ask for it."""
+def _options(args: Namespace, request: PlanRequest, size: int) -> list[ContextParallelConfig]:
+    """Return the layouts of a context-parallel size; `UserError` if the flags ask in vain."""
     context, model, compute = take_context(args), request.model, request.precision.compute
-    types = types_asked(args, model, request.device_type, compute)
+    types = requested_types(args, model, request.device_type, compute)
     limits = replace(request.context_limits, seq_length=_unit(size))
-    found = [*ways(context, [size], types, limits)]
+    found = [*context_options(context, [size], types, limits)]
     rotates = request.materialize.rotates
     if context.context_parallel_size == size > 1 and (rotates or not found):
         context.check(limits, rotates=rotates)
@@ -72,9 +72,9 @@ def _ways(args: Namespace, request: PlanRequest, size: int) -> list[ContextParal
     return found
 
 
-def _why_none(request: PlanRequest, sharing: Sequence[ContextParallelConfig]) -> str:
-    """What the shortest sequence needs, in the way that needs least, and what would be enough."""
-    shortest = [_at(request, way, _unit(way.context_parallel_size)) for way in sharing]
+def _why_none(request: PlanRequest, options: Sequence[ContextParallelConfig]) -> str:
+    """Say what the shortest sequence needs in the layout that needs least, and what is enough."""
+    shortest = [_at(request, cp, _unit(cp.context_parallel_size)) for cp in options]
     plans = [(own, plan(own, own.as_given())) for own in shortest]
     own, found = min(plans, key=lambda pair: pair[1].least.memory_bytes)
     return f"with {own.seq_length:,} tokens {why_nothing_fits(own, found)}"
@@ -107,12 +107,12 @@ def _unit(size: int) -> int:
     return math.lcm(_STEP, 2 * size)
 
 
-def _longest(request: PlanRequest, way: ContextParallelConfig, strategy: Strategy) -> int:
+def _longest(request: PlanRequest, cp: ContextParallelConfig, strategy: Strategy) -> int:
     """Return the most tokens that fit; 0 if none do."""
-    unit = _unit(way.context_parallel_size)
+    unit = _unit(cp.context_parallel_size)
 
     def fits(count: int) -> bool:
-        own = _at(request, way, count * unit)
+        own = _at(request, cp, count * unit)
         return Estimator(own).memory(own.candidate(strategy)).total <= own.device_bytes
 
     return unit * _most(fits)
@@ -129,22 +129,22 @@ def _most(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _at(request: PlanRequest, way: ContextParallelConfig, length: int) -> PlanRequest:
+def _at(request: PlanRequest, cp: ContextParallelConfig, length: int) -> PlanRequest:
     return replace(
         request,
         model=replace(request.model, max_position_embeddings=length),
-        context=way.layout,
+        context=cp.layout,
         seq_length=length,
-        global_batch_size=request.world_size // way.context_parallel_size,
+        global_batch_size=request.world_size // cp.context_parallel_size,
     )
 
 
-def _cells(way: ContextParallelConfig, length: int, estimate: Estimate) -> tuple[str, ...]:
-    sizes = way.hierarchical_context_parallel_sizes
-    kind = way.cp_comm_type if sizes is None else f"{way.cp_comm_type} {sizes[0]} x {sizes[1]}"
+def _cells(cp: ContextParallelConfig, length: int, estimate: Estimate) -> tuple[str, ...]:
+    sizes = cp.hierarchical_context_parallel_sizes
+    kind = cp.cp_comm_type if sizes is None else f"{cp.cp_comm_type} {sizes[0]} x {sizes[1]}"
     return (
-        str(way.context_parallel_size),
-        "" if way.context_parallel_size == 1 else kind,
+        str(cp.context_parallel_size),
+        "" if cp.context_parallel_size == 1 else kind,
         recompute_text(estimate.candidate.recompute),
         f"{length:,}",
         f"{estimate.tokens_per_second:,.0f}",

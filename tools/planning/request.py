@@ -20,7 +20,14 @@ from paro.arguments.model import (
 from paro.arguments.parser import take
 from paro.collectives.schedule import COLLECTIVES
 from paro.config.context_parallel import ContextParallelConfig, data_parallel_size_of, take_context
-from paro.config.context_search import SIZE, asked, choose, types_asked, ways_asked, with_batches
+from paro.config.context_search import (
+    SIZE,
+    auto_flag,
+    choose,
+    requested_options,
+    requested_types,
+    with_batches,
+)
 from paro.config.inter_bits import take_inter_bits, take_loss_scale, take_precision
 from paro.config.model import take_model, vocab_size_given
 from paro.config.plan import RankDevice, TrainingTask, plan_request_of
@@ -241,26 +248,26 @@ def seq_length_of(args: Namespace) -> int:
 
 def with_context(args: Namespace) -> tuple[Namespace, tuple[str, ...]]:
     """Return the flags with what auto stands for, and lines that say why."""
-    if (flag := asked(args)) is None or args.paro_materialize == "rotate":
+    if (flag := auto_flag(args)) is None or args.paro_materialize == "rotate":
         return args, ()
     alone = ContextParallelConfig()
     base = plan_request_of_args(_with(args, **alone.flags, global_batch_size=None))
     batch = args.global_batch_size or base.global_batch_size
     args = _with(args, seq_length=base.seq_length, global_batch_size=batch)
-    types = types_asked(args, base.model, base.device_type, base.precision.compute)
-    found = ways_asked(args, types, base.context_limits)
+    types = requested_types(args, base.model, base.device_type, base.precision.compute)
+    found = requested_options(args, types, base.context_limits)
 
-    def make(way: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
+    def make(cp: ContextParallelConfig, micro_batch_size: int) -> PlanRequest:
         return plan_request_of_args(
-            _with(args, **way.flags | {"micro_batch_size": micro_batch_size})
+            _with(args, **cp.flags | {"micro_batch_size": micro_batch_size})
         )
 
     if not found:  # says why
         plan_request_of_args(_with(args, **take_context(args).flags))
     made = with_batches(found, args.micro_batch_size, make, grows=flag == SIZE)
     space = SearchSpace(collectives=(args.paro_collective,))
-    way, size, lines = choose(flag, next(iter(made.values())), made, space)
-    return _with(args, **way.flags, micro_batch_size=size), lines
+    cp, size, lines = choose(flag, next(iter(made.values())), made, space)
+    return _with(args, **cp.flags, micro_batch_size=size), lines
 
 
 def _with(args: Namespace, **fields: object) -> Namespace:
