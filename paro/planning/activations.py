@@ -33,7 +33,7 @@ from functools import cached_property
 
 from model.config import LlamaConfig
 from model.units import unit_specs
-from paro.planning.context_parallel import travelling_bytes
+from paro.planning.context_parallel import kv_exchange_bytes
 from paro.planning.passes import StepCounts
 from paro.spec.run_spec import MicroBatch
 
@@ -166,8 +166,8 @@ class Activations:
                 found[field] = max(found[field], residual + scores)
         if batch.context.ring > 1:
             # The block's input to the MLP is free by then, as are gate and up.
-            travelling = travelling_bytes(config, batch) - 2 * ffn
-            found["in_backward"] = max(found["in_backward"], travelling)
+            exchanging = kv_exchange_bytes(config, batch) - 2 * ffn
+            found["in_backward"] = max(found["in_backward"], exchanging)
         if config.lora is not None:
             found["in_forward"] += ffn * len({"w_gate", "w_up"} & {*config.lora.targets})
         return found

@@ -13,6 +13,7 @@ from paro.machine.collective_time import CollectiveTimes
 from paro.planning.comm_costs import CommCosts
 from paro.planning.computing import Computing, coding_seconds, device_of
 from paro.planning.context_costs import ContextCosts
+from paro.planning.context_parallel import ContextAttention
 from paro.planning.device_memory import DeviceMemory
 from paro.planning.passes import StepCounts
 from paro.planning.run_memory import RunMemory
@@ -65,15 +66,6 @@ class Estimator:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self._times_of = cache(partial(CollectiveTimes, request.machine))
-        overlaps = request.prefetch_units > 0
-        self._context_of = cache(
-            partial(
-                ContextCosts,
-                trained=request.trained,
-                group_size=request.group_size,
-                overlaps=overlaps,
-            )
-        )
         self._memory = RunMemory(request.machine)
         self._given = {one.name: getattr(request, one.name) for one in fields(RunSettings)}
 
@@ -109,14 +101,23 @@ class Estimator:
         )
 
     def costs(self, candidate: Candidate) -> StepCosts:
-        run, times = self.run_spec(candidate), self._times_of(candidate.collective)
-        computing, shared = self._computing_of(run), run.context.size > 1
+        """Return the costs of a step of a candidate."""
+        run = self.run_spec(candidate)
         return StepCosts(
-            computing=computing,
+            computing=self._computing_of(run),
             comm_costs=self._comm_costs_of(run),
             counts=self._counts_of(run),
             num_micro_batches=run.num_micro_batches,
-            context=self._context_of(computing=computing, times=times) if shared else None,
+            context=self._context_costs_of(run) if run.context.size > 1 else None,
+        )
+
+    @cached_by(lambda run: (run.micro_batch_size, run.context, run.recompute, run.collective))
+    def _context_costs_of(self, run: RunSpec) -> ContextCosts:
+        return ContextCosts(
+            attention=ContextAttention.of_run(run),
+            computing=self._computing_of(run),
+            times=self._times_of(run.collective),
+            overlaps=run.overlaps,
         )
 
     def _counts_of(self, run: RunSpec) -> StepCounts:

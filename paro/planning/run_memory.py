@@ -11,7 +11,7 @@ from paro.machine.choice import choice_of, pieces_by
 from paro.machine.collective_time import algorithms_of
 from paro.machine.machine import Machine
 from paro.planning.activations import Activations
-from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
+from paro.planning.context_parallel import ContextAttention
 from paro.planning.device_memory import (
     Communication,
     DeviceMemory,
@@ -71,8 +71,7 @@ class RunMemory:
         specs = run.specs(step.units)
         states = traffic_of(step.of_step(num_micro_batches), specs, sender)
         moves = step.schedule(1).actions() if run.context.size > 1 else ()
-        blocks = AttentionOfBlocks(config=run.config, trained=run.trained)
-        attention = context_traffic(blocks, run.batch, moves, run.world_size, sender)
+        attention = ContextAttention.of_run(run).sent(moves, sender)
         return states + attention * num_micro_batches
 
     def of(self, run: RunSpec) -> DeviceMemory:

@@ -50,7 +50,7 @@ class StepCosts:
     comm_costs: CommCosts
     counts: StepCounts
     num_micro_batches: int
-    context: ContextCosts | None = None  # None: no ranks share samples
+    context: ContextCosts | None = None  # None: without context parallelism
 
     @property
     def run(self) -> RunSpec:

@@ -11,7 +11,7 @@ from model.trainable import Trainable, TrainableKind
 from paro.machine.machine import Nic
 from paro.planning.comm_costs import THREAD
 from paro.planning.context_costs import ContextCosts
-from paro.planning.context_parallel import AttentionOfBlocks, context_traffic, messages_of
+from paro.planning.context_parallel import messages_of
 from paro.planning.search_space import PlanRequest
 from paro.planning.sending import Sender
 from paro.planning.step_costs import StepCosts
@@ -69,10 +69,8 @@ def test_links_carry_the_bytes_that_ranks_send(
         group_size=group_size,
     )
     step = costs(given)
-    computing, sender = step.computing, Sender(group_size=group_size, rank=0)
-    blocks = AttentionOfBlocks(config=computing.model, trained=given.trained)
-    moves = computing.step.schedule(1).actions()
-    sent = context_traffic(blocks, computing.batch, moves, 32, sender)
+    moves = step.computing.step.schedule(1).actions()
+    sent = context_of(step).attention.sent(moves, Sender(group_size=group_size, rank=0))
     forward, backward = context_of(step).loads
     assert (forward["intra"] + backward["intra"]) * 2000e9 / 8 == pytest.approx(sent.intra)
     assert (forward["inter"] + backward["inter"]) * 100e9 / 8 == pytest.approx(sent.inter)
@@ -150,15 +148,15 @@ def test_turns_that_are_alike_take_as_long_as_one_by_one(
     step = costs(shared(ContextLayout(size=8), group_size=inner, machine=groups))
     context, outer = context_of(step), 8 // inner
     messages = messages_of(step.computing.model, step.computing.batch)
-    grads = messages.grads if verb is Verb.GRADIENTS else 0
+    grads = messages.kv_grads if verb is Verb.GRADIENTS else 0
     hops = {
-        ring: (messages.keys * 8 / rate, grads * 8 / rate)
+        ring: (messages.kv * 8 / rate, grads * 8 / rate)
         for ring, rate in (("inner", 2000e9), ("outer", 100e9))
     }
     seconds = step.computing.attention_seconds(1) * (2 if grads else 1)
-    took = by_turns(hops, inner, outer, seconds / 8, messages.at_first)
+    took = by_turns(hops, inner, outer, seconds / 8, messages.first_share)
     exact = 1e-9 if verb is Verb.FORWARD else 0.12
-    exposed = sum(context.exposed(*one) for one in context.attended((verb, 1)))
+    exposed = sum(context.exposed(*one) for one in context.passes((verb, 1)))
     assert seconds + exposed == pytest.approx(took, rel=exact)
 
 

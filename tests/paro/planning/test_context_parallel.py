@@ -13,7 +13,7 @@ from model.lora_config import LoraConfig, is_adapter
 from paro.distributed.comm_stream import InlineStreams
 from paro.distributed.links import Links
 from paro.distributed.world import World
-from paro.planning.context_parallel import AttentionOfBlocks, context_traffic
+from paro.planning.context_parallel import ContextAttention
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender
 from paro.precision import PrecisionConfig
@@ -87,7 +87,6 @@ def test_a_rank_sends_what_the_part_that_trains_needs(
         llama.freeze(is_trained)
         llama(tokens_BS, tokens_BS, torch.ones(tokens_BS.shape)).backward()
         run = run_of(config, "NNG", precision, world_size=4, is_trained=is_trained, context=shared)
-        moves = RunMemory(None).step(run).plan(1).actions()
-        blocks = AttentionOfBlocks(config=config, trained=run.trained)
-        said = context_traffic(blocks, run.batch, moves, 4, sender)
+        moves = RunMemory(None).step(run).schedule(1).actions()
+        said = ContextAttention.of_run(run).sent(moves, sender)
         assert links.traffic.take() == said, names or config.lora
