@@ -40,14 +40,19 @@ from paro.machine.machine import (
     passes,
     rate_text,
 )
+from paro.measuring.benchmark import (
+    CollectiveBenchmark,
+    CollectiveResult,
+    TimedCollective,
+    timed_collectives,
+    with_measured,
+)
 from paro.measuring.device import measure_device
-from paro.measuring.links import Outcome, with_measured
 from paro.measuring.memory import with_communicators
-from paro.measuring.race import Race
-from paro.measuring.trial import Move, moves_of
 from paro.report.log import print_line
 from paro.topology import AxisSpan, Link, Topology, axes_of, make_topology
 from tools.collective_timing.results import describe, memory_line, plot, table, written_lines
+from tools.collective_timing.rounds import run_rounds
 from tools.collective_timing.training import LARGE, SMALL, training_config
 from tools.shared.command_line import RankParser, add_trainer_flags
 from tools.shared.output import write_json, write_text
@@ -76,10 +81,10 @@ class Settings:
     args: argparse.Namespace  # dtype, rounds and files as they were given
     trained: RunConfig | None = None  # the training that times the device of a machine file
 
-    def moves(self, op: Op, span: AxisSpan) -> list[Move]:
-        """Return one collective per size."""
+    def collectives(self, op: Op, span: AxisSpan) -> list[TimedCollective]:
+        """Make one collective per size."""
         dtype, ranks = TYPES[self.args.dtype], self.topology.world_size
-        return moves_of(op, span, self.sizes, ranks=ranks, dtype=dtype)
+        return timed_collectives(op, span, self.sizes, ranks=ranks, dtype=dtype)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -189,9 +194,9 @@ def known_machine(args: argparse.Namespace, world_size: int, group_size: int) ->
     return replace(machine, **speeds)
 
 
-def race_all(settings: Settings, control: Control) -> list[Outcome]:
-    """Times the axis span of the whole world; for a machine file, first every axis alone too."""
-    race = Race(
+def run_all(settings: Settings, control: Control) -> list[CollectiveResult]:
+    """Time the axis span of the whole world; for a machine file, first every axis alone too."""
+    benchmark = CollectiveBenchmark(
         control=control,
         topology=settings.topology,
         runtime=settings.runtime,
@@ -202,37 +207,37 @@ def race_all(settings: Settings, control: Control) -> list[Outcome]:
     )
     axes = settings.topology.axes
     alone = [(axis,) for axis in axes] if settings.args.machine_file and len(axes) > 1 else []
-    outcomes: list[Outcome] = []
+    results: list[CollectiveResult] = []
     for span in (*alone, axes):
         for op in settings.ops:
-            finished = race.run(settings.moves(op, span))
+            finished = run_rounds(benchmark, settings.collectives(op, span))
             if control.world.rank == 0:
-                print_line(table([row_of(outcome, settings) for outcome in finished]))
-            outcomes += finished
-    return outcomes
+                print_line(table([row_of(result, settings) for result in finished]))
+            results += finished
+    return results
 
 
-def row_of(outcome: Outcome, settings: Settings) -> dict[str, Any]:
+def row_of(result: CollectiveResult, settings: Settings) -> dict[str, Any]:
     """Return one op, algorithm and size, as a row of --json."""
-    move = outcome.move
-    axes = axes_of(move.span)
-    ranks = move.span[-1].outer // move.span[0].inner
-    algorithm_bandwidth = move.num_bytes / outcome.seconds
-    bound = least_seconds(settings.machine, move.op, axes, move.num_bytes)
+    timed = result.collective
+    axes = axes_of(timed.span)
+    ranks = timed.span[-1].outer // timed.span[0].inner
+    algorithm_bandwidth = timed.num_bytes / result.seconds
+    bound = least_seconds(settings.machine, timed.op, axes, timed.num_bytes)
     return {
-        "op": move.op.value,
-        "algorithm": outcome.algorithm,
+        "op": timed.op.value,
+        "algorithm": result.algorithm,
         "axes": axes.value,
         "ranks": ranks,
-        "bytes": move.num_bytes,
-        "seconds": outcome.seconds,
+        "bytes": timed.num_bytes,
+        "seconds": result.seconds,
         "algorithm_bandwidth": algorithm_bandwidth,
-        "bus_bandwidth": algorithm_bandwidth * passes(move.op) * (ranks - 1) / ranks,
-        "correct": outcome.correct,
+        "bus_bandwidth": algorithm_bandwidth * passes(timed.op) * (ranks - 1) / ranks,
+        "correct": result.correct,
         "bound_seconds": bound,
-        "fraction_of_bound": None if bound is None else bound / outcome.seconds,
-        "repeats": outcome.repeats,
-        "seconds_by_round": outcome.seconds_by_round,
+        "fraction_of_bound": None if bound is None else bound / result.seconds,
+        "repeats": result.repeats,
+        "seconds_by_round": result.seconds_by_round,
     }
 
 
@@ -270,19 +275,19 @@ def measured_device(settings: Settings, control: Control) -> Device | None:
 
 def write(
     settings: Settings,
-    outcomes: Sequence[Outcome],
+    results: Sequence[CollectiveResult],
     facts: dict[str, Any],
     device: Device | None,
 ) -> None:
     """Write the requested files."""
     world = axes_of(settings.topology.axes).value
-    rows = [row_of(outcome, settings) for outcome in outcomes]
+    rows = [row_of(result, settings) for result in results]
     of_world = [row for row in rows if row["axes"] == world]
     alone = [row for row in rows if row["axes"] != world]
     write_json(settings.args.json, {**facts, "rows": of_world, "axis_rows": alone})
     if settings.args.machine_file is not None:
         source = f"measured by tools/bench_collectives.py: {describe(facts)}"
-        machine = with_measured(settings.machine, outcomes, device, source=source)
+        machine = with_measured(settings.machine, results, device, source=source)
         write_text(settings.args.machine_file, machine_to_json(machine))
         print_line(*written_lines(settings.args.machine_file, machine))
     if settings.args.plot is not None:
@@ -300,14 +305,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = measured_device(settings, control)
         if device is not None and world.rank == 0:
             print_line(memory_line(device))
-        outcomes = race_all(settings, control)
+        results = run_all(settings, control)
         with control.raise_on_all_ranks():
             if world.rank == 0:
-                write(settings, outcomes, facts, device)
-    wrong = [outcome for outcome in outcomes if not outcome.correct]
+                write(settings, results, facts, device)
+    wrong = [result for result in results if not result.correct]
     if wrong:
         if world.rank == 0:
-            print_line(f"{len(wrong)} of {len(outcomes)} rows are wrong", stream=sys.stderr)
+            print_line(f"{len(wrong)} of {len(results)} rows are wrong", stream=sys.stderr)
         raise SystemExit(1)
 
 

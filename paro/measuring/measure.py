@@ -15,6 +15,7 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.errors import UserError
 from paro.machine.machine import Device, Machine
+from paro.measuring.benchmark import CollectiveBenchmark, time_links, with_measured
 from paro.measuring.device import (
     Effort,
     PartsOfStep,
@@ -23,9 +24,7 @@ from paro.measuring.device import (
     parts_of_step,
     with_layers,
 )
-from paro.measuring.links import time_links, with_measured
 from paro.measuring.memory import with_communicators
-from paro.measuring.race import Race
 from paro.precision import BYTES_OF
 from paro.quantization.formats import FULL_BITS
 from paro.schedule.batch_schedule import BatchSchedule
@@ -65,7 +64,7 @@ def measure_machine(
     groups = runtime.groups_on(control.device)
     device = with_communicators(device, control, world.topology(), groups)
     left = min(_LINKS, SECONDS - 10.0 - (time.monotonic() - begin))
-    race = Race(
+    benchmark = CollectiveBenchmark(
         control=control,
         topology=world.topology(),
         runtime=runtime,
@@ -77,9 +76,9 @@ def measure_machine(
     trains = config.trained.__contains__
     units = units_of(config.model, world_size=world.size, is_trained=trains)
     largest = max(unit.numel for unit in units) * BYTES_OF["fp32"]
-    outcomes = time_links(race, spans_of(config), most_bytes=largest, seconds=seconds, say=say)
+    results = time_links(benchmark, spans_of(config), most_bytes=largest, seconds=seconds, say=say)
     machine = Machine(name=name, source="", world_size=world.size, group_size=world.group_size)
-    found: Machine = control.gather(with_measured(machine, outcomes, device, source=source))[0]
+    found: Machine = control.gather(with_measured(machine, results, device, source=source))[0]
     return found
 
 

@@ -23,18 +23,18 @@ from paro.distributed.comm_stream import Event
 from paro.distributed.world import World
 from paro.machine.files import machine_to_json, read_machine
 from paro.machine.machine import Nic, fastest_algorithm
-from paro.measuring import race
-from paro.measuring.device import Effort, measure_device
-from paro.measuring.links import with_measured
-from paro.measuring.race import (
+from paro.measuring import benchmark
+from paro.measuring.benchmark import (
     LEAST_REPEATS,
     MOST_BYTES,
     MOST_REPEATS,
-    Outcome,
-    Turn,
+    CheckedInput,
+    CollectiveResult,
+    TimedCollective,
     count_repeats,
+    with_measured,
 )
-from paro.measuring.trial import Move, Trial, draw, make_trial
+from paro.measuring.device import Effort, measure_device
 from paro.topology import Axes, AxisSpan, make_topology
 from tests.helpers.ranks import run_ranks
 from tests.helpers.refusals import refused
@@ -49,6 +49,7 @@ from tools.bench_collectives import (
     table,
 )
 from tools.collective_timing.results import plot
+from tools.collective_timing.rounds import draw, random_input
 
 CPU = torch.device("cpu")
 TOPOLOGY = make_topology(world_size=4, group_size=2, degrees=())
@@ -61,32 +62,40 @@ def settings(*words: str, size: int = 8, group_size: int = 4) -> Settings:
     return settings_of(args, World(size=size, ranks_per_node=group_size))
 
 
-def outcome(seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool = True) -> Outcome:
+def result(
+    seconds: Sequence[float], *, op: Op = Op.ALL_GATHER, correct: bool = True
+) -> CollectiveResult:
     span = settings().topology.axes
-    move = Move(op=op, span=span, numel=8_000_000, dtype=torch.float32)
-    return Outcome(
-        move=move, algorithm="ho-ring", repeats=1, seconds_by_round=tuple(seconds), correct=correct
+    timed = TimedCollective(op=op, span=span, numel=8_000_000, dtype=torch.float32)
+    return CollectiveResult(
+        collective=timed,
+        algorithm="ho-ring",
+        repeats=1,
+        seconds_by_round=tuple(seconds),
+        correct=correct,
     )
 
 
 # Communication and its check
 
 
-def trials(op: Op, dtype: torch.dtype, span: AxisSpan = TOPOLOGY.axes) -> list[Trial]:
+def inputs(op: Op, dtype: torch.dtype, span: AxisSpan = TOPOLOGY.axes) -> list[CheckedInput]:
     """One per rank of 2 groups of 2."""
-    move = Move(op=op, span=span, numel=4 * 64, dtype=dtype)
-    return [make_trial(move, TOPOLOGY.members(span, rank), rank, CPU) for rank in RANKS]
+    timed = TimedCollective(op=op, span=span, numel=4 * 64, dtype=dtype)
+    return [random_input(timed, TOPOLOGY.members(span, rank), rank, CPU) for rank in RANKS]
 
 
-def carried_out(made: Sequence[Trial], comm_dtype: torch.dtype | None = None) -> list[Tensor]:
+def carried_out(
+    made: Sequence[CheckedInput], comm_dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Every rank's buffer after the collective over all, computed here; sums in `comm_dtype`."""
-    buffers = [torch.zeros_like(made[0].given.new_empty(4 * 64)) for _ in made]
-    for trial, buffer in zip(made, buffers, strict=True):
-        trial.fill(buffer)
-    if made[0].move.op is Op.ALL_GATHER:
+    buffers = [torch.zeros_like(made[0].values.new_empty(4 * 64)) for _ in made]
+    for checked, buffer in zip(made, buffers, strict=True):
+        checked.fill(buffer)
+    if made[0].collective.op is Op.ALL_GATHER:
         for buffer in buffers:
-            for trial, source in zip(made, [b.clone() for b in buffers], strict=True):
-                buffer[trial.shard] = source[trial.shard]
+            for checked, source in zip(made, [b.clone() for b in buffers], strict=True):
+                buffer[checked.shard] = source[checked.shard]
         return buffers
     total = sum(buffer.to(comm_dtype or buffer.dtype) for buffer in buffers)
     return [total.to(buffer.dtype, copy=True) for buffer in buffers]
@@ -95,36 +104,36 @@ def carried_out(made: Sequence[Trial], comm_dtype: torch.dtype | None = None) ->
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nothing_done_and_one_wrong_element_are_wrong(op: Op, dtype: torch.dtype) -> None:
-    made = trials(op, dtype)
-    for trial, buffer in zip(made, carried_out(made), strict=True):
+    made = inputs(op, dtype)
+    for checked, buffer in zip(made, carried_out(made), strict=True):
         untouched = torch.zeros_like(buffer)
-        trial.fill(untouched)
-        assert not trial.is_right(untouched)
-        assert trial.is_right(buffer)
-        buffer[trial.shard][-1] += 1
-        assert not trial.is_right(buffer)
+        checked.fill(untouched)
+        assert not checked.is_right(untouched)
+        assert checked.is_right(buffer)
+        buffer[checked.shard][-1] += 1
+        assert not checked.is_right(buffer)
 
 
 @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
 def test_a_sum_that_travelled_in_a_smaller_type_is_wrong(op: Op) -> None:
-    made = trials(op, torch.float32)
-    for trial, buffer in zip(made, carried_out(made, torch.bfloat16), strict=True):
-        assert not trial.is_right(buffer)
+    made = inputs(op, torch.float32)
+    for checked, buffer in zip(made, carried_out(made, torch.bfloat16), strict=True):
+        assert not checked.is_right(buffer)
 
 
 def test_a_shard_at_a_wrong_place_is_wrong() -> None:
-    made = trials(Op.ALL_GATHER, torch.float32)
-    for trial, buffer in zip(made, carried_out(made), strict=True):
-        others = [other.shard for other in made if other.shard != trial.shard]
+    made = inputs(Op.ALL_GATHER, torch.float32)
+    for checked, buffer in zip(made, carried_out(made), strict=True):
+        others = [other.shard for other in made if other.shard != checked.shard]
         one, another = buffer[others[0]].clone(), buffer[others[1]].clone()
         buffer[others[0]], buffer[others[1]] = another, one
-        assert not trial.is_right(buffer)
+        assert not checked.is_right(buffer)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> None:
-    move = Move(op=Op.ALL_REDUCE, span=TOPOLOGY.axes, numel=4096, dtype=dtype)
-    drawn = torch.stack([draw(move, RANKS, rank, 0) for rank in RANKS]).abs()
+    timed = TimedCollective(op=Op.ALL_REDUCE, span=TOPOLOGY.axes, numel=4096, dtype=dtype)
+    drawn = torch.stack([draw(timed, RANKS, rank, 0) for rank in RANKS]).abs()
     assert drawn.sum(0, dtype=torch.float64).max() <= 2 / torch.finfo(dtype).eps
     assert drawn.unique().numel() > 40
     assert not torch.equal(drawn[0], drawn[1])
@@ -146,15 +155,15 @@ def test_sums_of_as_many_ranks_as_there_are_stay_exact(dtype: torch.dtype) -> No
         ("cuda", 16 << 20, 0.5, 1),
     ],
 )
-def test_short_turns_are_repeated(
+def test_short_runs_are_repeated(
     device_type: str, numel: int, seconds: float, repeats: int
 ) -> None:
-    move = Move(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=numel, dtype=torch.float32)
-    assert count_repeats(move, Turn(seconds, True), device_type) == repeats
+    timed = TimedCollective(op=Op.ALL_GATHER, span=TOPOLOGY.axes, numel=numel, dtype=torch.float32)
+    assert count_repeats(timed, seconds, device_type) == repeats
 
 
 def test_the_figures_of_a_row() -> None:
-    row = row_of(outcome([0.5, 0.4, 0.9]), settings("--inter-bandwidth", "100mbit"))
+    row = row_of(result([0.5, 0.4, 0.9]), settings("--inter-bandwidth", "100mbit"))
     assert row["seconds"] == 0.5
     assert row["bytes"] == 32_000_000
     assert row["algorithm_bandwidth"] == 64e6
@@ -162,19 +171,19 @@ def test_the_figures_of_a_row() -> None:
     assert row["bound_seconds"] == pytest.approx(0.32)
     assert row["fraction_of_bound"] == pytest.approx(0.64)
     assert row["correct"] is True
-    twice = row_of(outcome([0.5], op=Op.ALL_REDUCE), settings("--inter-bandwidth", "100mbit"))
+    twice = row_of(result([0.5], op=Op.ALL_REDUCE), settings("--inter-bandwidth", "100mbit"))
     assert twice["bus_bandwidth"] == 64e6 * 14 / 8
     assert twice["bound_seconds"] == pytest.approx(0.64)
-    assert row_of(outcome([0.5]), settings())["fraction_of_bound"] is None
+    assert row_of(result([0.5]), settings())["fraction_of_bound"] is None
 
 
 def test_the_table_says_what_is_wrong() -> None:
-    rows = [row_of(outcome([0.5], correct=correct), settings()) for correct in (True, False)]
+    rows = [row_of(result([0.5], correct=correct), settings()) for correct in (True, False)]
     assert ["WRONG" in line for line in table(rows).strip().splitlines()] == [False, False, True]
 
 
 def test_a_wrong_algorithm_is_never_written_down_as_fast() -> None:
-    measured = [replace(outcome([0.1], correct=False), algorithm="ring"), outcome([0.5])]
+    measured = [replace(result([0.1], correct=False), algorithm="ring"), result([0.5])]
     found = with_measured(settings().machine, measured, None, source="a test")
     assert fastest_algorithm(found, Op.ALL_GATHER, Axes.BOTH, 1_000) == "ho-ring"
 
@@ -184,10 +193,13 @@ def test_a_wrong_algorithm_is_never_written_down_as_fast() -> None:
 
 def test_sizes_are_bytes_that_divide_among_the_ranks() -> None:
     asked = settings("--sizes", "4,4K,64k,1.5M,32M", size=6, group_size=3)
-    moves = asked.moves(Op.ALL_GATHER, asked.topology.axes)
-    assert [move.num_bytes for move in moves] == [24, 4_008, 64_008, 1_500_000, 32_000_016]
+    timed = asked.collectives(Op.ALL_GATHER, asked.topology.axes)
+    assert [one.num_bytes for one in timed] == [24, 4_008, 64_008, 1_500_000, 32_000_016]
     asked = settings("--sizes", "1,2,64", "--dtype", "bfloat16")
-    assert [m.num_bytes for m in asked.moves(Op.ALL_GATHER, asked.topology.axes)] == [16, 64]
+    assert [one.num_bytes for one in asked.collectives(Op.ALL_GATHER, asked.topology.axes)] == [
+        16,
+        64,
+    ]
 
 
 def test_links_come_from_flags_before_the_machine(tmp_path: Path) -> None:
@@ -229,11 +241,11 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     known, unknown = settings("--inter-bandwidth", "100mbit"), settings()
-    rows = [row_of(outcome([0.5], op=op), known) for op in (Op.ALL_GATHER, Op.ALL_REDUCE)]
+    rows = [row_of(result([0.5], op=op), known) for op in (Op.ALL_GATHER, Op.ALL_REDUCE)]
     plot(path, "a title", rows)
     with_bound = path.read_bytes()
     assert with_bound.startswith(b"\x89PNG")
-    plot(path, "a title", [row_of(outcome([0.5]), unknown)])
+    plot(path, "a title", [row_of(result([0.5]), unknown)])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.read_bytes() != with_bound
 
@@ -252,8 +264,8 @@ FLAGS = ["--distributed-backend", "gloo", "--group-size", "2", "--sizes", "64,4K
 
 
 def time_everything_once() -> None:
-    race.LEAST_REPEATS = 1
-    race.MOST_REPEATS = 1
+    benchmark.LEAST_REPEATS = 1
+    benchmark.MOST_REPEATS = 1
     measure_device.__kwdefaults__["effort"] = ONCE
 
 
@@ -318,7 +330,7 @@ def bench_with_a_wrong_collective(folder: str) -> object:
     files = ("--json", f"{folder}/rows.json", "--machine-file", f"{folder}/machine.json")
     words = [*FLAGS, "--ops", "all_gather,all_reduce", "--algorithms", "ring,native", *files]
     with (
-        mock.patch.object(race, "make_collectives", make),
+        mock.patch.object(benchmark, "make_collectives", make),
         mock.patch.dict(measure_device.__kwdefaults__, effort=ONCE),
         pytest.raises(SystemExit) as leaving,
     ):

@@ -45,8 +45,12 @@ from paro.errors import UserError, check_least
 from paro.launch.prediction import planned_step
 from paro.machine.files import find_machine
 from paro.machine.machine import Machine
-from paro.measuring.race import MOST_REPEATS, Race
-from paro.measuring.trial import moves_of, zero_trial
+from paro.measuring.benchmark import (
+    MOST_REPEATS,
+    CollectiveBenchmark,
+    timed_collectives,
+    zero_input,
+)
 from paro.report.log import print_line
 from paro.topology import make_topology
 from tools.bench import compare_peers
@@ -60,7 +64,7 @@ from tools.shared.meters import MemoryMeter
 from tools.shared.output import text_table, write_json
 
 CONTENDERS = "paro:IIG,paro:NIG,paro:GGG,fsdp2,fsdp2-hybrid"
-_SMALL, _TURNS = 4096, 5  # bytes of a collective that shows what the host takes, and its turns
+_SMALL, _RUNS = 4096, 5  # bytes of a collective that shows what the host takes, and its runs
 _RANDOM = 1 << 20  # values that initial weights repeat
 # Blocks so small that a GPU waits for the host.
 _TINY = ["--hidden-size=64", "--num-attention-heads=4", "--ffn-hidden-size=64", "--vocab-size=512"]
@@ -137,15 +141,17 @@ def host_seconds(control: Control, runtime: RuntimeConfig) -> dict[Op, float]:
     """
     size, group = control.world.size, control.world.group_size
     topology = make_topology(world_size=size, group_size=group, degrees=())
-    race = Race(control=control, topology=topology, runtime=runtime, algorithms=(), rounds=0)
+    benchmark = CollectiveBenchmark(
+        control=control, topology=topology, runtime=runtime, algorithms=(), rounds=0
+    )
     span = topology.axes[:1]
     found = {}
-    with race.collectives("native", frozenset({span})) as collectives:
+    with benchmark.collectives("native", frozenset({span})) as collectives:
         for op in Op:
-            (move,) = moves_of(op, span, [_SMALL], ranks=size)
-            trial = zero_trial(move, control.world.rank, control.device)
-            turns = [race.turn(collectives, trial, MOST_REPEATS) for _ in range(_TURNS)]
-            found[op] = median(turn.cpu_seconds for turn in turns)
+            (timed,) = timed_collectives(op, span, [_SMALL], ranks=size)
+            zeros = zero_input(timed, control.world.rank, control.device)
+            runs = [benchmark.run(collectives, zeros, MOST_REPEATS) for _ in range(_RUNS)]
+            found[op] = median(run.cpu_seconds for run in runs)
     return found
 
 

@@ -15,8 +15,8 @@ from paro.distributed.control import Control
 from paro.distributed.world import World
 from paro.measuring import attention
 from paro.measuring.attention import attention_rates
+from tests.paro.measuring.test_benchmark import alone
 from tests.paro.measuring.test_device import TINY
-from tests.paro.measuring.test_race import alone
 from tools.collective_timing.training import training_config
 
 # As torch returns them: equal to those that have these names, but other objects.

@@ -10,9 +10,16 @@ from paro.collectives.schedule import COLLECTIVES, Op
 from paro.config.run import RunConfig
 from paro.machine.machine import Machine
 from paro.machine.machine import seconds as seconds_of
-from paro.measuring import race as racing
+from paro.measuring import benchmark as benchmark_module
+from paro.measuring.benchmark import (
+    SIZES,
+    CheckedInput,
+    CollectiveBenchmark,
+    TimedRun,
+    time_links,
+    with_measured,
+)
 from paro.measuring.device import PartsOfStep
-from paro.measuring.links import SIZES, time_links, with_measured
 from paro.measuring.measure import (
     affordable,
     algorithms_of,
@@ -20,12 +27,10 @@ from paro.measuring.measure import (
     one_rank,
     shortened,
 )
-from paro.measuring.race import Race, Turn
-from paro.measuring.trial import Trial
 from paro.topology import Axes, axes_of
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure
-from tests.paro.measuring.test_race import TOPOLOGY, Still, raced
+from tests.paro.measuring.test_benchmark import TOPOLOGY, Still, benchmark_of
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"
 LATENCY, PER_BYTE = 1e-3, 1e-6  # of every simulated collective
@@ -120,18 +125,21 @@ def timed(
 
     count = itertools.count(1)
 
-    def turn(_race: Race, _collectives: object, trial: Trial, _repeats: int) -> Turn:
-        disturbed = 40 if trial.move.num_bytes == SIZES[1] and next(count) % 4 == 3 else 1
-        seconds = LATENCY + per_byte * trial.move.num_bytes
-        return Turn(disturbed * seconds, correct=True, cpu_seconds=1e-4)
+    def run(
+        _benchmark: CollectiveBenchmark, _made: object, checked: CheckedInput, _repeats: int
+    ) -> TimedRun:
+        num_bytes = checked.collective.num_bytes
+        disturbed = 40 if num_bytes == SIZES[1] and next(count) % 4 == 3 else 1
+        seconds = LATENCY + per_byte * num_bytes
+        return TimedRun(disturbed * seconds, correct=True, cpu_seconds=1e-4)
 
-    monkeypatch.setattr(racing, "make_groups", lambda *_: None)
-    monkeypatch.setattr(racing, "make_collectives", lambda *_: Still())
-    monkeypatch.setattr(Race, "turn", turn)
-    race = raced(3)
+    monkeypatch.setattr(benchmark_module, "make_groups", lambda *_: None)
+    monkeypatch.setattr(benchmark_module, "make_collectives", lambda *_: Still())
+    monkeypatch.setattr(CollectiveBenchmark, "run", run)
+    benchmark = benchmark_of(3)
     said: list[str] = []
     spans = [(axis,) for axis in TOPOLOGY.axes]
-    found = time_links(race, spans, most_bytes=most_bytes, seconds=seconds, say=said.append)
+    found = time_links(benchmark, spans, most_bytes=most_bytes, seconds=seconds, say=said.append)
     assert said == [f"links, {axes_of(span).value}" for span in spans]
     machine = Machine(name="links", source="", world_size=4, group_size=2)
     return with_measured(machine, found, None, source="simulated")

@@ -28,7 +28,7 @@ from tests.helpers.commands import output_of
 from tests.helpers.hopper import H100
 from tests.helpers.refusals import refused
 from tests.paro.config.test_run import SMALL, configure
-from tests.paro.measuring.test_race import alone
+from tests.paro.measuring.test_benchmark import alone
 from tests.paro.planning.cases import machine
 
 AUTO = f"{SMALL} --distributed-backend gloo --paro-strategy auto"

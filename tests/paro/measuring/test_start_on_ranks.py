@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from paro.machine.files import read_machine
-from paro.measuring import links, measure
+from paro.measuring import benchmark, measure
 from paro.measuring.device import Effort
 from paro.topology import Axes
 from tests.helpers.scripts import run_script
@@ -30,10 +30,10 @@ AUTO = ("--paro-strategy", "auto")
 
 
 def briefly() -> None:
-    """Times each thing once; nothing computes beside links, which tests of races do."""
+    """Times each thing once; nothing computes beside links, which tests of benchmarks do."""
     measure._EFFORT = Effort(warmup=1, steps=1, micro_batches=1, seconds=0.1)  # type: ignore[misc]
     measure._LINKS = measure._LEAST_FOR_LINKS = 0.5  # type: ignore[misc]
-    links.computing = lambda _: nullcontext()  # type: ignore[assignment]
+    benchmark.computing = lambda _: nullcontext()  # type: ignore[assignment]
 
 
 def one_dies() -> None:
@@ -43,7 +43,7 @@ def one_dies() -> None:
     say what they met.
     """
     briefly()
-    curve = links._curve
+    curve = benchmark._curve
 
     def until_then(*given: Any) -> Any:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -53,7 +53,7 @@ def one_dies() -> None:
             os._exit(9)
         return curve(*given)
 
-    links._curve = until_then  # type: ignore[assignment]
+    benchmark._curve = until_then  # type: ignore[assignment]
 
 
 def trained(folder: Path, *flags: object, iterations: int = 2) -> tuple[str, list[float]]:
@@ -97,14 +97,14 @@ def test_ranks_measure_once_and_then_train_as_ever(tmp_path: Path) -> None:
 def one_is_signalled() -> None:
     """Rank 3 gets SIGTERM where it would time links."""
     briefly()
-    curve = links._curve
+    curve = benchmark._curve
 
     def until_then(*given: Any) -> Any:
         if dist.get_rank() == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return curve(*given)
 
-    links._curve = until_then  # type: ignore[assignment]
+    benchmark._curve = until_then  # type: ignore[assignment]
 
 
 @pytest.mark.ranks

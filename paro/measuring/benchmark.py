@@ -1,0 +1,366 @@
+"""Benchmark of this machine's collectives: timed runs of an algorithm, and curves over sizes."""
+
+# As in nccl-tests, a run is some repetitions of one collective on buffers of one size, between two
+# barriers. A first run of one repetition is not counted: it says how many the next ones have. A
+# result is the median over counted runs of the slowest rank.
+#
+# Idle process groups cost time: their threads wake up all the time. On one machine 8 idle ranks
+# took 0.015 of a core, with the groups of one algorithm 0.06, with those of all five 0.19: a tenth
+# of its two cores. Creating and closing them takes a tenth of a second or two. So only the groups
+# of the running algorithm exist, and it runs all sizes before those of the next are made.
+# tools/bench_collectives.py has minutes, in which a machine's speed drifts: there algorithms
+# alternate (tools/collective_timing/rounds.py).
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paro.collectives.api import Collectives, make_collectives
+from paro.collectives.choice import AlgorithmChoice
+from paro.collectives.interface import Request
+from paro.collectives.schedule import Op
+from paro.collectives.spans import needed_groups
+from paro.distributed.control import Control
+from paro.distributed.groups import make_groups
+from paro.distributed.links import make_links
+from paro.distributed.process_group import RuntimeConfig
+from paro.distributed.timers import synchronize, time_of
+from paro.layout import ALIGN
+from paro.machine.choice import pieces_by
+from paro.machine.machine import Device, Machine, Measured, fit_link
+from paro.topology import COLLECTIVE_USES, AxisSpan, Link, Topology, axes_of, nested_range
+
+# A run of small messages is repeated until it takes about so long, within the limits below; every
+# repetition has its own buffer, so that each result can be checked.
+RUN_SECONDS = 0.02
+MOST_REPEATS = 20
+# Ranks leave a barrier at different times: for a single short collective that would matter.
+LEAST_REPEATS = 3
+SHORT_SECONDS = 0.2
+# More per rank would not stay in a cache that CPU ranks share; GPUs have room for it.
+MOST_BYTES = {"cpu": 4 << 20, "cuda": 4 << 30}
+SIZES = tuple(4 << (10 + 2 * step) for step in range(8))  # bytes of the whole buffer, up to 64 MiB
+# Larger messages than the largest that is timed take what the two largest say of bandwidth. Where
+# both are mostly latency, that is noise: 4 and 16 KB say nothing of 1 MB.
+_GROWTH = 3  # of the time of the smallest size, at the second that is timed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedCollective:
+    """Collective on a whole buffer of `numel` elements along an axis span."""
+
+    op: Op
+    span: AxisSpan
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def shard_of(self, rank: int) -> slice:
+        return slice(*nested_range(self.span, rank, self.numel))
+
+
+def timed_collectives(
+    op: Op, span: AxisSpan, sizes: Sequence[int], *, ranks: int, dtype: torch.dtype = torch.float32
+) -> list[TimedCollective]:
+    """Make one collective per size in bytes, rounded up to a multiple of `ranks` elements."""
+    numels = dict.fromkeys(-(-size // (dtype.itemsize * ranks)) * ranks for size in sizes)
+    return [TimedCollective(op=op, span=span, numel=numel, dtype=dtype) for numel in numels]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedInput:
+    """Input of a rank to a collective, and the result that is expected of it."""
+
+    collective: TimedCollective
+    shard: slice
+    values: Tensor  # of an all-gather: this rank's shard; else the whole buffer
+    expected: Tensor  # of a reduce-scatter: this rank's shard; else the whole buffer
+
+    def fill(self, buffer: Tensor) -> None:
+        """Copy the input into `buffer`; elements that an all-gather must write become NaN."""
+        if self.collective.op is Op.ALL_GATHER:
+            buffer.fill_(torch.nan)
+            buffer[self.shard].copy_(self.values)
+        else:
+            buffer.copy_(self.values)
+
+    def is_right(self, buffer: Tensor) -> bool:
+        """Return whether `buffer` holds the expected result."""
+        result = buffer[self.shard] if self.collective.op is Op.REDUCE_SCATTER else buffer
+        return torch.equal(result, self.expected)
+
+
+def zero_input(collective: TimedCollective, rank: int, device: torch.device) -> CheckedInput:
+    """Make an input of zeros, which take no time to draw and sum."""
+    shard = collective.shard_of(rank)
+    whole = torch.zeros(collective.numel, dtype=collective.dtype, device=device)
+    values = whole[shard] if collective.op is Op.ALL_GATHER else whole
+    expected = whole[shard] if collective.op is Op.REDUCE_SCATTER else whole
+    return CheckedInput(collective=collective, shard=shard, values=values, expected=expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveResult:
+    """Times of one collective by one algorithm: seconds of the slowest rank in each counted run."""
+
+    collective: TimedCollective
+    algorithm: str
+    repeats: int
+    seconds_by_round: tuple[float, ...]
+    correct: bool
+    cpu_seconds: float | None = None  # a rank's processor time, the mean over ranks
+    busy_seconds: float | None = None  # while every rank also computes
+
+    @property
+    def seconds(self) -> float:
+        return median(self.seconds_by_round)
+
+
+class TimedRun(NamedTuple):
+    """Seconds of a repetition, and whether all results were right; of one rank, or of all."""
+
+    seconds: float
+    correct: bool
+    cpu_seconds: float = 0.0  # of all threads; over all ranks: the mean
+    busy_seconds: float | None = None  # while every rank also computes
+
+
+def over_ranks(runs: Sequence[TimedRun]) -> TimedRun:
+    """Combine the ranks' figures of one run."""
+    busy = [run.busy_seconds for run in runs if run.busy_seconds is not None]
+    return TimedRun(
+        seconds=max(run.seconds for run in runs),
+        correct=all(run.correct for run in runs),
+        cpu_seconds=fmean(run.cpu_seconds for run in runs),
+        busy_seconds=max(busy) if busy else None,
+    )
+
+
+def result_of(
+    collective: TimedCollective,
+    algorithm: str,
+    first: TimedRun,
+    counted: Sequence[TimedRun],
+    repeats: int,
+) -> CollectiveResult:
+    """Compute the medians over `counted` runs; the `first` one only has to be right."""
+    busy = [run.busy_seconds for run in counted if run.busy_seconds is not None]
+    return CollectiveResult(
+        collective=collective,
+        algorithm=algorithm,
+        repeats=repeats,
+        seconds_by_round=tuple(run.seconds for run in counted),
+        correct=all(run.correct for run in (first, *counted)),
+        cpu_seconds=median(run.cpu_seconds for run in counted),
+        busy_seconds=median(busy) if busy else None,
+    )
+
+
+def count_repeats(collective: TimedCollective, seconds: float, device_type: str) -> int:
+    """Compute how often a run repeats a collective that takes so long."""
+    room = max(1, MOST_BYTES[device_type] // collective.num_bytes)
+    least = LEAST_REPEATS if seconds < SHORT_SECONDS else 1
+    return max(least, min(math.ceil(RUN_SECONDS / seconds), MOST_REPEATS, room))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveBenchmark:
+    """Benchmark of some algorithms on a topology, with so many counted runs each."""
+
+    control: Control
+    topology: Topology
+    runtime: RuntimeConfig
+    algorithms: tuple[str, ...]
+    rounds: int
+    machine: Machine | None = None  # its links say in how many pieces ho-ring is cut under nccl
+    while_computing: bool = False  # also time every collective while all ranks compute
+
+    @contextmanager
+    def collectives(self, name: str, spans: frozenset[AxisSpan]) -> Iterator[Collectives]:
+        """Make the collectives of an algorithm, whose process groups exist in the block."""
+        config = self.runtime.groups_on(self.control.device)
+        pieces = pieces_by(self.machine) if config.backend == "nccl" else None
+        choice = AlgorithmChoice(names=(name,), pieces=pieces)
+        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_USES, spans))
+        groups = make_groups(self.topology, self.control.world.rank, needed, config)
+        made = make_collectives(choice, groups, make_links(self.control.device, config.backend))
+        yield made
+        made.close()  # not after an exception: with a dead peer this would hang
+
+    def run(self, collectives: Collectives, checked: CheckedInput, repeats: int) -> TimedRun:
+        """Time a run of this rank, which all ranks of the span begin together.
+
+        On GPUs a collective that is not timed comes first: all ranks end it together, but leave the
+        barrier of their hosts at times that differ by as much as a collective takes.
+        """
+        device, timed = self.control.device, checked.collective
+        ahead = int(device.type == "cuda")
+        shape = ahead + repeats, -(-timed.numel // ALIGN) * ALIGN
+        registered, values = collectives.registered, checked.values.new_empty(0)
+        num_bytes = math.prod(shape) * timed.dtype.itemsize
+        registered.reserve({True: (num_bytes, 1)}, self.control)
+        registered.resize(values.untyped_storage(), num_bytes, trains=True)
+        buffers = values.resize_(shape)[:, : timed.numel].unbind()
+        for buffer in buffers:
+            checked.fill(buffer)
+
+        def run_in(buffers: Sequence[Tensor]) -> None:
+            for buffer in buffers:
+                collectives.run(Request(timed.op, buffer, timed.span, timed.dtype)).wait()
+
+        synchronize(device)
+        self.control.barrier()
+        run_in(buffers[:ahead])
+        took = time_of(lambda: run_in(buffers[ahead:]), device)
+        return TimedRun(
+            took.wall / repeats, all(map(checked.is_right, buffers)), took.cpu / repeats
+        )
+
+    def run_and_compute(
+        self, collectives: Collectives, checked: CheckedInput, repeats: int
+    ) -> float:
+        """Return seconds of a repetition in a short run of this rank, while it also computes."""
+        with computing(self.control.device):
+            return self.run(collectives, checked, min(repeats, LEAST_REPEATS)).seconds
+
+    def run_on_all(self, collectives: Collectives, checked: CheckedInput, repeats: int) -> TimedRun:
+        """Time a run, and combine the figures of all ranks; collective."""
+        return over_ranks(self.control.gather(self.run(collectives, checked, repeats)))
+
+    def time_zeros(
+        self, collectives: Collectives, name: str, timed: TimedCollective
+    ) -> CollectiveResult:
+        """Time a collective by an algorithm, on zeros; collective over all ranks."""
+        control = self.control
+        checked = zero_input(timed, control.world.rank, control.device)
+        first = self.run_on_all(collectives, checked, 1)
+        repeats = count_repeats(timed, first.seconds, control.device.type)
+        counted = [self.run_on_all(collectives, checked, repeats) for _ in range(self.rounds)]
+        if self.while_computing:
+            busy = max(control.gather(self.run_and_compute(collectives, checked, repeats)))
+            counted[-1] = counted[-1]._replace(busy_seconds=busy)
+        return result_of(timed, name, first, counted, repeats)
+
+    def seconds_to_time(self, timed: TimedCollective, like: CollectiveResult) -> float:
+        """Estimate how long `time_zeros` takes at most, from a result for more or fewer bytes."""
+        longer = max(1.0, timed.num_bytes / like.collective.num_bytes)
+        once = longer * like.seconds
+        repeats = count_repeats(timed, once, self.control.device.type)
+        busy = longer * (like.busy_seconds or 0.0) * min(repeats, LEAST_REPEATS)
+        return (1 + self.rounds * repeats) * once + busy
+
+
+@contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Multiply matrices in another thread, as small as a block's in training."""
+    end = threading.Event()
+    left, right = (torch.ones(128, 256, device=device), torch.ones(256, 256, device=device))
+
+    def compute() -> None:
+        while not end.is_set():
+            torch.mm(left, right)
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def time_links(
+    benchmark: CollectiveBenchmark,
+    spans: Sequence[AxisSpan],
+    *,
+    most_bytes: int,
+    seconds: float,
+    say: Callable[[str], None],
+) -> list[CollectiveResult]:
+    """Time every op along these spans by all algorithms, in about so many seconds; collective.
+
+    A curve has the smallest size, and one whose bytes take most of its time, or the largest; others
+    while its share of the time that is left lasts. The largest is `most_bytes`, or a step above.
+    """
+    results: list[CollectiveResult] = []
+    end = time.monotonic() + seconds
+    sizes = [size for size in SIZES if size < 4 * most_bytes or size in SIZES[:2]]
+    num_curves = len(spans) * len(benchmark.algorithms) * len(Op)
+    for span in spans:
+        say(f"links, {axes_of(span).value}")
+        for name in benchmark.algorithms:
+            left = benchmark.control.gather(end - time.monotonic())[0]
+            share = left / num_curves
+            num_curves -= len(Op)
+            with benchmark.collectives(name, frozenset({span})) as collectives:
+                for op in Op:
+                    timed = timed_collectives(op, span, sizes, ranks=benchmark.topology.world_size)
+                    results += _curve(benchmark, collectives, name, timed, share)
+    return results
+
+
+def _curve(
+    benchmark: CollectiveBenchmark,
+    collectives: Collectives,
+    name: str,
+    timed: Sequence[TimedCollective],
+    seconds: float,
+) -> list[CollectiveResult]:
+    """Time a collective at two of these sizes or more, as `seconds` allow."""
+    smallest, *larger = timed
+    result = benchmark.time_zeros(collectives, name, smallest)
+    results = {smallest.num_bytes: result}
+    enough = _GROWTH * result.seconds
+    for one in larger:
+        checked = zero_input(one, benchmark.control.world.rank, benchmark.control.device)
+        runs = (benchmark.run_on_all(collectives, checked, 1) for _ in range(2))
+        if min(run.seconds for run in runs) >= enough or one is larger[-1]:  # undisturbed
+            result = results[one.num_bytes] = benchmark.time_zeros(collectives, name, one)
+            if result.seconds >= enough:
+                break
+    far = result.collective.num_bytes
+    for one in sorted(larger, key=lambda one: abs(math.log(one.num_bytes / far))):
+        used = sum(benchmark.seconds_to_time(each.collective, each) for each in results.values())
+        expected = benchmark.seconds_to_time(one, result)
+        if one.num_bytes not in results and used + expected <= seconds:
+            results[one.num_bytes] = benchmark.time_zeros(collectives, name, one)
+    return [results[size] for size in sorted(results)]
+
+
+def with_measured(
+    machine: Machine, results: Sequence[CollectiveResult], device: Device | None, *, source: str
+) -> Machine:
+    """Add results to a machine, and links fitted to them; those that were wrong are left out."""
+    measured = tuple(
+        Measured(
+            axes=axes_of(result.collective.span),
+            op=result.collective.op,
+            algorithm=result.algorithm,
+            bytes=result.collective.num_bytes,
+            seconds=result.seconds,
+            cpu_seconds=result.cpu_seconds,
+            busy_seconds=result.busy_seconds,
+        )
+        for result in results
+        if result.correct
+    )
+    machine = replace(machine, source=source, device=device, measured=measured)
+    speeds = {link: machine.link(link) for link in Link}
+    intra, inter = (
+        fit_link(machine, link, speed.bits_per_second if speed and speed.is_typed else None)
+        for link, speed in speeds.items()
+    )
+    return replace(machine, intra=intra, inter=inter)
