@@ -18,9 +18,8 @@ from paro.distributed.comm_stream import stream_name
 from paro.distributed.exposed_time import Exposed
 from paro.distributed.profile_range import record_ranges
 from paro.precision import PrecisionConfig
-from paro.report.record import Metrics, summarize
-from paro.report.tags import scalars_of
-from paro.topology import StreamKind
+from paro.report.record import Metrics, scalars_of, summarize
+from paro.topology import Use
 from tests.helpers.house import ROOT
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

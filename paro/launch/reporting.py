@@ -22,11 +22,10 @@ from paro.launch.prediction import bytes_by_part, planned_step, predict_memory
 from paro.report.config import ReportConfig
 from paro.report.log import Log
 from paro.report.memory import MemoryForecast
-from paro.report.observer import Observer
 from paro.report.profiler import MemoryHistory, Profiler
 from paro.report.record import RunFacts
 from paro.report.report import Report, open_report
-from paro.report.watchdog import WatchConfig, Watchdog
+from paro.report.watchdog import Observer, WatchConfig, Watchdog
 from paro.strategy import Strategy
 from paro.training.assembly import run_facts
 from paro.training.step import Training, TrainState

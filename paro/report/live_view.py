@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paro.errors import one_line, shown
+from paro.report.log_line import duration
 from paro.report.record import IterationRecord, Metrics, RunFacts, Validation
-from paro.report.time_left import duration
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 60

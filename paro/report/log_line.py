@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from statistics import median
+from typing import TYPE_CHECKING
 
-from paro.report.record import IterationRecord, Metrics, RunFacts, Validation
-from paro.report.time_left import duration
+if TYPE_CHECKING:  # it imports torch, which preprocessing does without
+    from paro.report.record import IterationRecord, Metrics, RankTimes, RunFacts, Validation
 
-_NAME_WIDTH = 48
+_NAME_WIDTH = 48  # of an argument or a timer, with the dots after it
+_NOTICEABLE = 0.02  # fraction of an iteration
+_ITERATIONS = 1000  # a change of pace shows, and one slow save among them does not
 
 
 def arguments_block(arguments: Mapping[str, object]) -> str:
@@ -89,3 +96,80 @@ def validation_block(found: Validation) -> str:
     line += f"samples: {found.read} | "
     rule = "-" * (len(line) + 1)
     return "\n".join([rule, line, rule])
+
+
+def timer_lines(everywhere: Sequence[Mapping[str, float]], *, option: str, iterations: int) -> str:
+    """Megatron's timer block: one line per timer, in ms per iteration, over the ranks."""
+    to_ms = 1000.0 / iterations
+    names = list(dict.fromkeys(name for timers in everywhere for name in timers))
+    title = {
+        "max": "max time across ranks (ms):",
+        "minmax": "(min, max) time across ranks (ms):",
+        "all": "times across ranks (ms):",
+    }[option]
+    lines = [title]
+    for name in names:
+        times = [timers.get(name, 0.0) * to_ms for timers in everywhere]
+        label = f"    {(name + ' ').ljust(_NAME_WIDTH, '.')}:"
+        if option == "max":
+            lines.append(f"{label} {max(times):.2f}")
+        elif option == "minmax":
+            lines.append(f"{label} ({min(times):.2f}, {max(times):.2f})")
+        else:
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in enumerate(times)]
+    return "\n".join(lines)
+
+
+def straggler_line(everywhere: Sequence[RankTimes], *, iterations: int) -> str:
+    """Which rank the others wait for, and why: compute, data, or only communication.
+
+    All ranks reach the end of a step together, so the straggler is the rank that waits least for
+    the others: the one with the most compute and data time.
+    """
+    to_ms = 1000.0 / iterations
+    busy = [times.compute + times.data for times in everywhere]
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    own = everywhere[slowest]
+    step = own.step * to_ms
+    excess = {
+        "compute": (own.compute - median(times.compute for times in everywhere)) * to_ms,
+        "data": (own.data - median(times.data for times in everywhere)) * to_ms,
+    }
+    cause = max(excess, key=excess.__getitem__)
+    shown = (
+        f" slowest rank: {slowest} | compute (ms): {own.compute * to_ms:.1f}"
+        f" | data (ms): {own.data * to_ms:.1f}"
+        f" | communication (ms): {own.communication * to_ms:.1f}"
+        f" | waiting for other ranks (ms): {own.agreement * to_ms:.1f} | "
+    )
+    if excess[cause] > _NOTICEABLE * step:
+        return f"{shown}cause: {cause}, {excess[cause]:.1f} ms above the median rank |"
+    least_exposed = min(times.communication for times in everywhere) * to_ms
+    if least_exposed > _NOTICEABLE * step:
+        return f"{shown}cause: communication, every rank waits {least_exposed:.1f} ms or more |"
+    return f"{shown}cause: none, ranks differ by less than {100 * _NOTICEABLE:.0f}% of a step |"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as 1:02:03, preceded by the days if there are any."""
+    whole = max(0, round(seconds))
+    days, rest = divmod(whole, 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days} d {text}" if days else text
+
+
+@dataclass(slots=True)
+class TimeLeft:
+    """Takes the end of every iteration; what comes between two, such as a save, counts too."""
+
+    train_iters: int
+    clock: Callable[[], float] = time.monotonic
+    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ITERATIONS + 1))
+
+    def after(self, iteration: int, *, seconds: float) -> float:
+        """Return seconds until the run ends, when an iteration that took `seconds` has ended."""
+        self.ends.append(self.clock())
+        if len(self.ends) > 1:
+            seconds = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        return (self.train_iters - iteration) * seconds

@@ -13,7 +13,7 @@ from paro.distributed.profile_range import record_ranges
 from paro.errors import UserError, describe
 from paro.report.earlier import set_aside
 from paro.report.log import Log
-from paro.report.observer import Observer
+from paro.report.watchdog import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Measurements of the training loop, and their summary for the log line and the metrics file."""
+"""Measurements of the training loop, their summary for the metrics file, and dashboard tags."""
 
 from __future__ import annotations
 
@@ -47,6 +47,25 @@ class Validation(NamedTuple):
     @property
     def name(self) -> str:
         return self.data_set or "validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Seconds that one rank spent since the last log line, by kind."""
+
+    step: float = 0.0
+    data: float = 0.0  # waiting for batches
+    communication: float = 0.0  # exposed gathers, reductions, all-gather of updated parameters
+    agreement: float = 0.0  # waiting for all ranks to reach the end of the step
+
+    def __add__(self, other: RankTimes) -> RankTimes:
+        sums = {name: own + getattr(other, name) for name, own in asdict(self).items()}
+        return RankTimes(**sums)
+
+    @property
+    def compute(self) -> float:
+        """The step time without all waiting."""
+        return max(0.0, self.step - self.data - self.communication - self.agreement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +182,51 @@ def _exposed_ms(seconds: Sequence[Mapping[str, float | None]]) -> dict[str, Any]
         mean = math.fsum(measured) * 1000.0 / len(measured) if measured else None
         found[f"exposed_{name}_ms"] = mean
     return found
+
+
+# Ours, by panel. Two conventions of MFU are in use, so both names state the convention.
+TOKENS_PER_SECOND = "throughput/tokens-per-second"
+TOKENS_PER_SECOND_PER_DEVICE = "throughput/tokens-per-second-per-device"
+TFLOPS_PER_DEVICE = "throughput/tflops-per-device"
+MFU = "throughput/mfu-attention-in-full"
+MFU_CAUSAL = "throughput/mfu-causal-attention-halved"
+
+
+def scalars_of(
+    record: IterationRecord, metrics: Metrics, facts: RunFacts, *, totals: Mapping[str, int]
+) -> dict[str, float]:
+    """Return tags and values of one iteration; values that were not measured have no tag."""
+    planned = {} if facts.planned is None else facts.planned.seconds
+    exposed = {name: s for name, s in asdict(record.exposed).items() if s is not None}
+    found: dict[str, float | None] = {
+        "learning-rate": record.learning_rate,
+        "batch-size": record.global_batch_size,
+        "loss-scale": record.loss_scale,
+        "world-size": facts.world_size,
+        "grad-norm": record.grad_norm if record.has_tokens else None,
+        "lm loss": None if record.skipped else record.lm_loss,
+        "num-zeros": record.num_zeros,
+        "params-norm": record.params_norm,
+        "iteration-time": record.iteration_time_ms / 1000.0,
+        "throughput": metrics.tflops_per_device,
+        TOKENS_PER_SECOND: metrics.tokens_per_second,
+        TOKENS_PER_SECOND_PER_DEVICE: metrics.tokens_per_second / facts.world_size,
+        TFLOPS_PER_DEVICE: metrics.tflops_per_device,
+        MFU: metrics.mfu,
+        MFU_CAUSAL: metrics.mfu_causal,
+        "mem-max-allocated-bytes": metrics.peak_memory_bytes,
+        "memory/peak-measured-bytes": metrics.peak_memory_bytes,
+        "memory/model-states-bytes": facts.model_state_bytes,
+        **{f"mem-{name}": number for name, number in record.allocator.items()},
+        "memory/peak-reserved-bytes": metrics.peak_reserved_bytes,
+        **{f"memory/measured-{kind}-bytes": size for kind, size in record.held.items()},
+        **{f"memory/predicted-{kind}-bytes": size for kind, size in facts.predicted.items()},
+        "communication/intra-bytes": record.intra_bytes,
+        "communication/inter-bytes": record.inter_bytes,
+        **{f"communication/exposed-{name}-ms": s * 1000.0 for name, s in exposed.items()},
+        # To draw next to the iteration's time and its exposed communication.
+        **{f"planned/{name}-ms": seconds * 1000.0 for name, seconds in planned.items()},
+        "data/wait-ms": record.data_wait_ms,
+        **{f"steps/{name}": number for name, number in totals.items()},
+    }
+    return {tag: value for tag, value in found.items() if value is not None}

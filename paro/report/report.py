@@ -14,15 +14,28 @@ from paro.errors import describe, type_and_message, writing
 from paro.report.config import ReportConfig, run_record_path
 from paro.report.dashboards import Dashboards, open_dashboards
 from paro.report.log import Log
-from paro.report.log_line import impossible_line, iteration_line, perplexity, validation_block
+from paro.report.log_line import (
+    TimeLeft,
+    impossible_line,
+    iteration_line,
+    perplexity,
+    straggler_line,
+    timer_lines,
+    validation_block,
+)
 from paro.report.memory import MemoryForecast, memory_line, peak_memory_bytes, peak_reserved_bytes
 from paro.report.metrics import MetricsFile
 from paro.report.planned_step import COMPARED, SETTLED, comparison, measured_seconds
-from paro.report.rank_times import RankTimes, straggler_line, timer_lines
-from paro.report.record import IterationRecord, Metrics, RunFacts, Validation, summarize
+from paro.report.record import (
+    IterationRecord,
+    Metrics,
+    RankTimes,
+    RunFacts,
+    Validation,
+    scalars_of,
+    summarize,
+)
 from paro.report.run_record import RunRecord
-from paro.report.tags import scalars_of
-from paro.report.time_left import TimeLeft
 
 if TYPE_CHECKING:  # rich may be missing
     from paro.report.live_view import LiveView

@@ -15,13 +15,62 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import cast
-
-import torch
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from data.atomic_file import replacing
-from paro.report.record import RunFacts, Validation
-from paro.report.run_record_file import Facts, Record, read_record
+from paro.errors import UserError
+from paro.untrusted.schema import Count, Figure, Positive, read_json
+
+if TYPE_CHECKING:  # it starts slowly, and who reads the file does without
+    import torch
+
+    from paro.report.record import RunFacts, Validation
+
+
+class _Peak(TypedDict):
+    source: str
+
+
+class Facts(TypedDict):
+    """Of a run's `RunFacts`, what reports read."""
+
+    world_size: NotRequired[Positive]
+    peak: NotRequired[_Peak]
+    predicted: NotRequired[dict[str, Figure]]
+
+
+class _Start(TypedDict):
+    iteration: Count
+    time: NotRequired[str]
+    arguments: NotRequired[dict[str, Any]]
+    facts: NotRequired[Facts]
+    environment: NotRequired[dict[str, str]]
+    measured: NotRequired[dict[str, Any]]  # of steps, beside the planner's: facts["planned"]
+
+
+class _Validation(TypedDict):
+    iteration: Count
+    data_set: str
+    lm_loss: Figure | None
+    bits_per_byte: NotRequired[Figure | None]
+
+
+class Record(TypedDict):
+    """The fields of the file."""
+
+    starts: NotRequired[list[_Start]]
+    validations: NotRequired[list[_Validation]]
+
+
+def read_record(path: Path) -> Record:
+    """What a file holds; nothing if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        found: Record = read_json(path, Record)
+    except UserError as error:
+        raise UserError(f"{error}; remove it to go on without what it says") from error
+    return found
 
 
 class RunRecord:
@@ -78,6 +127,8 @@ def _finite(value: float | None) -> float | None:
 
 def environment(device: torch.device) -> dict[str, str]:
     """What a run's measurements depend on in addition to its flags."""
+    import torch
+
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,

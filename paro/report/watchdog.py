@@ -24,7 +24,6 @@ from typing import TextIO
 from data.atomic_file import replacing
 from paro.distributed.flight_recorder import FLIGHT_PREFIX, recorded_collectives
 from paro.errors import UserError, describe, writing
-from paro.report.observer import Observer
 
 _BEAT_SECONDS = 1.0
 _GRACE = 1.1  # the limits of collectives and of other waits end first: they say more
@@ -44,6 +43,19 @@ class WatchConfig:
         minutes = self.hang_dump_minutes
         if minutes is not None and not 0.0 <= minutes < math.inf:
             raise UserError(f"--hang-dump-minutes {minutes} must be 0 or more; 0: never")
+
+
+class Observer:
+    """Its methods are called by the training thread and must cost almost nothing."""
+
+    def begins(self, what: str, iteration: int) -> None:
+        """Phase `what` (training, evaluating or saving) begins after `iteration` iterations."""
+
+    def progressed(self) -> None:
+        """The next micro-batch of the current phase begins."""
+
+    def ends(self) -> None:
+        """The run is over; no further call follows."""
 
 
 class Watchdog(Observer):

@@ -13,10 +13,9 @@ from paro.distributed.exposed_time import WaitKind
 from paro.errors import RunError
 from paro.optim.finite import not_finite
 from paro.report.memory import allocator_bytes
-from paro.report.observer import Observer
-from paro.report.rank_times import RankTimes
-from paro.report.record import IterationRecord, Validation
+from paro.report.record import IterationRecord, RankTimes, Validation
 from paro.report.report import Report
+from paro.report.watchdog import Observer
 from paro.schedule.step_checks import Expectation, Verdict, reason_to_stop
 from paro.training.exit_signal import ExitSignal
 from paro.training.local_copies import LocalCopies

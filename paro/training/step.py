@@ -22,7 +22,7 @@ from paro.distributed.groups import Groups
 from paro.distributed.timers import Timers
 from paro.errors import UserError
 from paro.optim.optimizer import ParoOptimizer
-from paro.report.rank_times import RankTimes
+from paro.report.record import RankTimes
 from paro.schedule.batch_schedule import BatchSchedule
 from paro.schedule.loss_scale import LossScaleConfig, LossScaleState, update_loss_scale
 from paro.schedule.lr_schedule import LrSchedule

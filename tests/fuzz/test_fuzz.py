@@ -64,7 +64,7 @@ READERS = {
     "paro.report.dashboards": "tests/paro/report/test_dashboards.py",
     "paro.report.metrics": "metrics",
     "paro.report.progress": "tests/paro/report/test_progress.py",
-    "paro.report.run_record_file": "metrics",
+    "paro.report.run_record": "metrics",
     "paro.training.resume": "records",
     "tools.bench.gpu_check.page": "tests/tools/bench/test_check_gpu.py",
     "tools.bench.shared.trainings": "tests/tools/bench/shared/test_trainings.py",

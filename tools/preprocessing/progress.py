@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from paro.report.log import print_line
-from paro.report.time_left import duration
+from paro.report.log_line import duration
 from tools.preprocessing.encode import Tally
 
 _NOTICE_SECONDS = 10.0  # between lines that say how long a call takes

@@ -7,8 +7,16 @@ from datetime import datetime
 
 import pytest
 
-from paro.report.log_line import arguments_block, iteration_line, validation_block
-from paro.report.record import IterationRecord, Validation, summarize
+from paro.report.log_line import (
+    TimeLeft,
+    arguments_block,
+    duration,
+    iteration_line,
+    straggler_line,
+    timer_lines,
+    validation_block,
+)
+from paro.report.record import IterationRecord, RankTimes, Validation, summarize
 from tests.paro.report import test_report
 
 NOW = datetime(2026, 3, 1, 12, 30, 5)
@@ -126,4 +134,95 @@ def test_arguments_are_sorted_and_dotted() -> None:
         "  lr " + "." * 46 + " 0.1",
         "  Zeta " + "." * 44 + " None",
         "-------------------- end of arguments ---------------------",
+    ]
+
+
+TIMERS = [{"forward-backward": 2.0, "optimizer": 0.1}, {"forward-backward": 3.0, "optimizer": 0.3}]
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        (
+            "minmax",
+            "(min, max) time across ranks (ms):\n"
+            "    forward-backward ...............................: (200.00, 300.00)\n"
+            "    optimizer ......................................: (10.00, 30.00)",
+        ),
+        (
+            "max",
+            "max time across ranks (ms):\n"
+            "    forward-backward ...............................: 300.00\n"
+            "    optimizer ......................................: 30.00",
+        ),
+        (
+            "all",
+            "times across ranks (ms):\n"
+            "  forward-backward:\n     rank  0: 200.00\n     rank  1: 300.00\n"
+            "  optimizer:\n     rank  0: 10.00\n     rank  1: 30.00",
+        ),
+    ],
+)
+def test_timer_lines(option: str, wanted: str) -> None:
+    assert timer_lines(TIMERS, option=option, iterations=10) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        # Data, communication and agreement of each rank in a step of 1 s.
+        (
+            [(0.0, 0.1, 0.3), (0.0, 0.0, 0.0), (0.0, 0.1, 0.3)],
+            "slowest rank: 1 | compute (ms): 1000.0 ... compute, 400.0 ms above the median rank",
+        ),
+        (
+            [(0.0, 0.1, 0.3), (0.0, 0.1, 0.3), (0.3, 0.1, 0.0)],
+            "slowest rank: 2 ... cause: data, 300.0 ms above",
+        ),
+        ([(0.0, 0.2, 0.0), (0.0, 0.21, 0.0)], "cause: communication, every rank waits 200.0 ms"),
+        ([(0.0, 0.01, 0.0), (0.0, 0.0, 0.01)], "cause: none"),
+    ],
+)
+def test_the_rank_that_others_wait_for_is_named_with_the_cause(
+    ranks: list[tuple[float, float, float]], told: str
+) -> None:
+    times = [
+        RankTimes(step=10.0, data=10 * data, communication=10 * sent, agreement=10 * waited)
+        for data, sent, waited in ranks
+    ]
+    line = straggler_line(times, iterations=10)
+    assert all(part in line for part in told.split(" ... ")), line
+
+
+def test_times_add_up() -> None:
+    one = RankTimes(step=1.0, data=0.1, communication=0.2, agreement=0.3)
+    assert (one + one).compute == pytest.approx(0.8)
+
+
+def test_it_counts_what_comes_between_iterations_and_not_the_first() -> None:
+    now = 1000.0
+    left = TimeLeft(100, clock=lambda: now)
+    assert left.after(1, seconds=50.0) == 99 * 50.0
+    now += 2.0
+    assert left.after(2, seconds=2.0) == 98 * 2.0
+    now += 2.0 + 6.0  # an evaluation
+    assert left.after(3, seconds=2.0) == 97 * 5.0
+    assert left.after(100, seconds=2.0) == 0.0
+
+
+def test_a_change_of_pace_shows() -> None:
+    now = 0.0
+    left = TimeLeft(10_000, clock=lambda: now)
+    for iteration in range(1, 4001):
+        now += 1.0 if iteration <= 2000 else 3.0
+        seconds = left.after(iteration, seconds=0.0)
+    assert seconds == pytest.approx(6000 * 3.0)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (-1, 59.6, 3723, 90061)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:02:03",
+        "1 d 1:01:01",
     ]

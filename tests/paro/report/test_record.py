@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from paro.distributed.exposed_time import Exposed
-from paro.report.record import Peak, summarize
-from paro.report.tags import scalars_of
+from paro.report.record import Peak, scalars_of, summarize
 from tests.paro.report import test_report
 from tests.paro.report.test_report import record
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from paro.errors import RunError
 from paro.optim.optimizer import ParoOptimizer
 from paro.report.log import Log
-from paro.report.observer import Observer
 from paro.report.record import IterationRecord
 from paro.report.report import open_report
+from paro.report.watchdog import Observer
 from paro.training.assembly import build_data, build_sources, run_facts, start_state
 from paro.training.loop import Loop
 from paro.training.saving import Saver
