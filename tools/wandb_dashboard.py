@@ -22,6 +22,7 @@ if not __package__:  # run as a script: the repository root is not on sys.path
 
 from paro.distributed.user_errors import run_script
 from paro.errors import UserError, type_and_message
+from paro.report.log import print_line
 from paro.report.record import (
     MFU,
     MFU_CAUSAL,
@@ -29,7 +30,6 @@ from paro.report.record import (
     TOKENS_PER_SECOND,
     TOKENS_PER_SECOND_PER_DEVICE,
 )
-from paro.report.log import print_line
 from tools.shared.command_line import Parser
 
 
