@@ -19,7 +19,7 @@ from paro.distributed.exposed_time import Exposed
 from paro.distributed.profile_range import record_ranges
 from paro.precision import PrecisionConfig
 from paro.report.record import Metrics, scalars_of, summarize
-from paro.topology import Use
+from paro.topology import StreamKind
 from tests.helpers.house import ROOT
 from tests.paro.planning.lone_rank import LoneRank, lone_rank, silence
 from tests.paro.planning.on_ranks import on_ranks

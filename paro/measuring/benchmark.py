@@ -38,7 +38,7 @@ from paro.distributed.timers import synchronize, time_of
 from paro.layout import ALIGN
 from paro.machine.choice import pieces_by
 from paro.machine.machine import Device, Machine, Measured, fit_link
-from paro.topology import COLLECTIVE_USES, AxisSpan, Link, Topology, axes_of, nested_range
+from paro.topology import COLLECTIVE_STREAMS, AxisSpan, Link, Topology, axes_of, nested_range
 
 # A run of small messages is repeated until it takes about so long, within the limits below; every
 # repetition has its own buffer, so that each result can be checked.
@@ -194,7 +194,7 @@ class CollectiveBenchmark:
         config = self.runtime.groups_on(self.control.device)
         pieces = pieces_by(self.machine) if config.backend == "nccl" else None
         choice = AlgorithmChoice(names=(name,), pieces=pieces)
-        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_USES, spans))
+        needed = needed_groups(choice, dict.fromkeys(COLLECTIVE_STREAMS, spans))
         groups = make_groups(self.topology, self.control.world.rank, needed, config)
         made = make_collectives(choice, groups, make_links(self.control.device, config.backend))
         yield made

@@ -229,7 +229,7 @@ class ContextAttention:
             for to, span, num_bytes, number in chain.from_iterable(sends):
                 if isinstance(to, Op):
                     numel = num_bytes // span[0].inner
-                    collective = Collective(Use.CONTEXT, to, span, numel, UINT8)
+                    collective = Collective(StreamKind.CONTEXT, to, span, numel, UINT8)
                     total += sender.sent([collective]) * count
                 else:
                     total += sender.message(to, span, num_bytes) * (number * count)

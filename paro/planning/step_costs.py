@@ -21,7 +21,7 @@ from paro.planning.context_costs import ContextCosts
 from paro.planning.passes import QUEUES, Counts, StepCounts
 from paro.planning.sending import exchanged
 from paro.planning.simulation import Compute, Program, Queue, Queued, Wait
-from paro.spec.deal import muon_rounds, newton_schulz_flops
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import PASS_OF, WAITED_BY, Move, Verb
 from paro.step.units import Unit

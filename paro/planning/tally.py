@@ -26,7 +26,7 @@ from typing import NamedTuple
 from paro.planning.activations import UnitActivations
 from paro.planning.passes import StepCounts
 from paro.precision import BYTES_OF
-from paro.spec.deal import most_bytes, muon_rounds
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import ShardingSpec, state_bytes
 from paro.spec.units import registered_room

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paro.collectives.choice import AlgorithmChoice
 from paro.collectives.schedule import Op
 from paro.collectives.spans import needed_groups
-from paro.spec.deal import muon_rounds
+from paro.spec.muon_rounds import muon_rounds
 from paro.spec.run_spec import RunSpec
 from paro.spec.sharding_spec import Collective, ShardingSpec
 from paro.step.actions import PASS_OF

@@ -108,9 +108,9 @@ class RunSpec(RunSettings):
         return self.trained, self.recompute, self.materialize, degrees, self.bucket_size
 
     @property
-    def places(self) -> int:
-        """The number of units with Muon's matrices in a bucket."""
-        return places_to_deal_to(self.strategy, self.precision, self.group_size)
+    def bucket_size(self) -> int:
+        """The number of units that form a bucket if Muon updates them, else 1."""
+        return muon_bucket_size(self.strategy, self.precision, self.group_size)
 
     @property
     def overlaps(self) -> bool:

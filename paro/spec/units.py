@@ -17,7 +17,7 @@ from itertools import accumulate
 from model.config import LlamaConfig
 from model.units import PartSpec, UnitSpec, parameter_shapes, recomputed_groups, unit_specs
 from paro.layout import Shape, UnitLayout, halves_of, make_sliced_layout, make_whole_layout
-from paro.spec.deal import in_buckets, muon_places
+from paro.spec.muon_rounds import in_buckets, muon_chunks
 from paro.spec.run_spec import RunSpec
 from paro.step.actions import StepShape, Verb, number_buffers
 from paro.step.rotating import PartShape, RotationShape

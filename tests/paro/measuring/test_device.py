@@ -13,7 +13,7 @@ from paro.machine.machine import Device, Machine
 from paro.measuring import device as timing
 from paro.measuring.device import Effort, measure_device
 from paro.planning.estimator import Estimator
-from paro.planning.search_space import Workload
+from paro.planning.search_space import PlanRequest
 from tests.paro.measuring.test_benchmark import alone
 from tools.collective_timing.training import training_config
 

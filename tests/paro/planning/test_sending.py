@@ -19,7 +19,7 @@ from paro.planning.run_memory import RunMemory
 from paro.planning.sending import Sender
 from paro.spec.sharding_spec import Collective
 from paro.text import size_text
-from paro.topology import Axes, Use, make_topology
+from paro.topology import Axes, StreamKind, make_topology
 from paro.training.assembly import run_spec_of
 from tests.paro.launch.test_dry_run import MOCK, planned, printed
 from tests.paro.planning.lone_rank import silence

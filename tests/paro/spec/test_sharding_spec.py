@@ -17,7 +17,7 @@ from paro.distributed.byte_counter import Sent
 from paro.planning.run_memory import RunMemory
 from paro.planning.sending import traffic_of
 from paro.precision import PrecisionConfig
-from paro.spec import deal, sharding_spec
+from paro.spec import muon_rounds, sharding_spec
 from paro.spec.run_spec import Materialize
 from paro.spec.sharding_spec import Collective, ShardingSpec, state_bytes
 from paro.step.actions import Verb
