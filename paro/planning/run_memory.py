@@ -44,7 +44,7 @@ class RunMemory:
             run.trained,
             run.materialize.rotates and run.strategy.params,
             run.materialize,
-            run.places,
+            run.bucket_size,
         )
     )
     def units(self, run: RunSpec) -> tuple[Unit, ...]:

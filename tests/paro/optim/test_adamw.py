@@ -87,7 +87,7 @@ def test_updates_have_the_bits_of_the_class(implementation: str, *, begins_anew:
 
 
 def test_without_apex_its_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(adamw.find_apex, "--adam-implementation apex needs NVIDIA's apex")
 
 

@@ -59,16 +59,16 @@ CASES: dict[str, tuple[LlamaConfig, Callable[[str], bool]]] = {
 
 
 @pytest.mark.parametrize(
-    ("request", "letters"),
+    ("plan_request", "letters"),
     [
         *product(["untied"], [*legal_letters(), "2,4,8", "1,2,8"]),
         *product([name for name in CASES if name != "untied"], ["NNG", "IIG", "GGG", "4,2,8"]),
     ],
 )
 def test_formulas_equal_what_a_rank_counts_and_stores(
-    monkeypatch: pytest.MonkeyPatch, request: str, letters: str
+    monkeypatch: pytest.MonkeyPatch, plan_request: str, letters: str
 ) -> None:
-    config, is_trained = CASES[request]
+    config, is_trained = CASES[plan_request]
     assert_counted(monkeypatch, config, is_trained, letters)
 
 

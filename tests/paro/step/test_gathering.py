@@ -26,7 +26,7 @@ def gathered_before_the_first_unit(way: Materialize, ahead: int | None, seed: in
     inside: dict[int, Event] = {}
     given = order_case("plain", materialize=way, updated_ahead=ahead)
     for verb, number, *_ in schedule_of(costs(given, "IIG")).actions():
-        if verb is Verb.GATHER_UPDATED:
+        if verb is Verb.PARAM_ALL_GATHER:
             updated[number] = streams.submit("between", partial(sent.add, number))
         elif verb in (Verb.GATHER, Verb.SHIFT):
             inside[number] = streams.submit("inside", lambda: None, after=updated[number])

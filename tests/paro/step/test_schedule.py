@@ -46,7 +46,7 @@ def engine(given: PlanRequest, strategy: str) -> LoneRank:
 def from_forward_on(schedule: StepSchedule, verbs: Container[Verb]) -> list[Move]:
     """The actions with these verbs of a step that begins with the forward, not the update."""
     at_once = [
-        move for move in chain.from_iterable(schedule.update) if move[0] is Verb.GATHER_UPDATED
+        move for move in chain.from_iterable(schedule.update) if move[0] is Verb.PARAM_ALL_GATHER
     ]
     moves = [move for move in schedule.actions() if move[0] in verbs]
     return moves[len(at_once) :] + at_once
@@ -86,8 +86,8 @@ def test_a_bucket_is_reduced_and_gathered_once(
     rank.step(2)
     schedule = schedule_of(costs(given, "IIG"))
     wanted = from_forward_on(schedule, {*Verb} - ELSEWHERE)
-    moves = [move for move in wanted if move[0] is not Verb.GATHER_UPDATED]
-    assert [move for move in record if move[0] is not Verb.GATHER_UPDATED] == moves
+    moves = [move for move in wanted if move[0] is not Verb.PARAM_ALL_GATHER]
+    assert [move for move in record if move[0] is not Verb.PARAM_ALL_GATHER] == moves
     assert sorted(record) == sorted(wanted)
     num_blocks = given.model.num_layers
     for verb in (Verb.GRAD_SYNC, Verb.PARAM_ALL_GATHER):
